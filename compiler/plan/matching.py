@@ -13,7 +13,7 @@ from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.graph import OWN_NAME
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
-from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.pipeline import RecomputeRule
 from partc.compiler.plan.rules import FULL_BATCH, PlacementRule, Plan, ShardingRule
 from partc.compiler.plan.violation import Violation
@@ -266,6 +266,8 @@ def nothing_matched(program: Program, pattern: str, where: str) -> Problem:
 def _nothing(pattern: str, where: str, names: list[str], kind: str) -> Problem:
     close = nearest(pattern, names)
     listed = ", ".join(f"'{name}'" for name in close)
+    if deep := wider(pattern, names):
+        return Problem(where, f"'{pattern}' matches no {kind} of the model", help=deep)
     return Problem(
         where,
         f"'{pattern}' matches no {kind} of the model",

@@ -5,7 +5,7 @@ A path is cut into parts at its dots. In a pattern
     *          is anything within one part: `layers.*.up`, `conv*`
     ?          is one character within a part
     **         is any number of parts, also none: `**.norm`, `encoder.**.bias`
-    [0-5,7]    is a whole number of this range, `[10-19]` ten to nineteen; leading zeros do not matter
+    [0-5,7]    is a whole number of this range, `[10-19]` ten to nineteen; leading zeros of a path do not matter
     [qkv]      is one of these characters, `[a-f]` one from a to f
     {up,gate}  is one of these texts, which may be patterns themselves: `**.{q,k,v}_proj`, `{encoder.*,head}.up`
     \\          takes the next character as it is: `split\\[0\\]`
@@ -20,6 +20,7 @@ and a group of the regular expression that has matched is never entered again.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import heapq
@@ -166,6 +167,19 @@ def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
     return [name for ratio, _, name in heapq.nlargest(n, ranked) if ratio >= 0.5]
 
 
+def wider(text: str, names: Iterable[str]) -> str:
+    """A pattern with '**' that matches some of the names where this one matches none, and what it matches; '' where none is."""
+    found = list(dict.fromkeys(names))
+    deep = ".".join("**" if part == "*" else part for part in text.split("."))
+    for one in dict.fromkeys((deep, f"**.{text}", f"**.{deep}")):
+        with contextlib.suppress(ValueError):
+            hit = [name for name in found if compile_pattern(one).matches(name)] if one != text else []
+            if hit:
+                more = f" and {len(hit) - 1:,} more" if len(hit) > 1 else ""
+                return f"'*' stays within a part of a path: '{one}' matches '{hit[0]}'{more}"
+    return ""
+
+
 def _expression(parts: list[list[str]]) -> str:
     """The regular expression of a pattern, for the beginning of a path up to the end of one of its parts."""
     while len(parts) > 1 and parts[-1] == ["**"]:
@@ -235,6 +249,8 @@ def _bracket(token: str) -> str:
 def _numbers(token: str) -> str:
     """The regular expression of a whole number of a range such as `[0-5,7]`."""
     choices: list[str] = []
+    if re.fullmatch(r"\[\d\d+\]", token, re.ASCII):
+        raise ValueError(_no_glob(token))
     for shard in token[1:-1].split(","):
         found = _NUMBERS.fullmatch(shard)
         if not found:
@@ -242,8 +258,21 @@ def _numbers(token: str) -> str:
         first, last = int(found[1]), int(found[2] or found[1])
         if first > last:
             raise ValueError(f"the range '{token}' runs from {first} down to {last}; write [{last}-{first}]")
+        if padded := [number for number in found.groups() if number and number != str(int(number))]:
+            law = "numbers of a range have no leading zeros, and match those of a path that have"
+            raise ValueError(f"'{token}' has '{padded[0]}': {law}; write {int(padded[0])}")
         choices += _between(first, last)
     return rf"(?<![0-9])0*(?:{'|'.join(choices)})(?![0-9])"
+
+
+def _no_glob(token: str) -> str:
+    """Why a bracket of digits alone is refused: it would be a number here, and one of its digits to a reader who knows globs."""
+    digits = sorted({*token[1:-1]})
+    listed = f"{', '.join(digits[:-1])} or {digits[-1]}" if len(digits) > 1 else digits[0]
+    runs = len(digits) > 1 and int(digits[-1]) - int(digits[0]) == len(digits) - 1
+    remedy = f"{f'[{digits[0]}-{digits[-1]}] or ' if runs else ''}{{{','.join(digits)}}}"
+    number = int(token[1:-1])
+    return f"'{token}' is the number {number} here, and as a glob {listed}; write {remedy} for the digits, {number} for the number"
 
 
 def _between(first: int, last: int) -> list[str]:

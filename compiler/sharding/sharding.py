@@ -6,6 +6,7 @@ into shards that are proven to be equal, for all sizes that its symbols may have
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import PurePath
@@ -174,7 +175,7 @@ class _Laws:
         facts = self.facts(size)
         if size in self.program.symbols:
             info = self.program.symbols[size]
-            remedy = f"declare `{size}: {{divisor: {shards * info.parts}}}` under symbols, or use fewer shards"
+            remedy = f"declare `{size}: {{divisor: {math.lcm(facts.divisor, shards) * info.parts}}}` under symbols, or use fewer shards"
             parts = "microbatches" if self.program.plan.pipeline else "parts that `accumulate` makes of a batch"
             of_part = f" in each of the {info.parts} {parts}" if info.parts > 1 else ""
             law = f"'{size}' is {_spelled(facts)}{of_part} ({info.where}), not always divisible by {shards}"

@@ -1,4 +1,5 @@
-"""Pass: parameters on serving ranks: `placement: {"embedding": {role: ps}}`, in a model `place(self.embedding, role="ps")`.
+"""Pass: parameters on serving ranks: `placement: {"embedding": {role: ps}}`, by a module, a node or the parameter's own
+name, in a model `place(self.embedding, role="ps")`.
 
 Of a table, a parameter whose rows are looked up and nothing else, each server has a run of rows: the lookup runs on the workers,
 which pull the rows that their ids name and push gradients of rows (`lower/pulls.py`). Any other parameter is read by one node on its
@@ -23,7 +24,7 @@ from partc.compiler.ir.graph import PINNED, SERVED
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import looks_up_rows
 from partc.compiler.plan.matching import given_to_roles, matched_nodes, modules_of
-from partc.compiler.plan.pattern import compile_pattern, nearest
+from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.rules import PlacementRule, ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.training.trainable import trainable_names
@@ -48,35 +49,42 @@ def serve(program: Program) -> Program:
 
 
 def _served(program: Program) -> dict[ir.Value, PlacementRule]:
-    """By parameter, in the model's order, the rule that gives it to servers: of those that match its readers the last one."""
+    """By parameter, in the model's order, the rule that gives it to servers: of those that match it or its readers the last one."""
     rules = [*given_to_roles(program), *program.plan.placement]
     if not any(rule.serves for rule in rules):
         return {}
     graph, training = program.model.graph, program.training
     names = [] if training is not None else trainable_names(program.model)
     owned = {*training.parameters} if training is not None else {graph.initializers[name] for name in names}
-    decided: dict[ir.Node, PlacementRule] = {}
+    order = [value for value in graph.initializers.values() if value in owned and value.uses()]
+    decided: dict[ir.Node, int] = {}
+    named: dict[ir.Value, int] = {}
     problems = []
-    for rule in rules:
+    for k, rule in enumerate(rules):
         hit = matched_nodes(program, rule.pattern)
-        decided.update(dict.fromkeys(hit, rule))
-        if rule.serves and not any(value in owned for node in hit for value in node.inputs):
-            matches = compile_pattern(rule.pattern).matches
+        decided.update(dict.fromkeys(hit, k))
+        if not rule.serves:
+            continue
+        matches = compile_pattern(rule.pattern).matches
+        by_name = [value for value in order if matches(value.name or "")]
+        named.update(dict.fromkeys(by_name, k))
+        if not by_name and not any(value in owned for node in hit for value in node.inputs):
             if not hit and any(map(matches, program.whole)):
                 continue
             readers = [path for node, path in program.paths.items() if any(value in owned for value in node.inputs)]
-            paths = [*modules_of(readers), *readers]
-            fact = f"'{rule.pattern}' matches no module or node that has parameters"
+            paths = [*modules_of(readers), *readers, *(str(value.name) for value in order)]
+            fact = f"'{rule.pattern}' matches no parameter, and no module or node that has parameters"
             close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, paths))
-            problems.append(Problem(rule.where, fact, help=f"the nearest are {close}" if close else _LISTED))
+            help = wider(rule.pattern, paths) or (f"the nearest are {close}" if close else _LISTED)
+            problems.append(Problem(rule.where, fact, help=help))
     if problems:
         raise CompileError(problems)
-    order = [value for value in graph.initializers.values() if value in owned and value.uses()]
     found = {}
     for value in order:
-        deciding = [decided[use.node] for use in value.uses() if use.node in decided]
-        if deciding and deciding[0].serves:
-            found[value] = deciding[0]
+        reading = [decided[use.node] for use in value.uses() if use.node in decided]
+        deciding = max([*reading[:1], *([named[value]] if value in named else [])], default=None)
+        if deciding is not None and rules[deciding].serves:
+            found[value] = rules[deciding]
     return found
 
 

@@ -64,13 +64,9 @@ class Spec:
         """The spec of a path or a mapping as YAML gives it; UsageError with all that is wrong."""
         if isinstance(said, str | Path):
             return Spec(base / said, where=where)
-        if not isinstance(said, Mapping) or not said:
-            raise UsageError(
-                f"{where}: {said!r} is neither a path nor a mapping\n  help: write a path, or {{input: path}}"
-            )
-        problems = list(_problems(said))
-        if problems:
-            raise UsageError("\n".join(f"{where}: {problem}" for problem in problems))
+        problems = data_problems(said)
+        if problems or not isinstance(said, Mapping):
+            raise UsageError("\n".join(f"{where}: {fact}\n  help: {help}" for fact, help in problems))
         options = {name: said[name] for name in ("length", "multiple", "window") if name in said}
         return Spec(
             source=base / said["source"] if "source" in said else None,
@@ -99,6 +95,15 @@ class Spec:
                 raise UsageError(f"{where}: '{name}' is given twice: {said[name]} and {value}")
             said[name] = _value(name, value, said.get(name))
         return Spec.parse(said, base, where)
+
+
+def data_problems(said: object) -> list[tuple[str, str]]:
+    """All that is wrong with what a plan, a manifest or a command line says of data, each with its remedy."""
+    if isinstance(said, str | Path):
+        return []
+    if not isinstance(said, Mapping) or not said:
+        return [(f"{said!r} is neither a path nor a mapping of inputs to paths", "write a path, or {input: path}")]
+    return list(_problems(said))
 
 
 def _value(name: str, text: str, before: object) -> object:
@@ -173,18 +178,17 @@ _LAWS = {
 }
 
 
-def _problems(said: Mapping[object, object]) -> Iterator[str]:
+def _problems(said: Mapping[object, object]) -> Iterator[tuple[str, str]]:
     for name, value in said.items():
         if isinstance(name, str) and name in _LAWS:
             holds, law = _LAWS[name]
             if not holds(value):
-                yield f"{name} is {value!r}\n  help: write {law}"
+                yield f"{name} is {value!r}", f"write {law}"
         elif not isinstance(name, str) or not (_is_text(value) or _is_value(value)):
-            yield (
-                f"{name} is {value!r}\n  help: write {{input: path}}, or for one that holds no records {{input: 0.5}}; "
-                f"the options are {', '.join(_LAWS)}"
-            )
+            options = ", ".join(_LAWS)
+            help = f"write {{input: path}}, or for one that holds no records {{input: 0.5}}; the options are {options}"
+            yield f"{name} is {value!r}", help
     if all((name in _LAWS and name != "source") or _is_value(value) for name, value in said.items()):
-        yield "it names no data\n  help: write source: path, or {input: path}"
+        yield "it names no data", "write source: path, or {input: path}"
     if "length" not in said and ("buckets" in said or "window" in said):
-        yield "`buckets` and `window` say how `length` makes batches, and there is no `length`\n  help: write length: field"
+        yield "`buckets` and `window` say how `length` makes batches, and there is no `length`", "write length: field"

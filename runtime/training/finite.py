@@ -55,7 +55,8 @@ def stopped(
     again = any(is_same(batch[port.name], other.get(port.name)) for port in ports for other in later)
     cause = f"rank {program.rank}: its inputs were overwritten since" if again else ""
     causes = program.all_gather_text(cause or first_in_batch(batch, ports, program.rank))
-    return NonFiniteError(nonfinite_loss(step, name, shown, causes))
+    counted = [json.loads(text) for text in program.all_gather_text(json.dumps(without_labels(batch, ports)))]
+    return NonFiniteError(nonfinite_loss(step, name, shown, causes, counted))
 
 
 def is_same(value: object, other: object) -> bool:
@@ -88,23 +89,47 @@ def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int
     return ""
 
 
+def without_labels(batch: Mapping[str, object], ports: Iterable[Port]) -> str | None:
+    """What a rank has none of that its loss counts: its labels where all are ignored; '' where one is not, None where it reads none."""
+    found: str | None = None
+    for port in ports:
+        ignored = port.labels.ignored if port.labels is not None else []
+        if not ignored or port.name not in batch:
+            continue
+        array = np.asarray(batch[port.name])
+        if array.size and np.isin(array, ignored).all():
+            numbers = ", ".join(str(number) for number in ignored if (array == number).any())
+            return f"all {array.size:,} labels of '{port.name}' are {numbers}, which is ignored"
+        found = found or ""
+    return found
+
+
 def not_finite(arrays: Iterable[tuple[StateRecord, Array]]) -> list[str]:
     """The tensors that hold a number which is not finite."""
     return [record.tensor for record, array in arrays if not is_finite(array)]
 
 
-def nonfinite_loss(step: int, name: str, loss: Any, causes: Iterable[str]) -> str:
-    """The message about a loss that is not finite."""
-    found = [f"  {cause}" for cause in causes if cause]
-    why = found or ["  the inputs of all ranks are finite: a gradient or a parameter has become too large"]
-    return "\n".join(
-        [
-            f"step {step}: the {name} is {loss}",
-            *why,
-            "  help: resume from the last checkpoint with other data, a smaller learning rate or `clip: {norm: 1}`; "
-            "`on_nonfinite: skip` skips such steps",
-        ]
+def nonfinite_loss(step: int, name: str, loss: Any, causes: Iterable[str], counted: Sequence[str | None] = ()) -> str:
+    """The message about a loss that is not finite; `counted`: by rank what `without_labels` says."""
+    why = [f"  {cause}" for cause in causes if cause]
+    help = (
+        "resume from the last checkpoint with other data, a smaller learning rate or `clip: {norm: 1}`; "
+        "`on_nonfinite: skip` skips such steps"
     )
+    none = [(rank, text) for rank, text in enumerate(counted) if text]
+    if not why and none and all(text is None or text for text in counted):
+        why = [f"  rank {rank}: {text}" for rank, text in none]
+        why += ["  a mean of no losses is 0/0"]
+        help = "give each batch a label that counts; `on_nonfinite: skip` skips such steps"
+    elif not why and none:
+        why = [f"  rank {rank}: {text}: with `reduction: sum_over_ranks` its mean is 0/0" for rank, text in none]
+        why += ["  where the reduction is another one, a gradient or a parameter has become too large"]
+        help = (
+            "give each rank a label that counts, or take `reduction: mean`, which divides by the labels of the whole batch; "
+            "`on_nonfinite: skip` skips such steps"
+        )
+    why = why or ["  the inputs of all ranks are finite: a gradient or a parameter has become too large"]
+    return "\n".join([f"step {step}: the {name} is {loss}", *why, f"  help: {help}"])
 
 
 def nonfinite_state(step: int, names: list[str]) -> str:

@@ -71,18 +71,42 @@ def test_an_optimizer_of_some_parameters_has_the_common_rate() -> None:
 
 
 REFUSED = {
+    "  parameters: {'?able.w': {lr: 2}}": ["plan.yaml:5: '?able.w' matches no parameter"],
+    "placement: {'*.look_up': 0, deep: 1}": ["plan.yaml:5: 'deep' matches no module or node"],
     "  parameters: {nope: {lr: 2}}": ["plan.yaml:5: 'nope' matches no parameter", "`partc plan MODEL` lists all names"],
     "  on_nonfinite: skip\n  parameters: {'*': {staleness: 1}}": ["plan.yaml:6: 'table' is updated late"],
     "  parameters: {table: {optimizer: lazy_adam}}\nsharding: {look_up: {in: [[2, 1], null]}}": [
         "plan.yaml:5: the rows of 'table' are cut",
         "let ranks pull its rows",
     ],
-    "roles: {ps: 1}\nplacement: {tabel: {role: ps}}": ["'tabel' matches no module or node that has parameters"],
+    "roles: {ps: 1}\nplacement: {tabel: {role: ps}}": [
+        "'tabel' matches no parameter, and no module or node that has parameters"
+    ],
 }
 WARNED = {
     "roles: {ps: 1}\n" + TRAIN: "rank 1 has the role 'ps' and no parameter",
     "precision: {compute: float16, messages: bfloat16}\n": "'precision.messages' is of a training, and there is no 'train'",
 }
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (
+            "  data: {}",
+            ["plan.yaml:5: ", "'train.data': {} is neither a path", "help: write a path, or {input: path}"],
+        ),
+        (
+            "  data: {buckets: [64, 8]}",
+            ["plan.yaml:5: ", "write lengths that rise", "it names no data", "length: field"],
+        ),
+        ("placement: {'[01]': 0}", ["plan.yaml:5: placement of '[01]'", "write [0-1] or {0,1} for the digits"]),
+    ],
+)
+def test_what_no_plan_may_say(more: str, parts: list[str]) -> None:
+    with pytest.raises(CompileError) as caught:
+        parse_plan(f"ranks: 2\n{TRAIN}{more}\n", "plan.yaml")
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
 @pytest.mark.parametrize("more", REFUSED)

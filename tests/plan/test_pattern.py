@@ -7,7 +7,7 @@ import re
 import time
 
 import pytest
-from partc.compiler.plan.pattern import compile_pattern, literal_pattern, nearest
+from partc.compiler.plan.pattern import compile_pattern, literal_pattern, nearest, wider
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,19 @@ def test_the_literal_pattern_of_any_path(path: str) -> None:
         ),
         ("{" * 2000 + "a", "its braces are nested more than 16 deep"),
         ("a[]", "'[]' is not a range of numbers such as [0-5,7]; '\\[' is the character itself"),
+        (
+            "layers.[01]",
+            "'[01]' is the number 1 here, and as a glob 0 or 1; write [0-1] or {0,1} for the digits, 1 for the number",
+        ),
+        (
+            "a[230]",
+            "'[230]' is the number 230 here, and as a glob 0, 2 or 3; write {0,2,3} for the digits, 230 for the number",
+        ),
+        ("a[11]", "'[11]' is the number 11 here, and as a glob 1; write {1} for the digits, 11 for the number"),
+        (
+            "a[00-10]",
+            "'[00-10]' has '00': numbers of a range have no leading zeros, and match those of a path that have; write 0",
+        ),
         ("a[5-0]", "the range '[5-0]' runs from 5 down to 0; write [0-5]"),
         ("a1[0-5]", "'1[0-5]' puts digits beside a range, but a range is a whole number"),
         ("a[0-5]7", "'[0-5]7' puts digits beside a range, but a range is a whole number"),
@@ -217,3 +230,18 @@ def test_nearest_among_many_names_is_fast() -> None:
     start = time.perf_counter()
     assert nearest("encoder.layer.1234.mlp.up", names)[0] == "encoder.layers.1234.mlp.up"
     assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("*.bias", "'**.bias' matches 'layers.0.fc.bias' and 1 more"),
+        ("fc", "'**.fc' matches 'layers.0.fc.weight' and 3 more"),
+        ("layers.*.bias", "'layers.**.bias' matches 'layers.0.fc.bias' and 1 more"),
+        ("layers.*.norm", ""),
+        ("**.norm", ""),
+    ],
+)
+def test_a_pattern_that_would_match_deeper_is_told_so(pattern: str, said: str) -> None:
+    names = [f"layers.{k}.fc.{one}" for k in (0, 1) for one in ("weight", "bias")]
+    assert wider(pattern, names) == (f"'*' stays within a part of a path: {said}" if said else "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from equivalence import compiled, same_as_whole
+from equivalence import compiled, model, same_as_whole
 from onnx import TensorProto, helper
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
@@ -338,3 +338,12 @@ def test_inputs_of_the_dataset_are_named_by_patterns(dataset: str, arriving: set
 def test_a_pattern_of_the_dataset_that_names_no_input_is_told(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"plan.yaml:2: the model has no input 'q\*'"):
         compiled(mlp(), 'ranks: 2\ndataset: {"q*": [2, 1]}\n', tmp_path / "build")
+
+
+def test_the_help_of_a_divisor_keeps_the_declared_one(tmp_path: Path) -> None:
+    proto = model(
+        """<ir_version: 10, opset_import: ["": 21]> g (float[n, 6] x) => (float[n, 6] y) { [act] y = Relu(x) }"""
+    )
+    plan = "ranks: 5\nsymbols: {n: {divisor: 12}}\nsharding: {act: {in: [[5, 1]]}}\n"
+    with pytest.raises(CompileError, match=r"'n' is 12\*N.*not always divisible by 5\n.*declare `n: \{divisor: 60\}`"):
+        compiled(proto, plan, tmp_path / "build")

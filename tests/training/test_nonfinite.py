@@ -76,6 +76,35 @@ def built(folder: Path, name: str, policy: str) -> tuple[Path, int]:
     return folder, ranks
 
 
+UNLABELLED = {
+    ("sum_over_ranks", 4): [
+        "rank 0: all 4 labels of 't' are -1, which is ignored: with `reduction: sum_over_ranks` its mean is 0/0",
+        "`reduction: mean`, which divides by the labels of the whole batch",
+    ],
+    ("mean", 8): ["  rank 0: all 4 labels", "  rank 1: all 4 labels", "a mean of no losses is 0/0"],
+}
+
+
+@pytest.mark.parametrize(("reduction", "ignored"), UNLABELLED)
+def test_a_mean_of_no_labels_is_told_where_it_is(reduction: str, ignored: int, tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        m (float[batch, 6] x) => (float[batch, 4] y) { [up] y = MatMul (x, w) }"""
+    loss = f"{{type: softmax_cross_entropy, logits: y, labels: t, ignore_index: -1, reduction: {reduction}}}"
+    plan = "ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 2}}\n"
+    plan += f"train: {{loss: {loss}, optimizer: {{type: sgd, lr: 1}}}}\n"
+    compile_source(from_text(text, {"w": (6, 4)}), parse_plan(plan, "plan.yaml"), tmp_path / "build")
+    whole = {"x": np.ones((8, 6), np.float32), "t": np.array([-1] * ignored + [0, 1, 2, 3] * 2)[:8]}
+
+    def act(trainer: Trainer) -> None:
+        trainer.train(fed(trainer, whole))
+        trainer.check_last_loss()
+
+    with pytest.raises(NonFiniteError) as caught:
+        on_all(tmp_path / "build", 2, act)
+    found = str(caught.value)
+    assert [part for part in UNLABELLED[reduction, ignored] if part not in found] == [], found
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_skipped_step_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:

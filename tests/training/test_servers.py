@@ -42,6 +42,11 @@ PLANS = {
         "sharding: {up: colwise, down: rowwise}\n" + DP,
         TRAIN,
     ),
+    "by names of parameters": (
+        "ranks: 4\nroles: {ps: [2, 3]}\nplacement: {table.weight: {role: ps}, up: {role: ps}, '*.weight': {role: ps}}\n"
+        + DP,
+        TRAIN,
+    ),
     "stages": (
         "ranks: 4\nroles: {ps: [2, 3]}\nplacement: {up: 0, down: 1, table: {role: ps}}\npipeline: {microbatches: 3}\n",
         TRAIN,
@@ -174,7 +179,7 @@ plan.yaml:3: placement of 'table': the string 'pz' is no role
   the roles are ps
   help: declare it: 'roles: {pz: [2, 3]}'""",
     "placement: {tabel: {role: ps}}": """\
-plan.yaml:3: 'tabel' matches no module or node that has parameters
+plan.yaml:3: 'tabel' matches no parameter, and no module or node that has parameters
   help: the nearest are 'table'""",
     "placement: {table: {role: [ps]}}": """\
 plan.yaml:3: placement of 'table': expected the name of a role, but got a list
@@ -192,7 +197,7 @@ plan.yaml:4: sharding of 'table': pull, but its rows are pulled from the ranks t
 plan.yaml:4: sharding of 'table' (Gather): input 0, dim 1 is cut into 2, but stays whole
   its rows lie on the ranks that serve them
   help: write 1""",
-    "placement: {act: {role: ps}}": "plan.yaml:3: 'act' matches no module or node that has parameters",
+    "placement: {act: {role: ps}}": "plan.yaml:3: 'act' matches no parameter, and no module or node that has parameters",
     "mesh: {dp: 3}": "the mesh dp=3 has 3 ranks, but there are 4 ranks, of which 2 work",
 }
 

@@ -1,10 +1,21 @@
-"""Parts of a plan's `train:` that are mappings of their own: clipping and checkpoints."""
+"""Parts of a plan's `train:` that are mappings of their own: data, clipping and checkpoints."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from partc.compiler.plan.violation import Violation
+from partc.runtime.artifact.data_spec import data_problems
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+
+
+def _data(said: str | dict[str, JsonValue] | None) -> str | dict[str, JsonValue] | None:
+    if said is not None and (problems := data_problems(said)):
+        raise Violation("; ".join(fact for fact, _ in problems), help="; ".join(help for _, help in problems))
+    return said
+
+
+DataForm: TypeAlias = Annotated[str | dict[str, JsonValue] | None, AfterValidator(_data)]
 
 
 class ClipEntry(BaseModel):

@@ -31,7 +31,7 @@ from partc.compiler.plan.training.forms import (
     schedule_form,
 )
 from partc.compiler.plan.training.initial import InitialEntry
-from partc.compiler.plan.training.loop_entries import CheckpointEntry, ClipEntry
+from partc.compiler.plan.training.loop_entries import CheckpointEntry, ClipEntry, DataForm
 from partc.compiler.plan.training.loss import Loss, loss
 from partc.compiler.plan.training.metric import Metric, metric
 from partc.compiler.plan.training.optimizer import Optimizer, optimizer
@@ -311,8 +311,8 @@ class TrainEntry(BaseModel):
     )
     bucket_mb: float = Field(10.0, gt=0, description="Size of the gradient buckets in MB.")
     seed: int = Field(0, ge=0, description="Seed for shuffling and dropout.")
-    data: str | Json | None = Field(None, description="Training data: a file, a folder, or one file per input.")
-    test: str | Json | None = Field(None, description="Evaluation data, like `data`.")
+    data: DataForm = Field(None, description="Training data: a file, a folder, or one file per input.")
+    test: DataForm = Field(None, description="Evaluation data, like `data`.")
     batch: int | None = Field(None, ge=1, description="Global batch size.")
     shuffle: bool = Field(True, description="Shuffle the records in every epoch.")
     drop_last: bool = Field(True, description="Drop the last, smaller batch of an epoch.")
