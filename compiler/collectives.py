@@ -115,7 +115,7 @@ def local_map(
     return mapped
 
 
-def all_reduce(x: ir.Value, axis: Axis, reduce: str = "sum") -> ir.Value:
+def all_reduce(x: ir.Value, reduce: str = "sum", *, axis: Axis = "") -> ir.Value:
     """On every rank the element-wise sum, max or min of what the ranks along the axis have."""
     if reduce not in ("sum", "max", "min"):
         line = calling_line(sys._getframe(1))
@@ -123,44 +123,47 @@ def all_reduce(x: ir.Value, axis: Axis, reduce: str = "sum") -> ir.Value:
     return _emit("AllReduce", x, axis, reduce=reduce)
 
 
-def all_gather(x: ir.Value, axis: Axis, dim: int = 0) -> ir.Value:
+def all_gather(x: ir.Value, dim: int = 0, *, axis: Axis = "") -> ir.Value:
     """On every rank what all ranks along the axis have, joined along `dim`."""
     return _emit("AllGather", x, axis, dim=dim)
 
 
-def reduce_scatter(x: ir.Value, axis: Axis, dim: int = 0) -> ir.Value:
+def reduce_scatter(x: ir.Value, dim: int = 0, *, axis: Axis = "") -> ir.Value:
     """The sum of what the ranks have, of which each gets its shard along `dim`."""
     return _emit("ReduceScatter", x, axis, dim=dim)
 
 
-def all_to_all(x: ir.Value, axis: Axis, split_dim: int, concat_dim: int) -> ir.Value:
+def all_to_all(x: ir.Value, split_dim: int, concat_dim: int, *, axis: Axis = "") -> ir.Value:
     """A shard along `split_dim` to each rank, in order; what comes is joined along `concat_dim`."""
     return _emit("AllToAll", x, axis, dim=split_dim, to=concat_dim)
 
 
-def broadcast(x: ir.Value, axis: Axis, root: int = 0) -> ir.Value:
+def broadcast(x: ir.Value, root: int = 0, *, axis: Axis = "") -> ir.Value:
     """On every rank what the `root`-th along the axis has."""
     return _emit("Broadcast", x, axis, root=root)
 
 
-def reduce(x: ir.Value, axis: Axis, root: int = 0) -> ir.Value:
+def reduce(x: ir.Value, root: int = 0, *, axis: Axis = "") -> ir.Value:
     """On the `root`-th rank the sum of what all have; zeros on the others."""
     return _emit("Reduce", x, axis, root=root)
 
 
-def gather(x: ir.Value, axis: Axis, dim: int = 0, root: int = 0) -> ir.Value:
+def gather(x: ir.Value, dim: int = 0, root: int = 0, *, axis: Axis = "") -> ir.Value:
     """On the `root`-th rank what all have, joined along `dim`; zeros of that shape on the others."""
     return _emit("Gather", x, axis, dim=dim, root=root)
 
 
-def scatter(x: ir.Value, axis: Axis, dim: int = 0, root: int = 0) -> ir.Value:
+def scatter(x: ir.Value, dim: int = 0, root: int = 0, *, axis: Axis = "") -> ir.Value:
     """On each rank its shard, along `dim`, of what the `root`-th has."""
     return _emit("Scatter", x, axis, dim=dim, root=root)
 
 
-def send_recv(x: ir.Value, axis: Axis, pairs: Sequence[tuple[int, int]]) -> ir.Value:
+def send_recv(x: ir.Value, pairs: Sequence[tuple[int, int]], *, axis: Axis = "") -> ir.Value:
     """What the first of a pair has, on the second; zeros where nothing comes. No rank sends, or gets, twice."""
     line = calling_line(sys._getframe(1))
+    if isinstance(pairs, str) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        problem = Problem(line, f"send_recv: pairs is {pairs!r}", help="write send_recv(x, [(0, 1)], axis='dp')")
+        raise CompileError(problem)
     for who, places in (("sends", [a for a, _ in pairs]), ("gets a value", [b for _, b in pairs])):
         if twice := [place for k, place in enumerate(places) if place in places[:k]]:
             law = "a rank sends one value and gets one"
@@ -181,6 +184,15 @@ def _emit(op_type: str, x: ir.Value | None, axis: str, **attributes: Any) -> ir.
     if one is None:
         fact, law = f"{name} is called outside of a local map", "a collective takes the shards of ranks"
         raise CompileError(Problem(line, fact, law, "call it in a function that `local_map` runs"))
+    for key, given in attributes.items():
+        if key in ("dim", "to", "root") and (isinstance(given, bool) or not isinstance(given, int)):
+            fact, law = (
+                f"{name}: a dim or root is {given!r}",
+                "dims and roots are integers, an axis is given by its name",
+            )
+            raise CompileError(Problem(line, fact, law, f"write {name}(x, ..., axis={axis or given!r})"))
+    if not axis:
+        raise CompileError(Problem(line, f"{name}: no axis is given", help=f"write {name}(..., axis={one.axes[0]!r})"))
     if axis not in one.axes:
         law = f"the local map at {one.where} has {', '.join(repr(known) for known in one.axes)}"
         raise CompileError(

@@ -164,32 +164,46 @@ def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group:
 
 
 def _arriving(program: Program, given: Pinned) -> list[Problem]:
-    """Pins how inputs arrive, from metadata, unless the plan says it."""
+    """Pins how inputs arrive, unless the plan says it, and how weights are kept, from metadata."""
     annotations = program.declared.annotations
-    if annotations is None or program.plan.dataset.where or program.plan.dataset.style != FULL_BATCH:
+    if annotations is None:
         return []
-    problems = []
-    for value in program.model.graph.inputs:
+    found: list[tuple[ir.Value, str, object]] = []
+    problems: list[Problem] = []
+    help = "remove the metadata"
+    if not program.plan.dataset.where and program.plan.dataset.style == FULL_BATCH:
+        for value in program.model.graph.inputs:
+            try:
+                found.append((value, keys.ARRIVES, keys.decode(value.metadata_props, keys.ARRIVES)))
+            except keys.BrokenKey as error:
+                problems.append(Problem(program.name, f"input '{value.name}': {error}", help=help))
+    try:
+        weights = keys.mapping(keys.decode(program.model.metadata_props, keys.KEPT), keys.KEPT)
+        initializers = program.model.graph.initializers
+        found += [(initializers[name], keys.KEPT, said) for name, said in weights.items() if name in initializers]
+    except keys.BrokenKey as error:
+        problems.append(Problem(program.name, str(error), help=help))
+    for value, key, said in found:
         try:
-            for one in keys.records(keys.decode(value.metadata_props, keys.ARRIVES), keys.ARRIVES):
-                group, mesh = (
-                    keys.integers(one.get("ranks"), keys.ARRIVES),
-                    keys.integers(one.get("mesh"), keys.ARRIVES),
-                )
-                cuts = one.get("cuts")
-                if not isinstance(cuts, list) or value.shape is None or len(cuts) != len(value.shape):
-                    raise keys.BrokenKey(
-                        f"the metadata '{keys.ARRIVES}' wants one list of axes for each dim, but has {cuts!r}"
-                    )
-                layout = Layout(mesh, tuple(keys.integers(each, keys.ARRIVES) for each in cuts))
-                if layout.size != len(group):
-                    raise keys.BrokenKey(
-                        f"the metadata '{keys.ARRIVES}' has {len(group)} ranks on a mesh of {layout.size}"
-                    )
+            for group, layout in _layouts(value, key, said):
                 given.arriving[value, group] = (layout, program.name)
         except ValueError as error:
-            problems.append(Problem(program.name, f"input '{value.name}': {error}", help="remove the metadata"))
+            kind = "input" if key == keys.ARRIVES else "weight"
+            problems.append(Problem(program.name, f"{kind} '{value.name}': {error}", help=help))
     return problems
+
+
+def _layouts(value: ir.Value, key: str, said: object) -> Iterator[tuple[Group, Layout]]:
+    """The groups that a record of metadata names, with the layout of a value there. ValueError where it does not fit."""
+    for one in keys.records(said, key):
+        group, mesh = (keys.integers(one.get(word), key) for word in ("ranks", "mesh"))
+        cuts = one.get("cuts")
+        if not isinstance(cuts, list) or value.shape is None or len(cuts) != len(value.shape):
+            raise keys.BrokenKey(f"the metadata '{key}' wants one list of axes for each dim, but has {cuts!r}")
+        layout = Layout(mesh, tuple(keys.integers(each, key) for each in cuts))
+        if layout.size != len(group):
+            raise keys.BrokenKey(f"the metadata '{key}' has {len(group)} ranks on a mesh of {layout.size}")
+        yield group, layout
 
 
 def _letters(operands: tuple[str | None, ...], k: int) -> str | None:

@@ -72,10 +72,10 @@ def shard(
 ) -> Target:
     """Shards a module, a function or an op over its group. Returns the module, or the function to call instead.
 
-    `parameter_plan` cuts parameters of a module, named from there (`dense2.weight`) or as the caller sees them
-    (`self.block1.dense2.weight`). `device`, `cpu` or `cuda`, is the kind of device that runs it within its ranks. `level` says what to
-    prefer where the strategies leave a choice: 0 fewest bytes, 1 less memory, 2 less time. The plan wins over the model. Raises
-    CompileError with all that is wrong.
+    `parameter_plan` says how parameters of a module are kept, named from there (`dense2.weight`) or as the caller sees them
+    (`self.block1.dense2.weight`). `device`, `cpu` or `cuda`, is the kind of device that runs it within its ranks; `Ascend`, MindSpore's
+    default, leaves it to the job. `level` says what to prefer where the strategies leave a choice: 0 fewest bytes, 1 less memory,
+    2 less time. The plan wins over the model. Raises CompileError with all that is wrong.
     """
     where = calling_line(sys._getframe(1))
     problems = [

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 from partc.compiler.directives.recorder import Recorder, recorder
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.target import named_target
+from partc.compiler.plan.target import is_default_device, named_target
 
 
 @dataclass
@@ -59,8 +59,9 @@ class TracedCall:
 
 def wrong_device(device: object, where: str) -> Iterator[Problem]:
     """A problem for what is no kind of device."""
-    if device is not None and not named_target(device):
-        yield Problem(where, f"device is {device!r}", "a device is 'cpu' or 'cuda'", "write 'cpu', or leave it out")
+    if not is_default_device(device) and not named_target(device):
+        law = "a device is 'cpu' or 'cuda', or 'Ascend' for the job's"
+        yield Problem(where, f"device is {device!r}", law, "write 'cpu', or leave it out")
 
 
 def is_module(target: object) -> bool:

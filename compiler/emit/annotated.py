@@ -60,6 +60,8 @@ def annotated(program: Program) -> ir.Model:
             copy.metadata_props[keys.DELIVERED] = keys.encode({"ranks": ranks, "cut": cut})
     if program.plan.mesh:
         model.metadata_props[keys.MESH] = keys.encode([list(axis) for axis in program.plan.mesh])
+    if kept := _kept(program):
+        model.metadata_props[keys.KEPT] = keys.encode(kept)
     symbols = {name: said for name, info in program.symbols.items() if (said := _symbol(info.facts))}
     if symbols:
         model.metadata_props[keys.SYMBOLS] = keys.encode(symbols)
@@ -209,6 +211,19 @@ def _arrivals(program: Program, value: ir.Value) -> Iterator[dict[str, object]]:
     for (each, group), (layout, _) in (program.given.arriving if program.given else {}).items():
         if each is value:
             yield {"ranks": group, "mesh": layout.mesh, "cuts": layout.cuts}
+
+
+def _kept(program: Program) -> dict[str, list[dict[str, object]]]:
+    """How weights are kept that are read in another layout somewhere, by name."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for (value, group), (layout, _) in (program.given.arriving if program.given else {}).items():
+        if value.is_initializer() and any(
+            (read := program.choices[instance].input(k)) is None or normal(read) != normal(layout)
+            for instance, k in ((NodeOnGroup(use.node, group), use.idx) for use in value.uses())
+            if instance in program.choices
+        ):
+            found[value.name or ""] = list(_arrivals(program, value))
+    return found
 
 
 def _symbol(facts: Facts) -> dict[str, int]:

@@ -12,6 +12,7 @@ On an output:
     partc.delivered  {"ranks": [1], "cut": false}               where it goes; ranks null: it stays where it is made
 On the model:
     partc.mesh       [["dp", 2], ["tp", 4]]                     the names of the mesh's axes
+    partc.kept       {"w": [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]}    weights that are kept otherwise than they are read
     partc.symbols    {"batch": {"divisor": 8, "remainder": 0, "min": 8, "max": 512}}
 """
 
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 
 PREFIX = "partc."
 GROUP, FOLLOWS, CUTS, TERMS, REDUCED = "partc.group", "partc.follows", "partc.cuts", "partc.terms", "partc.reduced"
-ARRIVES, DELIVERED = "partc.arrives", "partc.delivered"
+ARRIVES, DELIVERED, KEPT = "partc.arrives", "partc.delivered", "partc.kept"
 MESH, SYMBOLS = "partc.mesh", "partc.symbols"
 
 

@@ -98,6 +98,16 @@ class CommLowering:
         else:
             proven = divisors(self.program, shape)
             moves = lower(source.layout, target.layout, source.group, target.group, proven)
+        training = self.program.training
+        if (
+            training
+            and source.value in training.parameters
+            and moves
+            and isinstance(moves[0], mv.Exchange | mv.Transfer)
+        ):
+            # A message may be on its way until the step ends, and the update overwrites the parameter before.
+            name = self.beside(source.group, "Identity", [name], f"{name}.sent")
+            self.declare(source, name)
         at = source
         for k, move in enumerate(moves):
             last = k == len(moves) - 1 and move.group == target.group

@@ -37,6 +37,11 @@ def named_target(value: object) -> str:
     return word if word in KINDS else _OTHERS.get(word, "")
 
 
+def is_default_device(value: object) -> bool:
+    """Whether a call in a model leaves the device to the job: None, or `Ascend`, the default of MindSpore's `device`."""
+    return value is None or (isinstance(value, str) and value.lower() == "ascend")
+
+
 def checked_target(value: object) -> str:
     """A kind of device; Violation for anything else."""
     if not isinstance(value, str):

@@ -245,7 +245,7 @@ class _Sums:
         copies.defs[value], copies.uses[value] = [home], dict.fromkeys(wanted, "")
         if value in self.delivered:
             ranks, cut = self.delivered[value]
-            deliver(copies, value, ranks, cut)
+            deliver(self.program, copies, value, ranks, cut)
         reduce_definition(self.program, copies, value, home)
         pairs = [(copies.definition_for(copy), copy) for copy in copies.uses[value]]
         pairs += [(home, copies.canonical[home])] if home in copies.canonical else []

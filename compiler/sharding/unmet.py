@@ -2,8 +2,7 @@
 
 What enters is cut as the rule says if one op inside takes it so. Where none does, because another value of the region was given a
 cut that the op follows, it is resharded at the op; so it is, with a warning, where the op needs the dim whole. Where an op could take
-the cut but for a law, such as a size that is not proven to be divisible, that is an error. A parameter whose cut contradicts what enters is
-told of.
+the cut but for a law, such as a size that is not proven to be divisible, that is an error.
 """
 
 from __future__ import annotations
@@ -40,20 +39,7 @@ def not_taken(
         problems += laws
         if not laws:
             told += [text for i, k in readers[:1] if (text := _needs_whole(program, choices[i], i, k, layout, where))]
-    return problems, [*told, *_parameters(program, choices, given)]
-
-
-def _parameters(program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned) -> Iterator[str]:
-    """Warnings of parameters that no op takes as a rule lays them out, since other cuts of these ops came first."""
-    for (value, group), (layout, where) in given.arriving.items():
-        if not value.is_initializer():
-            continue
-        readers = [(use.node, choices.get(NodeOnGroup(use.node, group)), use.idx) for use in value.uses()]
-        taken = [(node, choice.input(k)) for node, choice, k in readers if choice is not None]
-        if taken and all(have is None or normal(have) != normal(layout) for _, have in taken):
-            node, have = taken[0]
-            op = f"{node.op_type} ({program.paths[node]})"
-            yield f"{where}: '{value.name}' is not cut {layout}: {op} takes it {have or 'replicated'}, as its other cuts want"
+    return problems, told
 
 
 def _laws(

@@ -71,7 +71,7 @@ def find_versions(program: Program, delivered: dict[ir.Value, tuple[tuple[int, .
     _arrivals(program, versions, delivered)
     _as_begun(program, versions)
     for value, (ranks, cut) in delivered.items():
-        deliver(versions, value, ranks, cut and program.values[value].shape is not None)
+        deliver(program, versions, value, ranks, cut and program.values[value].shape is not None)
     for value, defs in versions.defs.items():
         for home in defs:
             reduce_definition(program, versions, value, home)
@@ -84,7 +84,7 @@ def find_versions(program: Program, delivered: dict[ir.Value, tuple[tuple[int, .
 def _arrivals(
     program: Program, versions: ValueVersions, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
 ) -> None:
-    """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read.
+    """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read, or as a rule says.
 
     Of groups with a rank in common the largest has a cut input, and the others are sent it. An input that is an output, too, and
     delivered whole, arrives whole: on one rank it is one value.
@@ -108,7 +108,15 @@ def _arrivals(
             apart = []
         versions.defs[value] = apart or whole
     for value in graph.initializers.values():
-        versions.defs[value] = list(versions.uses.get(value, ()))
+        versions.defs[value] = [
+            *dict.fromkeys(stored_for(program, version) for version in versions.uses.get(value, ()))
+        ]
+
+
+def stored_for(program: Program, version: ShardedValue) -> ShardedValue:
+    """How a weight is kept on the ranks that read `version` of it: in the layout that a rule gives it there, else as it is read."""
+    said = program.given.arriving.get((version.value, version.group)) if program.given else None
+    return ShardedValue(version.value, version.group, normal(said[0])) if said else version
 
 
 def _as_begun(program: Program, versions: ValueVersions) -> None:
@@ -133,7 +141,9 @@ def _name_there(home: ShardedValue, there: Mapping[ShardedValue, str]) -> str | 
     return names.pop() if len(names) == 1 else None
 
 
-def deliver(versions: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool) -> None:
+def deliver(
+    program: Program, versions: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool
+) -> None:
     """Lists the versions of an output of the model on the ranks to which it is delivered, as read there."""
     producer = value.producer()
     defs = versions.defs.setdefault(value, [])
@@ -155,7 +165,7 @@ def deliver(versions: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | N
         )
         versions.uses.setdefault(value, {}).setdefault(version, f"output '{value.name}' is delivered to {where}")
     if producer is None and value.is_initializer():
-        versions.defs[value] = list(versions.uses[value])
+        versions.defs[value] = [*dict.fromkeys(stored_for(program, version) for version in versions.uses[value])]
     elif producer is None and defs[0].layout.is_replicated:
         defs += [version for version in versions.delivered[value] if version.group not in [home.group for home in defs]]
 

@@ -106,6 +106,10 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
         lambda: onnx.parser.parse_model(DUPLICATE),
         "ranks: 6\nsharding: {square: {in: [[3, 2], [2, 1]]}}\n",
     ),
+    "kept otherwise than read": (
+        mlp,
+        "ranks: 6\nsymbols: {batch: {divisor: 6}}\nsharding:\n  up: {in: [[6, 1], null], parameters: {up_w: [2, 3]}}\n",
+    ),
     "two meshes": (
         mlp,
         "ranks: 6\nsymbols: {batch: {divisor: 6}}\nsharding:\n  act: {in: [[2, 3]]}\n  down_bias: {in: [[3, 2], [2]]}\n",

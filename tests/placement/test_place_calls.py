@@ -221,5 +221,6 @@ def test_a_device_is_held_against_the_kinds(tmp_path: Path) -> None:
     said = said_by_compile(tmp_path, net(call), "ranks: 1\n")
     assert (
         said
-        == f"model.py:{line(tmp_path, call)}: device is 'tpu'\n  a device is 'cpu' or 'cuda'\n  help: write 'cpu', or leave it out"
+        == f"model.py:{line(tmp_path, call)}: device is 'tpu'\n  a device is 'cpu' or 'cuda', or 'Ascend' for the job's\n"
+        "  help: write 'cpu', or leave it out"
     )

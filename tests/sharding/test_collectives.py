@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from equivalence import same, whole_outputs
+from partc.compiler import collectives
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.frontend.source import Source
@@ -138,17 +141,33 @@ def test_each_collective(name: str, tmp_path: Path) -> None:
 
 
 MEANINGS: dict[str, tuple[str, Callable[[list[np.ndarray]], np.ndarray]]] = {
-    "all_reduce(x, 'dp')": (ROWS, lambda x: np.tile(sum(x), (3, 1))),
-    "all_reduce(x, 'dp', 'max')": (EVERYWHERE, lambda x: np.maximum.reduce(x)),
-    "all_gather(x, 'dp', dim=1)": (EVERYWHERE, lambda x: np.concatenate(x, 1)),
-    "reduce_scatter(x, 'dp', dim=1)": ('(None, "dp")', lambda x: sum(x)),
-    "all_to_all(x, 'dp', 1, 0)": ('(None, "dp")', lambda x: np.concatenate(x)),
-    "broadcast(x, 'dp', root=2)": (EVERYWHERE, lambda x: x[2]),
-    "reduce(x, 'dp', root=1)": (ROWS, lambda x: np.concatenate([0 * x[0], sum(x), 0 * x[0]])),
-    "gather(x, 'dp', root=2)": (ROWS, lambda x: np.concatenate([0 * np.concatenate(x)] * 2 + x)),
-    "scatter(x, 'dp', dim=1, root=1)": ('(None, "dp")', lambda x: x[1]),
-    "send_recv(x, 'dp', [(2, 0), (0, 1)])": (ROWS, lambda x: np.concatenate([x[2], x[0], 0 * x[0]])),
+    "all_reduce(x, axis='dp')": (ROWS, lambda x: np.tile(sum(x), (3, 1))),
+    "all_reduce(x, 'max', axis='dp')": (EVERYWHERE, lambda x: np.maximum.reduce(x)),
+    "all_gather(x, 1, axis='dp')": (EVERYWHERE, lambda x: np.concatenate(x, 1)),
+    "reduce_scatter(x, 1, axis='dp')": ('(None, "dp")', lambda x: sum(x)),
+    "all_to_all(x, 1, 0, axis='dp')": ('(None, "dp")', lambda x: np.concatenate(x)),
+    "broadcast(x, 2, axis='dp')": (EVERYWHERE, lambda x: x[2]),
+    "reduce(x, 1, axis='dp')": (ROWS, lambda x: np.concatenate([0 * x[0], sum(x), 0 * x[0]])),
+    "gather(x, 0, 2, axis='dp')": (ROWS, lambda x: np.concatenate([0 * np.concatenate(x)] * 2 + x)),
+    "scatter(x, 1, 1, axis='dp')": ('(None, "dp")', lambda x: x[1]),
+    "send_recv(x, [(2, 0), (0, 1)], axis='dp')": (ROWS, lambda x: np.concatenate([x[2], x[0], 0 * x[0]])),
 }
+
+
+GUIDE = Path(__file__).parents[2] / "samples" / "README.md"
+
+
+def test_the_guide_writes_what_the_calls_take() -> None:
+    """Each call in the guide's table of collectives has its arguments in the order of the function's, before `axis`."""
+    table = GUIDE.read_text().split("| MegEngine | partc", 1)[1].split("\n\n")[0]
+    calls = re.findall(r"`(\w+)\(x(?:, ([^)]*))?\)`", table)
+    assert {name for name, _ in calls} == {*collectives.__all__} - {"axis_index", "local_map"}
+    for name, given in calls:
+        parameters = inspect.signature(getattr(collectives, name)).parameters
+        places = [one.name for one in parameters.values() if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+        words = [word.partition("=")[0] for word in given.split(", ")] if given else []
+        assert places == ["x", *words]
+        assert list(parameters) == [*places, "axis"]
 
 
 @pytest.mark.parametrize("call", MEANINGS)
@@ -295,6 +314,18 @@ MISTAKES = {
     "what training changes": (
         *("return op.Dropout(h)", ROWS, TWO + TRAIN),
         ["shards.Dropout: a Dropout is inside of a local map, in a plan that trains"],
+    ),
+    "an axis in the place of a dim": (
+        *('return cc.all_gather(h, "dp")', EVERYWHERE, TWO),
+        ["all_gather: a dim or root is 'dp'", "write all_gather(x, ..., axis='dp')"],
+    ),
+    "an axis in the place of pairs": (
+        *('return cc.send_recv(h, "dp")', ROWS, TWO),
+        ["send_recv: pairs is 'dp'", "write send_recv(x, [(0, 1)], axis='dp')"],
+    ),
+    "no axis": (
+        *("return cc.all_reduce(h)", ROWS, TWO),
+        ["all_reduce: no axis is given", "write all_reduce(..., axis='dp')"],
     ),
     "outside of a map": (
         *("return h", ROWS, TWO),

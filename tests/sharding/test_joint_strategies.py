@@ -185,7 +185,7 @@ inputs = {"x": [48, 24]}
     assert not program.events
 
 
-def test_a_parameter_that_cannot_lie_as_its_rule_says_is_told(tmp_path: Path) -> None:
+def test_a_parameter_lies_as_its_rule_says_and_is_gathered_where_it_is_read_otherwise(tmp_path: Path) -> None:
     text = """
 class Net(nn.Module):
     def __init__(self):
@@ -200,9 +200,9 @@ model = Net()
 inputs = {"x": [48, 24]}
 """
     program = same_on_all_ranks(tmp_path, text, "ranks: 8\n", {"x": X}, rtol=1e-4, atol=1e-5)
-    where = f"model.py:{line(tmp_path, 'self.fc.shard')}"
-    told = f"{where}: 'fc.weight' is not cut [1, 8]: Gemm (fc.Gemm) takes it [1, 4], as its other cuts want"
-    assert program.warnings == (told,)
+    assert program.warnings == ()
+    assert collectives(program)[0][:2] == ("AllGather", "fc.weight")
+    assert {str(held.version.layout) for held in program.parts[5].weights if held.name == "fc.weight"} == {"[1, 8]"}
 
 
 UNLIKE = """

@@ -305,3 +305,11 @@ inputs = {"x": Input(["batch", 8])}
     where = line(tmp_path, "shard(torch.relu")
     assert said.startswith(f"model.py:{where}: 'relu' is called without the op builder\n")
     assert said.endswith("help: call it with op first; of a torch model shard a module")
+
+
+def test_the_default_of_mindspores_device_is_the_jobs_device(tmp_path: Path) -> None:
+    call = "model = Net()\nmodel.block1.shard(((1, 8),), device={})\nmodel.block2.place(0, device='ascend')\n"
+    source = load(tmp_path, NET + call.format("'Ascend'") + INPUTS)
+    assert source.declared.targets == ()
+    (one,) = load(tmp_path, NET + call.format("'GPU'") + INPUTS).declared.targets
+    assert one.target == "cuda"

@@ -26,7 +26,7 @@ from shard_call_models import INPUTS, NET, line, refused
         ),
         (
             "model.block1.shard(((0, 1.5),), level=3, device=1)",
-            "device is 1\n  a device is 'cpu' or 'cuda'\n  help: write 'cpu', or leave it out\n"
+            "device is 1\n  a device is 'cpu' or 'cuda', or 'Ascend' for the job's\n  help: write 'cpu', or leave it out\n"
             "model.py:N: level is 3\n  a level is 0, 1 or 2\n"
             "model.py:N: in_strategy[0], dim 0: expected at least 1 shard, but got 0\n"
             "  help: write 1 for an unsharded dim\n"
@@ -35,7 +35,7 @@ from shard_call_models import INPUTS, NET, line, refused
         ),
         (
             'model.block1.shard(((8, 1),), device="Banana")',
-            "device is 'Banana'\n  a device is 'cpu' or 'cuda'\n  help: write 'cpu', or leave it out",
+            "device is 'Banana'\n  a device is 'cpu' or 'cuda', or 'Ascend' for the job's\n  help: write 'cpu', or leave it out",
         ),
         (
             'model.block1.shard((("dp", 2),))',

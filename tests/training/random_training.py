@@ -211,7 +211,7 @@ def cases(draw: st.DrawFn, first: Sequence[str] = ()) -> Case:
         f"ranks: {ranks}",
         f"symbols: {{batch: {{divisor: {divisor}}}}}",
         f"dataset: {draw(st.sampled_from(['full_batch', 'data_parallel']))}",
-        *_rules(draw, ranks, learner.ops, loss),
+        *_rules(draw, ranks, learner, loss),
         *training(draw, loss, learned),
     ]
     fed = (*(one.name for one in inputs), *(name for name in ("t", "labels") if f": {name}}}" in loss))
@@ -246,8 +246,10 @@ def _loss(learner: Learner) -> str:
     return "{type: softmax_cross_entropy, logits: y, labels: labels}"
 
 
-def _rules(draw: st.DrawFn, ranks: int, ops: Sequence[tuple[str, list[int]]], loss: str) -> list[str]:
-    """Where nodes stand, and how they are cut."""
+def _rules(draw: st.DrawFn, ranks: int, learner: Learner, loss: str) -> list[str]:
+    """Where nodes stand, how they are cut, and how some parameters are kept, however they are read."""
+    ops = learner.ops
+    read = {node.name: [name for name in node.input if name in learner.learned] for node in learner.nodes}
     groups: dict[str, Ranks] = {}
     everyone: Ranks = tuple(range(ranks))
     match draw(st.sampled_from(["together", "together", "stages", "anywhere"])):
@@ -262,18 +264,17 @@ def _rules(draw: st.DrawFn, ranks: int, ops: Sequence[tuple[str, list[int]]], lo
     cuts = []
     for node, operands in ops:
         size = len(groups.get(node, everyone))
-        if size == 1 or draw(st.integers(0, 2)):
-            continue
-        shards = [n for n in range(1, size + 1) if size % n == 0]
-        given = draw(st.sampled_from([k for k, rank in enumerate(operands) if rank]))
-        cut = [1] * operands[given]
-        first, second = draw(st.integers(0, len(cut) - 1)), draw(st.integers(0, len(cut) - 1))
-        cut[first] = draw(st.sampled_from(shards))
-        if first != second:
-            cut[second] = draw(st.sampled_from([n for n in shards if size // cut[first] % n == 0]))
-        asked = ["null"] * len(operands)
-        asked[given] = str(cut)
-        cuts.append(f"  {node}: {{in: [{', '.join(asked)}]}}")
+        said = []
+        if size > 1 and draw(st.integers(0, 2)) == 0:
+            given = draw(st.sampled_from([k for k, rank in enumerate(operands) if rank]))
+            asked = ["null"] * len(operands)
+            asked[given] = str(_cut(draw, operands[given], size))
+            said.append(f"in: [{', '.join(asked)}]")
+        if size > 1 and read[node] and draw(st.integers(0, 3)) == 0:
+            kept = draw(st.sampled_from(read[node]))
+            said.append(f"parameters: {{{kept}: {_cut(draw, learner.weights[kept].ndim, size)}}}")
+        if said:
+            cuts.append(f"  {node}: {{{', '.join(said)}}}")
     lines = ["sharding:", *cuts] if cuts else []
     if groups:
         lines += ["placement:", *(f"  {node}: {list(group)}" for node, group in groups.items())]
@@ -282,6 +283,17 @@ def _rules(draw: st.DrawFn, ranks: int, ops: Sequence[tuple[str, list[int]]], lo
     if not cuts and not groups:
         lines.append(f"mesh: {{a: {ranks}}}")
     return lines
+
+
+def _cut(draw: st.DrawFn, dims: int, size: int) -> list[int]:
+    """Shards of one or two of the dims of a tensor, on as many ranks."""
+    shards = [n for n in range(1, size + 1) if size % n == 0]
+    cut = [1] * dims
+    first, second = draw(st.integers(0, dims - 1)), draw(st.integers(0, dims - 1))
+    cut[first] = draw(st.sampled_from(shards))
+    if first != second:
+        cut[second] = draw(st.sampled_from([n for n in shards if size // cut[first] % n == 0]))
+    return cut
 
 
 def training(draw: st.DrawFn, loss: str, weights: Sequence[str]) -> list[str]:
