@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import onnx
 from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.compiler.frontend import load
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.onnx_graph import read_model
 from partc.runtime.checker.written import check_model
 from partc.runtime.errors import PartcError
 from partc.runtime.program.ort import can_load, version
@@ -38,7 +38,7 @@ def unsound(path: Path) -> str:
     built = None if path.suffix == ".onnx" else load(path).model
     try:
         if built is None:
-            model = onnx.load(path, load_external_data=False)
+            model = read_model(path)
         else:
             import onnx_ir
 

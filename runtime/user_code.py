@@ -29,6 +29,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from .errors import PartcError
+from .files.regular import read_regular
 from .files.user_modules import IMPORTING, forget_namesakes
 from .job.status_board import note_task
 
@@ -147,7 +148,7 @@ def run_file(path: Path) -> ModuleType:
         try:
             importlib.invalidate_caches()
             with user_code(str(path), "running the file"):
-                exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+                exec(compile(read_regular(path), str(path), "exec"), module.__dict__)
         finally:
             with contextlib.suppress(ValueError):
                 sys.path.remove(str(path.parent))

@@ -117,6 +117,11 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
     if job.training is not None:
         job = dataclasses.replace(job, training=dataclasses.replace(job.training, max_bytes=given["max_bytes"]))
     ranks, in_process = given["ranks"], given["in_process"]
+    from partc.runtime.errors import UsageError
+    from partc.runtime.files.regular import fault
+
+    if given["hostfile"] is not None and (why := fault(given["hostfile"])):
+        raise UsageError(f"--hostfile {given['hostfile']}: {why}\n  help: give a text file with a host a line")
     place = surrounding_job(os.environ)
     if place is not None and not in_process:
         return _as_rank(job, place)

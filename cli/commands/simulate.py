@@ -247,11 +247,24 @@ def _chosen(name: str, homes: Sequence[int], given: _Given, rows: Path | None = 
     costs = _costs(stages, given)
     if rows is None:
         return choose(stages, given.microbatches, name, given.memory, costs, "partc simulate"), costs
-    lines = [(number, line) for number, line in enumerate(rows.read_text(encoding="utf-8").splitlines(), 1)]
+    lines = [(number, line) for number, line in enumerate(_text(rows).splitlines(), 1)]
     lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
     places = [f"{rows}:{number}" for number, _ in lines]
     texts = [line for _, line in lines]
     return choose(stages, given.microbatches, texts, given.memory, costs, str(rows), places), costs
+
+
+def _text(rows: Path) -> str:
+    from partc.runtime.errors import UsageError
+    from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
+
+    try:
+        return read_text(rows, SCHEDULE_BYTES)
+    except UnicodeDecodeError as error:
+        fact = f"is no UTF-8 text: {error}"
+    except OSError as error:
+        fact = error.strerror or str(error)
+    raise UsageError(f"{rows}: {fact}\n  help: give a text with the tasks of a rank a line, such as 0F0 0F1 0B0 0B1")
 
 
 def _document(schedule: Schedule, costs: Costs) -> dict[str, object]:

@@ -11,8 +11,10 @@ import onnx
 from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
+from partc.runtime.artifact.onnx_graph import read_model
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.files.removal import remove_file
+from partc.runtime.files.writers import write_new
 
 Change: TypeAlias = Callable[[int, onnx.ModelProto, Manifest], Manifest]
 """What is done to the file of a rank; the program's manifest then."""
@@ -32,14 +34,14 @@ def variant(folder: Path, out: Path, change: Change, apart: bool = False) -> Pat
         changed = [_changed(inside, artifact.beside(name).manifest, change, apart, files) for name in artifact.programs]
         remove_file(inside / MANIFEST)
         index = ManifestFile.of([one.model_copy(update={"files": files}) for one in changed])
-        (inside / MANIFEST).write_text(index.model_dump_json(), encoding="utf-8")
+        write_new(inside / MANIFEST, index.model_dump_json().encode())
     return out
 
 
 def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, files: dict[str, FileRecord]) -> Manifest:
     """Changes the rank files of a program; its manifest then. What is written is added to `files`."""
     before = [manifest.program(rank) for rank in range(manifest.ranks)]
-    models = {file: unrolled(onnx.load(folder / file, load_external_data=False)) for file in before}
+    models = {file: unrolled(read_model(folder / file)) for file in before}
     own = [f"{manifest.prefix}own_{rank:04d}.onnx" for rank in range(manifest.ranks)]
     for file in models:
         ranks = [rank for rank, one in enumerate(before) if one == file]
@@ -52,7 +54,7 @@ def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, file
             name = own[rank] if apart else file
             data = model.SerializeToString()
             remove_file(folder / name)
-            (folder / name).write_bytes(data)
+            write_new(folder / name, data)
             files[name] = FileRecord(bytes=len(data), sha256="")
     return manifest.model_copy(update={"rank_files": own}) if apart else manifest
 

@@ -62,15 +62,18 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
     from partc.cli.job.job import Job
     from partc.cli.launch.launch import launch
     from partc.cli.launch.launcher import Hosts
+    from partc.runtime.files.regular import open_regular
+    from partc.runtime.files.writers import new_file
 
     report, scratch = case.report, case.scratch
     given, made = scratch / "inputs.npz", scratch / "outputs.npz"
-    np.savez(given, **inputs)  # type: ignore[arg-type]
+    with new_file(given) as out:
+        np.savez(out, **inputs)  # type: ignore[arg-type]
     job = Job(folder=str(report.out), inputs=(str(given),), output=str(made), quiet=True, devices=case.devices)
     code = launch(job, report.manifest, Hosts(None, None), ())
     if code:
         raise click.exceptions.Exit(code)
-    with np.load(made) as outputs:
+    with open_regular(made) as file, np.load(file) as outputs:
         return dict(outputs)
 
 

@@ -22,6 +22,8 @@ from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.lr_schedule import numbers, scalars
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
+from partc.runtime.files.regular import read_regular
+from partc.runtime.files.writers import new_file
 from partc.runtime.training.trainer import STEP
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     assert plan.train is not None
     records = _records(report.manifest, case.values)
     data, batch = scratch / "records.npz", len(next(iter(records.values())))
-    np.savez(data, **records)
+    with new_file(data) as out:
+        np.savez(out, **records)
     shards = batch_shards(report.manifest)
     alone = compile_alone(case.model, plan, scratch / "whole", shards)
     manifest = open_artifact(alone.folder, trust=True).manifest
@@ -181,7 +184,7 @@ def _trained(
     assert manifest.training is not None
     found: dict[str, Array] = {}
     names = [manifest.training.loss, *manifest.training.metrics]
-    for row in map(json.loads, told.read_text(encoding="utf-8").splitlines()):
+    for row in map(json.loads, read_regular(told).splitlines()):
         if row["kind"] == "train":
             found |= {f"{name}, step {row['step']}": np.array(row[name], np.float32) for name in names if name in row}
     checkpoint = Checkpoint.open(out / "kept")

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from partc.runtime.files.regular import text_of_system
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,7 +27,7 @@ def naming(folder: Path) -> Iterator[int]:
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             pid = int(entry.parent.name)
-            if pid != os.getpid() and word in entry.read_bytes():
+            if pid != os.getpid() and word in os.fsencode(text_of_system(entry)):
                 yield pid
 
 

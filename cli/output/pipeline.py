@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.format import SCHEDULE, dump_file
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.rows import Row, row_of, stage_reads
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import UsageError, one_line
+from partc.runtime.files.counted import PROFILE, read_json
 
 if TYPE_CHECKING:
     from partc.compiler.schedule.costs import Costs
@@ -64,8 +65,7 @@ class Pipeline:
     def _name(self) -> str:
         """The name of the schedule, as the artifact's text of it says."""
         file = dump_file(SCHEDULE, self.artifact.manifest.prefix)
-        path = self.artifact.folder / file
-        lines = path.read_text(encoding="utf-8").splitlines()[:4] if file in self.artifact.manifest.files else []
+        lines = self.artifact.text(file).splitlines()[:4] if file in self.artifact.manifest.files else []
         found = next((line.split() for line in lines if line.startswith("# Schedule: ")), [])
         return found[2] if len(found) > 2 else "rows"
 
@@ -160,14 +160,24 @@ def _time(option: str, text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
+_LONGEST = 40
+
+
+def _short(value: object) -> str:
+    shown = one_line(repr(value))
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+
+
 _FORM = 'write an object of seconds by stage and kind, or by task: {"0F": 0.01, "1B3": 0.2}'
 
 
 def _document(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}\n  help: {_FORM}") from None
+        found = read_json(path, PROFILE)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}\n  help: {_FORM}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: it is not JSON: {error}\n  help: {_FORM}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: it is no object\n  help: {_FORM}")
     return found
@@ -176,8 +186,8 @@ def _document(path: Path) -> dict[str, object]:
 def _numbers(path: Path, document: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for key, value in document.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f"{path}: '{key}' is {value!r}, which is no time\n  help: {_FORM}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise UsageError(f"{path}: '{one_line(key)}' is {_short(value)}, which is no time\n  help: {_FORM}")
         found[key] = float(value)
     return found
 

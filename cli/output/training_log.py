@@ -6,7 +6,6 @@ step 100 of 18750   epoch 0.05   loss 0.4312   accuracy 0.8719   lr 0.01   24100
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,9 @@ from partc.cli.output import console, lookups
 from partc.cli.output.units import count, size
 from partc.runtime.artifact.metric_formula import Undefined, told
 from partc.runtime.checkpoint.index import steps
+from partc.runtime.files.counted import PROGRESS, read_json
 from partc.runtime.files.replace import write_text
+from partc.runtime.files.writers import open_to_append
 
 if TYPE_CHECKING:
     from partc.runtime.data import Loader
@@ -40,17 +41,10 @@ def watch_through_file(file: Path) -> Watch:
 def read_progress(file: Path) -> tuple[int, int, str] | None:
     """The progress last written to the file; None where there is none."""
     try:
-        step, total, numbers = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file, PROGRESS)
     except (OSError, ValueError):
         return None
-    return step, total, numbers
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Opens a file for appending, without waiting for the reader of a pipe: a pipe that has none is an error."""
-    handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    os.set_blocking(handle, True)
-    return handle
+    return tuple(found) if isinstance(found, list) else None
 
 
 class TrainingLog:
@@ -64,7 +58,7 @@ class TrainingLog:
         self.watch, self.quiet = watch, quiet
         self._file: IO[str] | None = None
         if metrics:
-            self._file = open(metrics, "a", encoding="utf-8", opener=_at_once)  # noqa: SIM115, open as long as training goes on
+            self._file = open_to_append(metrics)  # open as long as training goes on
 
     def begins(self, trainer: Trainer, loader: Loader, total: int) -> None:
         """Prints the sizes of the training."""

@@ -21,6 +21,7 @@ from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.replace_folder import obstacle, replacing_folder
 from partc.runtime.errors import printable
+from partc.runtime.files.writers import write_new
 
 
 def emit(
@@ -74,7 +75,7 @@ def _write_all(
         for program, names in zip(programs, rank_files, strict=True)
     ]
     index = ManifestFile.of(manifests)
-    (folder / fmt.MANIFEST).write_text(index.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_new(folder / fmt.MANIFEST, f"{index.model_dump_json(indent=1)}\n".encode())
     return manifests[0]
 
 
@@ -124,5 +125,5 @@ def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:
 def _write(folder: Path, file: str, data: bytes) -> fmt.FileRecord:
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    write_new(path, data)
     return fmt.FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())

@@ -23,6 +23,8 @@ from partc.compiler.ir.rank_program import LocalTensor
 from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import FileRecord, weights_file
 from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, header_bytes
+from partc.runtime.files.regular import open_regular
+from partc.runtime.files.writers import new_raw_file
 
 INLINE_BYTES = 128
 _PAGE = 4096
@@ -88,7 +90,7 @@ def _write_file(
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(prefix)
-    with path.open("wb", buffering=0) as out, ThreadPoolExecutor(1) as hasher:
+    with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
         for _, tensor, _ in ordered:
             if isinstance(tensor, ir.ExternalTensor):
@@ -126,7 +128,7 @@ def _hash_range(digest: _Digest, tensor: ir.ExternalTensor) -> None:
     """Reads the tensor's bytes through one small buffer, which stays in the cache, and hashes them."""
     buffer = memoryview(bytearray(_CHUNK))
     left = tensor.nbytes
-    with open(tensor.path, "rb", buffering=0) as file:
+    with open_regular(tensor.path) as file:
         file.seek(tensor.offset or 0)
         while left:
             count = file.readinto(buffer[: min(left, _CHUNK)])
@@ -139,7 +141,7 @@ def _hash_range(digest: _Digest, tensor: ir.ExternalTensor) -> None:
 def _copy_range(tensor: ir.ExternalTensor, out: FileIO) -> None:
     """Appends the tensor's bytes to `out`, inside the kernel where it can."""
     start, left = tensor.offset or 0, tensor.nbytes
-    with open(tensor.path, "rb", buffering=0) as file:
+    with open_regular(tensor.path) as file:
         try:
             while left:
                 count = os.copy_file_range(file.fileno(), out.fileno(), left, start)

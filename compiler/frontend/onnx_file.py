@@ -23,13 +23,11 @@ from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.frontend.torch_file import restored
 from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
-from partc.runtime.artifact.onnx_graph import graph_bodies, not_text
+from partc.runtime.artifact.onnx_graph import LARGEST_MODEL, graph_bodies, not_text
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.regular import fault, read_regular
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
-LARGEST_FILE = 1 << 31
-"""What protobuf allows of a model without the weights beside it."""
 _DEEPEST, _MOST_LOOPS = 60, 6
 
 
@@ -40,7 +38,7 @@ def load_onnx(path: Path) -> ir.Model:
     know, external weights that are missing, too short or outside of the model's folder, and values that nothing defines.
     """
     try:
-        data = read_regular(path, LARGEST_FILE)
+        data = read_regular(path, LARGEST_MODEL)
     except OSError as error:
         raise CompileError(not_read(path, error)) from None
     try:

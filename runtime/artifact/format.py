@@ -145,8 +145,6 @@ PIECE = "partc.piece"
 DIGEST = "partc.sha256"
 
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 1 << 29
-"""A manifest has at most so many bytes."""
 WEIGHTS = "weights"
 BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +18,14 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ..errors import ArtifactError, breaks_lines, one_line
-from ..files.regular import fault, open_regular, read_regular
+from ..files import counted
+from ..files.counted import LISTED_RANKS, Budget
+from ..files.regular import fault, lies_outside, open_regular, read_regular
 from . import dim_expression as expression
 from .collectives import COLLECTIVES
-from .format import FORMAT, LARGEST_MANIFEST, MANIFEST, Manifest, Port, Shape, stays_inside
+from .format import FORMAT, MANIFEST, Manifest, Port, Shape, stays_inside
 from .manifest_file import ManifestFile
-from .onnx_graph import model_tensors
+from .onnx_graph import model_tensors, read_model
 from .rank_constants import bound
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ _LINE_END = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
 )
 """A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
-_DIGITS = 18
-"""The most digits of a whole number in a manifest, so that what is computed of it cannot overflow."""
 _SHOWN = 32
 _AGAIN = "help: compile again, or copy the whole folder again"
 
@@ -78,12 +77,10 @@ class Artifact:
 
         ArtifactError where any file it needs is not what it was.
         """
-        import onnx
-
         name = self.manifest.program(rank)
         self._check([name])
         try:
-            model = onnx.load_model_from_string(read_regular(self.folder / name))
+            model = read_model(self.folder / name)
         except _decode_error():
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
         if broken := next(filter(breaks_lines, _all_names(model)), None):
@@ -100,6 +97,16 @@ class Artifact:
             raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
         return bound(model, self.manifest.groups_of(rank), rank, str(self.folder / name))
 
+    def text(self, name: str) -> str:
+        """A text of the artifact, such as `ir/schedule.txt`; ArtifactError where the file is not what it was, or is no text."""
+        self._check([name])
+        try:
+            return counted.read_text(self.folder / name, counted.SCHEDULE_BYTES)
+        except OSError as error:
+            raise ArtifactError(f"{self.folder / name}: {error.strerror}\n  {_AGAIN}") from None
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self.folder / name}: is no UTF-8 text: {error}\n  {_AGAIN}") from None
+
     def _check(self, names: Iterable[str]) -> None:
         problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]
         if problems:
@@ -110,7 +117,7 @@ class Artifact:
     def _violations(self, name: str) -> Iterator[str]:
         file = self.folder / name
         record = self.manifest.files.get(name)
-        if not stays_inside(name) or not file.resolve().is_relative_to(self.folder.resolve()):
+        if not stays_inside(name) or lies_outside(file, self.folder):
             yield f"{self.folder}: the path '{name}' leaves the folder\n  a file of an artifact lies inside its folder"
         elif record is None:
             yield f"{file}: is needed, but the manifest does not list it"
@@ -167,11 +174,13 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
     if not os.path.lexists(file):
         raise ArtifactError(f"{folder}: has no {MANIFEST}\n  help: give the folder that `partc compile` wrote")
     try:
-        text = read_regular(file, LARGEST_MANIFEST)
-        data = json.loads(text, parse_int=_whole)
+        if lies_outside(file, folder):
+            raise ArtifactError(f"{folder}: the path '{MANIFEST}' leaves the folder\n  help: put the file itself there")
+        text = read_regular(file, counted.MANIFEST.bytes)
+        data = counted.parse_json(text, counted.MANIFEST)
     except OSError as error:
         raise ArtifactError(f"{file}: {error.strerror}\n  {_AGAIN}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ArtifactError(f"{file}: is not JSON: {error}\n  {_AGAIN}") from None
     if found := _LINE_END.search(text):
         fact = f"a text in it has a line end, at byte {found.start()}"
@@ -183,7 +192,7 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
             f"  help: {again}; or install the one that wrote it ({data.get('partc')})"
         )
     try:
-        index = ManifestFile.model_validate(data)
+        index = ManifestFile.model_validate(data, context=Budget(LISTED_RANKS, "ranks"))
     except ValidationError as error:
         lines = [f"{file}: {'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}" for item in error.errors()]
         raise ArtifactError("\n".join([*lines, f"  {_AGAIN}"])) from None
@@ -191,12 +200,6 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
     if problems:
         raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
     return index, hashlib.sha256(text).hexdigest()
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
 
 
 def _wrong_programs(index: ManifestFile) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from ..files.counted import MOST_PROGRAMS
 from .format import (
     MOST_RANKS,
     Collective,
@@ -67,7 +68,9 @@ class ManifestFile(Record):
     ranks: int = Field(ge=1, le=MOST_RANKS)
     symbols: dict[str, SymbolRecord]
     groups: dict[str, list[Ranks]] = Field({})
-    programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(min_length=1)
+    programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(
+        min_length=1, max_length=MOST_PROGRAMS
+    )
     state: list[TensorRecord] = Field([])
     training: TrainingRecord | None = None
     files: dict[Annotated[str, AfterValidator(inside)], FileRecord]

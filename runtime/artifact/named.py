@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UsageError, Violation
+from ..files.regular import lies_outside
 from .data_spec import Spec
 from .format import MANIFEST, Manifest, TrainingRecord
 
@@ -43,10 +44,11 @@ class Named:
         return f"{self.key}: {self.path}, which would be {'written' if self.setting == CHECKPOINT else 'read'}"
 
     def lies_in(self, folder: Path) -> bool:
-        """Whether it is inside of a folder, links followed."""
+        """Whether it is inside of a folder, links followed, and so are the files of data in it."""
         file, colon, _ = str(self.path).rpartition(":")
         path = Path(file) if colon and file.endswith(".npz") and not self.path.exists() else self.path
-        return path.resolve().is_relative_to(folder.resolve())
+        inside = path.glob("*.npy") if self.setting != CHECKPOINT and path.is_dir() else ()
+        return not any(lies_outside(one, folder) for one in (path, *inside))
 
 
 def base_folder(folder: Path, record: TrainingRecord) -> Path:

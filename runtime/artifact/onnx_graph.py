@@ -7,8 +7,10 @@ that its node reads whatever the body takes from there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..files.regular import read_regular
 from .format import PATH, RECOMPUTED, TASK
 
 if TYPE_CHECKING:
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
 
 
 _SCATTERS = ("ScatterElements", "ScatterND")
+
+
+LARGEST_MODEL = 1 << 31
+"""What protobuf allows of a model without the weights beside it."""
+
+
+def read_model(file: Path) -> ModelProto:
+    """The model in a file, its external weights left there; OSError where the file cannot be read, DecodeError where it is no model."""
+    import onnx
+
+    return onnx.load_model_from_string(read_regular(file, LARGEST_MODEL))
 
 
 def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:

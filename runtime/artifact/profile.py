@@ -15,10 +15,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
 
 from ..errors import UsageError
-from ..files.regular import fault
+from ..files.counted import PROFILE, read_json
 
 Seconds = list[NonNegativeFloat]
-_LARGEST = 1 << 28
 
 
 class _Record(BaseModel):
@@ -80,17 +79,18 @@ def _of(seconds: Seconds, step: int | None) -> float:
 
 def read_profile(path: Path) -> Profile:
     """The profile in a file; UsageError for a file that is none."""
-    why = fault(path) or (f"has more than {_LARGEST:,} bytes" if path.stat().st_size > _LARGEST else "")
-    if why:
-        raise UsageError(f"{path}: it {why}\n  help: use a file that --profile has written")
     try:
-        found = Profile.model_validate_json(path.read_bytes())
+        found = Profile.model_validate(read_json(path, PROFILE))
+    except OSError as error:
+        raise UsageError(f"{path}: it {error.strerror}\n  help: use a file that --profile has written") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UsageError(
             f"{path}: it is no profile: {place}: {first['msg']}\n  help: use a file that --profile has written"
         ) from None
+    except ValueError as error:
+        raise UsageError(f"{path}: it is no profile: {error}\n  help: use a file that --profile has written") from None
     for one in found.ranks:
         columns = [one.step, *one.tasks.values(), *one.waits.values(), *one.kinds.values(), *one.targets.values()]
         columns += [one.overlap] if one.targets else []

@@ -14,17 +14,21 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, TypeAlias, overload
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import PlainSerializer, PlainValidator, ValidationInfo
+
+from ..files.counted import Budget
 
 Box: TypeAlias = list[list[int]]
 """A shard of a value: for each dim `[begin, end, denominator]`, fractions of the whole dim."""
 _WRITTEN_OUT = 8
 """Lists of so many ranks are written out."""
+_AXES = 64
+"""A grid has no more axes."""
 _ROW = 3
 """So many ranks with one step between them are written as a row."""
 MOST_RANKS = 1 << 16
@@ -58,8 +62,8 @@ def _order_text(ranks: tuple[int, ...]) -> str:
     return ",".join(texts)
 
 
-def ranks_of(text: str) -> list[int]:
-    """The ranks that `order_text` wrote; ValueError where it is none such."""
+def ranks_of(text: str, count: Callable[[int], None] = lambda number: None) -> list[int]:
+    """The ranks that `order_text` wrote; ValueError where it is none such. `count` is told of ranks before they are made."""
     found: list[int] = []
     for span in filter(None, text.split(",")):
         if (match := _SPAN.fullmatch(span)) is None:
@@ -68,6 +72,7 @@ def ranks_of(text: str) -> list[int]:
         row = range(int(first), int(last or first) + 1, int(step or 1))
         if len(row) + len(found) > MOST_RANKS:
             raise ValueError(f"'{text}' are more than {MOST_RANKS} ranks")
+        count(len(row))
         found += row
     return found
 
@@ -156,18 +161,21 @@ def _is_row(value: object, length: int | None = None) -> bool:
     return isinstance(value, list | tuple) and (length is None or len(value) == length) and {*map(type, value)} <= {int}
 
 
-def _read_ranks(value: Any) -> list[int]:
+def _read_ranks(value: Any, info: ValidationInfo | None = None) -> list[int]:
     if isinstance(value, str):
-        return _listed(value)
+        return _listed(value, info.context if info is not None else None)
     if not _is_row(value):
         raise ValueError("it should be a list of ranks, or a text such as '0-3,8'")
     return value if isinstance(value, list) else list(value)
 
 
-@functools.lru_cache(maxsize=1024)
-def _listed(text: str) -> list[int]:
-    """The ranks of a text: one list for all who ask for it, which is never changed."""
-    return ranks_of(text)
+def _listed(text: str, budget: Budget | None) -> list[int]:
+    """The ranks of a text: of one manifest one list for all who ask for it, which is never changed."""
+    if budget is None:
+        return ranks_of(text)
+    if text not in budget.known:
+        budget.known[text] = ranks_of(text, budget.take)
+    return budget.known[text]
 
 
 def _write_ranks(ranks: Sequence[int]) -> list[int] | str:
@@ -193,8 +201,8 @@ def _read_grid(value: Mapping[str, Any]) -> Grid:
     if not _is_row(mesh) or not isinstance(cuts, list) or not all(map(_is_row, cuts)) or not isinstance(part, list):
         raise ValueError("a grid has 'mesh', a list of sizes, and 'cuts', by dim a list of axes")
     used = [axis for axes in cuts for axis in axes]
-    if min(mesh, default=1) < 1 or math.prod(mesh) > MOST_RANKS:
-        raise ValueError(f"a grid of {mesh} is none of ranks")
+    if len(mesh) > _AXES or min(mesh, default=1) < 1 or math.prod(mesh) > MOST_RANKS:
+        raise ValueError(f"a grid of {str(mesh[:_AXES])[:80]} is none of ranks")
     if len(used) != len({*used}) or not all(0 <= axis < len(mesh) for axis in used):
         raise ValueError(f"the axes {cuts} are not each once among those of {mesh}")
     if part and not (
@@ -211,9 +219,12 @@ def _write_boxes(boxes: Sequence[Box] | None) -> Any:
     return {"mesh": list(boxes.mesh), "cuts": [list(axes) for axes in boxes.cuts], **part}
 
 
-def _read_programs(value: Any) -> list[str]:
+def _read_programs(value: Any, info: ValidationInfo) -> list[str]:
     if isinstance(value, dict):
-        by_rank = {rank: name for name, text in value.items() for rank in _read_ranks(text)}
+        lists = {name: _read_ranks(text, info) for name, text in value.items()}
+        if sum(map(len, lists.values())) > MOST_RANKS:
+            raise ValueError(f"it has more than {MOST_RANKS:,} ranks")
+        by_rank = {rank: name for name, ranks in lists.items() for rank in ranks}
         if by_rank.keys() != {*range(len(by_rank))}:
             raise ValueError("its ranks are not those from 0 on")
         value = [by_rank[rank] for rank in range(len(by_rank))]

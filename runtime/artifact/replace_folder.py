@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UsageError
-from ..files.regular import kind_of, read_regular
+from ..files import counted
+from ..files.regular import kind_of
 from ..files.removal import FOLDER, exchange, move_folder, remove_listed, remove_made
 from ..files.replace import (
     OLD,
@@ -35,7 +35,7 @@ from ..files.replace import (
     remove_left,
     told,
 )
-from .format import LARGEST_MANIFEST, MANIFEST, stays_inside
+from .format import MANIFEST, stays_inside
 
 _NAMED = 8
 
@@ -108,8 +108,8 @@ def refuse_obstacle(out: Path) -> None:
 def listed_files(folder: Path) -> frozenset[str] | None:
     """The files of an artifact by its manifest, of whatever version, and the manifest; None where it is no artifact."""
     try:
-        data = json.loads(read_regular(folder / MANIFEST, LARGEST_MANIFEST))
-    except (OSError, ValueError, RecursionError):
+        data = counted.read_json(folder / MANIFEST, counted.MANIFEST)
+    except (OSError, ValueError):
         return None
     if not isinstance(data, dict) or not {"format", "partc", "ranks", "files"} <= data.keys():
         return None

@@ -28,6 +28,7 @@ from typing import TypeGuard, cast
 import numpy as np
 
 from ..files.regular import open_regular
+from ..files.writers import new_raw_file
 from .dtypes import BY_NAME, Array, Bytes, Dtype
 
 CODES = {
@@ -109,7 +110,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], read: Callable[[str
     sums = {name: "0" * (_DIGITS * _parts(tensors[name].bytes)) for name in names}
     text = header_bytes(rows, sums)
     try:
-        with path.open("xb", buffering=0) as out:
+        with new_raw_file(path) as out:
             _write(out, [memoryview(text)])
             for name in names:
                 sums[name] = _write(out, _bytes(read(name), tensors[name]))
@@ -267,7 +268,7 @@ class MappedFile:
     @staticmethod
     def of(path: Path) -> MappedFile:
         """The file; ValueError where it is empty."""
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return MappedFile(np.frombuffer(pages, np.uint8), pages)
 

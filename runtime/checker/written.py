@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import onnx
 from onnx import ModelProto, NodeProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.half_kernels import compute_in_float32
-from partc.runtime.artifact.onnx_graph import all_nodes, reads
+from partc.runtime.artifact.onnx_graph import all_nodes, read_model, reads
 from partc.runtime.artifact.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.files import read_artifact
@@ -58,7 +57,7 @@ def written(folder: Path) -> list[Written]:
         for one in map(artifact.beside, artifact.programs) if artifact else ():
             manifest, known = one.manifest, set[bytes]()
             for file in dict.fromkeys(map(manifest.program, range(manifest.ranks))):
-                model = onnx.load(inside / file, load_external_data=False)
+                model = read_model(inside / file)
                 if (structure := _structure(model)) not in known:
                     known.add(structure)
                     name = (inside / file).relative_to(folder).as_posix()

@@ -32,6 +32,8 @@ from partc.runtime.errors import CheckpointError, DamagedError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from ..artifact.safetensors_stream import STORED, is_shape
+from ..files.counted import CHECKPOINT_INDEX, parse_json
+from ..files.regular import read_regular
 
 INDEX = "checkpoint.json"
 NONFINITE = "nonfinite"
@@ -39,7 +41,6 @@ NONFINITE = "nonfinite"
 FORMAT: Literal[2] = 2
 _FORMATS = (1, FORMAT)
 """Format 1 has a hash of each file as a whole, and none of the index."""
-_INDEX_BYTES = 1 << 30
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _TOLD = 20
@@ -200,9 +201,7 @@ def _read(file: Path) -> bytes:
         found = file.lstat()
         if not stat.S_ISREG(found.st_mode):
             raise DamagedError([f"{file}: is not a regular file"])
-        if found.st_size > _INDEX_BYTES:
-            raise DamagedError([f"{file}: has {found.st_size} bytes; at most {_INDEX_BYTES} are read"])
-        return file.read_bytes()
+        return read_regular(file, CHECKPOINT_INDEX.bytes)
     except OSError as error:
         raise DamagedError(
             [f"{file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"]
@@ -215,8 +214,8 @@ def _parsed(file: Path, text: bytes) -> dict[str, object]:
     if seal and seal[1].decode() != hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest():
         raise DamagedError([f"{file}: was changed: its last line is not the SHA-256 of the lines before it"])
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text, CHECKPOINT_INDEX)
+    except ValueError as error:
         raise DamagedError([f"{file}: is not JSON: {error}"]) from None
     if not isinstance(data, dict):
         raise DamagedError([f"{file}: holds no JSON object"])

@@ -23,6 +23,7 @@ from pydantic import JsonValue
 from ..artifact.safetensors_stream import Stored, write_tensors
 from ..errors import CheckpointError, PartcError
 from ..files.removal import Identity, make_folder, move_folder, own_folder, remove_inside
+from ..files.writers import new_file
 from .index import (
     FORMAT,
     INDEX,
@@ -234,8 +235,8 @@ def _commit(
                 f"{target.parent} must be on a file system that all ranks share"
             )
     text = index.text()
-    with (scratch / INDEX).open("x", encoding="utf-8") as out:
-        out.write(text)
+    with new_file(scratch / INDEX) as out:
+        out.write(text.encode())
         out.flush()
         os.fsync(out.fileno())
     _sync_folder(scratch)

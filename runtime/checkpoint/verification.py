@@ -26,6 +26,7 @@ from typing import Self
 
 from ..artifact.safetensors_stream import PART, STORED
 from ..errors import DamagedError
+from ..files.regular import open_regular
 from ..job.machine import usable_cores
 from .checkpoint import Checkpoint
 
@@ -51,7 +52,7 @@ class _Part:
         short = len(self.written) == _CRC_DIGITS
         digest, crc, view, left = hashlib.sha256(), 0, _buffer(self.size), self.size
         try:
-            with self.file.open("rb", buffering=0) as file:
+            with open_regular(self.file) as file:
                 file.seek(self.offset)
                 while left and (count := file.readinto(view[:left])):
                     if short:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..errors import CheckpointError
+from ..files.counted import CHECKPOINT_LIST, read_json
 from ..files.regular import read_regular
 from ..files.removal import Identity, move_folder, remove_inside
 from ..files.replace import write_text
 from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index
 
 WRITTEN = ".written.json"
-_MOST_BYTES = 1 << 26
 _OURS = re.compile(r"rank_\d{4,}\.safetensors|" + re.escape(INDEX))
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -37,8 +37,8 @@ Listed: TypeAlias = Mapping[str, Sequence[str]]
 def written(folder: Path) -> Listed:
     """What the run has written into a folder; nothing where no list is sound."""
     try:
-        listed = json.loads(read_regular(folder / WRITTEN, _MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+        listed = read_json(folder / WRITTEN, CHECKPOINT_LIST)
+    except (OSError, ValueError):
         return {}
     if not isinstance(listed, dict):
         return {}

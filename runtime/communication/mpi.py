@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -25,6 +24,7 @@ from mpi4py import MPI
 
 from ..artifact.dtypes import Bytes, Dtype
 from ..errors import RankError
+from ..files.regular import text_of_system
 from ..job.machine import usable_cores
 from ..job.pauses import sleeps, spins
 from ..job.progress import Progress
@@ -261,5 +261,4 @@ class MpiTransport:
 
 def _machine() -> str:
     """What tells this machine from others."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{platform.node()} {text_of_system('/proc/sys/kernel/random/boot_id').strip()}"

@@ -6,7 +6,8 @@ A file that is mapped takes none. What is compressed says how large it will be, 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+
+from ..files.regular import text_of_system
 
 MAPPED = "save it uncompressed (np.save, np.savez): then it takes none"
 _SHARE = 2
@@ -34,16 +35,9 @@ class Memory:
 
 def default_bytes() -> int:
     """Half of the memory of the machine, or of the container that this process is in."""
-    found = [int(text) for text in map(_text, _LIMITS) if text.isdecimal()]
+    found = [int(text) for text in map(str.strip, map(text_of_system, _LIMITS)) if text.isdecimal()]
     try:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, OSError, ValueError):
         found.append(_ELSEWHERE)
     return min(found) // _SHARE
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text().strip()
-    except OSError:
-        return ""

@@ -16,6 +16,7 @@ from ..artifact import dim_expression as expression
 from ..artifact.dtypes import BY_CODE, Array, Bytes, element
 from ..artifact.format import CUDA, Shape
 from ..artifact.manifest import Artifact, open_artifact
+from ..artifact.onnx_graph import read_model
 from ..artifact.tensor import Tensor, Value, aligned
 from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
 from ..devices.devices import Devices, refuse_missing
@@ -153,11 +154,9 @@ def describe(steps: Sequence[Step], index: int) -> str:
 
 def describe_action(folder: str | Path, rank: int, action: int) -> str:
     """The text of an action that a rank's slot of the status board shows; reads the manifest and the rank's file, without MPI."""
-    import onnx
-
-    manifest = open_artifact(folder, trust=True).manifest
-    file = Path(folder) / manifest.program(rank)
-    model = onnx.load_model(file, load_external_data=False)
+    artifact = open_artifact(folder, trust=True)
+    manifest, file = artifact.manifest, Path(folder) / artifact.manifest.program(rank)
+    model = read_model(file)
     return describe(segmented(model, str(file), manifest.groups_of(rank)), action)
 
 

@@ -2,6 +2,9 @@
 
 Who opens a FIFO waits until someone writes; `/dev/zero` never ends; a file of /proc has no size and may wait, too. So a file is
 looked at before and after it is opened, without waiting, and is read up to the size that it has. A link to a regular file is one.
+
+`tests/artifact/test_opened_files.py` finds every file of the product that is opened in another way than by this module or by
+`writers.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_SYSTEM_BYTES = 1 << 20
 _KINDS = (
     (stat.S_ISFIFO, "a pipe (FIFO)"),
     (stat.S_ISDIR, "a folder"),
@@ -64,6 +68,11 @@ def _refuse_other(path: str | Path, mode: int) -> None:
         raise NotRegularError(errno.EINVAL, f"is {kind_of(path, mode)}, and no regular file", str(path))
 
 
+def lies_outside(path: str | Path, folder: str | Path) -> bool:
+    """Whether a file, links followed, is not inside of a folder."""
+    return not Path(path).resolve().is_relative_to(Path(folder).resolve())
+
+
 def read_regular(path: str | Path, most: int | None = None) -> bytes:
     """The bytes of a file; NotRegularError where it is no regular one, or has more than `most`."""
     with open_regular(path) as file:
@@ -71,3 +80,15 @@ def read_regular(path: str | Path, most: int | None = None) -> bytes:
         if most is not None and size > most:
             raise NotRegularError(errno.EFBIG, f"has {size:,} bytes; at most {most:,} are read", str(path))
         return file.read(size)
+
+
+def text_of_system(path: str | Path) -> str:
+    """The text of a file that the kernel makes, as in /proc and /sys, which has no size: its first MiB; empty where there is no such file.
+
+    For names that partc itself writes in its code, never for those that a user or a file gives.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read(_SYSTEM_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from ..files.regular import read_regular, text_of_system
+from ..files.writers import open_to_change, write_new
+
 VARIABLE = "PARTC_BOARD"
 PIDS = "pids"
 TASKS = "tasks"
@@ -39,7 +42,7 @@ class Board:
 
 def create_board(file: Path, ranks: int) -> None:
     """A board on which every rank is idle."""
-    file.write_bytes(SLOT.pack(0, IDLE) * ranks)
+    write_new(file, SLOT.pack(0, IDLE) * ranks)
 
 
 def open_board(rank: int) -> Board:
@@ -47,7 +50,7 @@ def open_board(rank: int) -> Board:
     name = os.environ.get(VARIABLE)
     if name:
         try:
-            with open(name, "r+b") as stream:
+            with open_to_change(name) as stream:
                 mapped = mmap.mmap(stream.fileno(), 0)
         except (OSError, ValueError):
             # Another machine of the job has no such file.
@@ -59,34 +62,34 @@ def open_board(rank: int) -> Board:
 
 def read_board(file: Path) -> list[tuple[int, int]]:
     """Step and action of every rank."""
-    return [(step, action) for step, action in SLOT.iter_unpack(file.read_bytes())]
+    return [(step, action) for step, action in SLOT.iter_unpack(read_regular(file))]
 
 
 def create_pids(folder: Path, ranks: int) -> None:
     """The file of process ids, none of them known."""
-    (folder / PIDS).write_bytes(_PID.pack(0) * ranks)
+    write_new(folder / PIDS, _PID.pack(0) * ranks)
 
 
 def read_pids(folder: Path) -> list[int]:
     """The process ids in a run's folder, in order of ranks; 0 where it is not known."""
-    return [pid for (pid,) in _PID.iter_unpack((folder / PIDS).read_bytes())]
+    return [pid for (pid,) in _PID.iter_unpack(read_regular(folder / PIDS))]
 
 
 def write_pid(folder: Path, rank: int) -> None:
     """Notes that this process is the rank."""
-    with (folder / PIDS).open("r+b") as file:
+    with open_to_change(folder / PIDS) as file:
         file.seek(_PID.size * rank)
         file.write(_PID.pack(os.getpid()))
 
 
 def create_tasks(folder: Path, ranks: int) -> None:
     """The file of what users' code the ranks run: none."""
-    (folder / TASKS).write_bytes(bytes(_TASK * ranks))
+    write_new(folder / TASKS, bytes(_TASK * ranks))
 
 
 def open_task(folder: Path, rank: int) -> None:
     """From here on `note_task` notes what this process runs, which is the rank."""
-    with (folder / TASKS).open("r+b") as file:
+    with open_to_change(folder / TASKS) as file:
         whole = memoryview(mmap.mmap(file.fileno(), 0))
     _own_task[:] = [whole[_TASK * rank : _TASK * (rank + 1)]]
 
@@ -100,7 +103,7 @@ def note_task(text: str) -> None:
 def read_task(folder: Path, rank: int) -> str:
     """What code of the user's a rank runs, or ran when it ended; empty where none."""
     try:
-        content = (folder / TASKS).read_bytes()[_TASK * rank : _TASK * (rank + 1)]
+        content = read_regular(folder / TASKS)[_TASK * rank : _TASK * (rank + 1)]
     except OSError:
         return ""
     return content.rstrip(b"\0").decode(errors="ignore")
@@ -122,6 +125,6 @@ def states(pids: Sequence[int]) -> list[str]:
 
 def _state(file: Path) -> str:
     try:
-        return file.read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+        return text_of_system(file).rpartition(")")[2].split()[0]
+    except IndexError:
         return "" if file.parent.parent.joinpath("self", "stat").exists() else "?"

@@ -28,6 +28,7 @@ from partc.runtime.artifact.rows import Row, rows_of_text
 from partc.runtime.artifact.tasks import Call
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import ArtifactError, Violation
+from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
 
 _ONCE = "every function is called once for each microbatch"
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
@@ -70,7 +71,7 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
     text = dump_file(SCHEDULE, subject.manifest.prefix)
     if text in subject.manifest.files and text not in subject.wrong:
         try:
-            count, stated = rows_of_text((subject.folder / text).read_text(encoding="utf-8"))
+            count, stated = rows_of_text(read_text(subject.folder / text, SCHEDULE_BYTES))
         except (ArtifactError, OSError, UnicodeDecodeError) as error:
             yield Violation(text, str(error), help=_AGAIN)
     wrong = [violation for one in found for violation in _wrong_cells(one, count)]

@@ -6,7 +6,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from partc.runtime.artifact.comm_schemas import register
-from partc.runtime.artifact.onnx_graph import not_text
+from partc.runtime.artifact.onnx_graph import not_text, read_model
 from partc.runtime.artifact.rows import row_of
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.graph.types import as_plain_onnx
@@ -20,7 +20,9 @@ def read_rank(subject: Subject) -> list[Violation]:
     """Reads the rank file of a subject into its `model`, with the nodes of tasks in place of calls; why there is none otherwise."""
     file = subject.file
     try:
-        model = onnx.load(subject.folder / file, load_external_data=False)
+        model = read_model(subject.folder / file)
+    except OSError as error:
+        return [Violation(file, f"it {error.strerror}", help=_AGAIN)]
     except DecodeError as error:
         return [Violation(file, f"it is not an ONNX file: {error}", help=_AGAIN)]
     if broken := not_text(model):

@@ -42,6 +42,7 @@ from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank
 from partc.runtime.checker.graph.declared import ValueType, declared_types
 from partc.runtime.checker.graph.symbols import numbers as dims_at
 from partc.runtime.checker.graph.symbols import samples
+from partc.runtime.files.regular import open_regular
 
 Items: TypeAlias = tuple[tuple[int, ...], ...]
 """The items of a list of sizes, at each of some sizes of the symbols."""
@@ -287,7 +288,7 @@ class Numbering:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         key = tuple(sorted(entries.items()))
         if key not in self._bytes:
-            with (self.folder / entries["location"]).open("rb") as file:
+            with open_regular(self.folder / entries["location"]) as file:
                 file.seek(int(entries.get("offset", 0)))
                 self._bytes[key] = hashlib.sha256(file.read(int(entries.get("length", -1)))).digest()
         return tensor.data_type, tuple(tensor.dims), self._bytes[key]

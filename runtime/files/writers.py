@@ -1,0 +1,72 @@
+"""Opens files to be written: new ones exclusively, existing ones where they are regular, and no link is followed.
+
+    with new_file(folder / "rank_0000.onnx") as out:       FileExistsError where anything has the name, a dangling link, too
+        out.write(data)
+
+What takes the place of an old file is written by `replace.py`, which begins with a new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedRandom, FileIO
+from pathlib import Path
+from typing import TextIO
+
+from ..errors import UsageError
+from .regular import NotRegularError, kind_of
+
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0)
+_CHANGE = os.O_RDWR | NO_LINK | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_RIGHTS = 0o666
+"""Of a new file, less the user's umask."""
+
+
+def new_file(path: Path) -> BufferedRandom:
+    """A new file, open for writing and reading; FileExistsError where something has its name, a link, too."""
+    return open(path, "w+b", opener=lambda name, _: os.open(name, CREATE, _RIGHTS))
+
+
+def new_raw_file(path: Path) -> FileIO:
+    """As `new_file`, without a buffer."""
+    return open(path, "w+b", buffering=0, opener=lambda name, _: os.open(name, CREATE, _RIGHTS))
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file; FileExistsError as `new_file`."""
+    with new_file(path) as out:
+        out.write(data)
+
+
+def open_to_change(path: str | Path) -> BufferedRandom:
+    """An existing regular file, open for reading and writing at any place; OSError where it is a link or no regular file."""
+    file = open(path, "r+b", opener=lambda name, _: os.open(name, _CHANGE))  # noqa: SIM115, it is handed on
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise NotRegularError(errno.EINVAL, f"is {kind_of(path, mode)}, and no regular file", str(path))
+    return file
+
+
+def open_to_append(path: str | Path) -> TextIO:
+    """A text file to which lines are appended, made where there is none; UsageError where the name is that of a link.
+
+    A pipe that someone reads is taken, too; one that has no reader is an OSError, at once.
+    """
+    try:
+        return open(path, "a", encoding="utf-8", opener=_without_waiting)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK) or not os.path.islink(path):
+            raise
+        fact = f"{path}: is {kind_of(path, os.lstat(path).st_mode)}, and links are not followed when writing"
+        raise UsageError(f"{fact}\n  help: give the name of the file itself, or remove the link") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    handle = os.open(path, flags | NO_LINK | getattr(os, "O_NONBLOCK", 0), _RIGHTS)
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(handle, True)
+    return handle
