@@ -7,16 +7,44 @@ stands: a call within a function lies deeper than every call of that function. A
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 from partc.compiler.ir.graph import OWN_NAME
+from partc.runtime.artifact.onnx_graph import all_nodes
 
 CALLS = "partc.calls"
 """Key of `ir.Node.meta`: the names of the calls that a node comes from."""
 
 _MARK, _NAME = "partc.call.", "partc.name"
+
+
+def written_out(model: onnx.ModelProto) -> int:
+    """How many nodes a model has with its functions written out where they are called: counted, and not written.
+
+    A function's count is found once, so this takes time in the nodes that the file has. ValueError where a function calls itself.
+    """
+    functions = {(one.domain, one.name): list(all_nodes(one.node)) for one in model.functions}
+    counts: dict[tuple[str, str], int] = {}
+
+    def count(nodes: Iterable[onnx.NodeProto]) -> int:
+        return sum(1 + counts.get((node.domain, node.op_type), 0) for node in nodes)
+
+    waiting = [(name, False) for name in functions]
+    begun = set[tuple[str, str]]()
+    while waiting:
+        name, is_last = waiting.pop()
+        if is_last:
+            counts[name] = count(functions[name])
+        elif name not in counts:
+            if name in begun:
+                raise ValueError(f"the function '{name[1]}' of '{name[0]}' calls itself")
+            begun.add(name)
+            called = dict.fromkeys((node.domain, node.op_type) for node in functions[name])
+            waiting += [(name, True), *((one, False) for one in called if one in functions and one not in counts)]
+    return count(all_nodes(model.graph.node))
 
 
 def inline_calls(model: ir.Model) -> ir.Model:

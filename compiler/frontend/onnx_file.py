@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.functions import inline_calls
+from partc.compiler.frontend.functions import inline_calls, written_out
 from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
@@ -25,6 +25,7 @@ from partc.compiler.frontend.torch_file import restored
 from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
 from partc.runtime.artifact.onnx_graph import LARGEST_MODEL, graph_bodies, not_text
 from partc.runtime.errors import breaks_lines, one_line
+from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
@@ -74,6 +75,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
         fact = f"has a name or a text that is not UTF-8: {broken}"
         raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
     _raise(_nesting_problems(proto.graph, where))
+    _raise(_too_many_nodes(proto, where))
     try:
         with _quiet():
             model = ir.from_proto(_inlined(proto))
@@ -194,6 +196,20 @@ def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
             inner = loops + (node.op_type in ("Loop", "Scan"))
             waiting += [(body, depth + 1, inner) for body in graph_bodies(node)]
     return []
+
+
+def _too_many_nodes(proto: onnx.ModelProto, where: str) -> list[Problem]:
+    """Whether the model has more nodes than are read, its functions written out."""
+    try:
+        count = written_out(proto)
+    except ValueError as error:
+        return [Problem(where, f"its functions cannot be written out: {error}", help="export the model again")]
+    if count <= MOST_NODES:
+        return []
+    fact = (
+        f"it has {count:,} nodes with its functions written out where they are called; at most {MOST_NODES:,} are read"
+    )
+    return [Problem(where, fact, help="compile a part of the model, or call its functions less often")]
 
 
 @cache

@@ -229,13 +229,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield f"it lists no file {manifest.program(missing)} for rank {missing} of {manifest.ranks}"
         return
     tags: set[int] = set()
+    known: dict[int, bool] = {}
     for kind, ports in (("input", manifest.inputs), ("output", manifest.outputs)):
         for port in ports:
-            yield from (
-                f"{kind} '{port.name}' names rank {rank}: the ranks are 0 to {last}"
-                for rank in port.ranks
-                if not 0 <= rank <= last
-            )
+            if not _are_ranks(port.ranks, last, known):
+                wrong = next(rank for rank in port.ranks if not 0 <= rank <= last)
+                yield f"{kind} '{port.name}' names rank {wrong}: the ranks are 0 to {last}"
             yield from (f"{kind} '{port.name}': {problem}" for problem in _bad_dims(port.shape, manifest))
     yield from _bad_collectives(manifest)
     tags |= {one.tag for one in manifest.collectives}
@@ -250,13 +249,24 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield from (f"{where}: {problem}" for problem in _bad_dims(transfer.shape, manifest))
 
 
+def _are_ranks(ranks: list[int], last: int, known: dict[int, bool]) -> bool:
+    """Whether all are from 0 to `last`; `known` has the answers for lists of the manifest, which are shared, by their identity."""
+    if id(ranks) not in known:
+        known[id(ranks)] = not ranks or 0 <= min(ranks) <= max(ranks) <= last
+    return known[id(ranks)]
+
+
 def _bad_collectives(manifest: Manifest) -> Iterator[str]:
     """What is wrong with groups, programs, boxes and collectives."""
     ranks = manifest.ranks
+    if (total := sum(len(one) for lists in manifest.groups.values() for one in lists)) > LISTED_RANKS:
+        yield f"its {len(manifest.groups):,} groups list {total:,} ranks; at most {LISTED_RANKS:,} are read"
+        return
     for name, lists in manifest.groups.items():
-        members = [rank for one in lists for rank in one]
-        if any(not 0 <= rank < ranks for rank in members) or len(set(members)) != len(members) or not all(lists):
-            shown = str(lists) if len(members) <= _SHOWN else f"{len(lists)} lists of {len(members)} ranks"
+        count = sum(map(len, lists))
+        members = {rank for one in lists for rank in one} if count <= ranks else set[int]()
+        if len(members) != count or not all(lists) or (members and not 0 <= min(members) <= max(members) < ranks):
+            shown = str(lists) if count <= _SHOWN else f"{len(lists):,} lists of {count:,} ranks"
             yield f"group '{name}' is {shown}: disjoint lists of ranks 0 to {ranks - 1} are needed"
     for port in (*manifest.inputs, *manifest.outputs):
         yield from (f"'{port.name}': {problem}" for problem in _bad_boxes(port))

@@ -161,9 +161,9 @@ def _is_row(value: object, length: int | None = None) -> bool:
     return isinstance(value, list | tuple) and (length is None or len(value) == length) and {*map(type, value)} <= {int}
 
 
-def _read_ranks(value: Any, info: ValidationInfo | None = None) -> list[int]:
+def _read_ranks(value: Any, info: ValidationInfo) -> list[int]:
     if isinstance(value, str):
-        return _listed(value, info.context if info is not None else None)
+        return _listed(value, info.context)
     if not _is_row(value):
         raise ValueError("it should be a list of ranks, or a text such as '0-3,8'")
     return value if isinstance(value, list) else list(value)

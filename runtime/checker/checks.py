@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from partc.runtime.artifact.named import carried_code
 from partc.runtime.checker.across.constants import check_constants
+from partc.runtime.checker.across.microbatches import check_microbatches
 from partc.runtime.checker.across.ordering import check_order
 from partc.runtime.checker.across.places import check_places
 from partc.runtime.checker.across.rows import check_rows
@@ -61,6 +62,7 @@ CHECKS = (
     Check("what ranks keep", TRAINING, lambda one: check_state(one.manifest, one.models)),
     Check("constants by rank", ACROSS, lambda one: check_constants(one.manifest, one.models)),
     Check("the rows of tasks", ACROSS, check_rows),
+    Check("the number of microbatches", ACROSS, check_microbatches, ("the rows of tasks",)),
     Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows)),
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
     Check("that shards fit and sums are whole", ACROSS, lambda one: check_places(one.manifest, one.models), SOUND),

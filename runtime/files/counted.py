@@ -39,7 +39,7 @@ MOST_NODES = 1 << 20
 MOST_PROGRAMS = 64
 """An artifact has at most so many programs."""
 LISTED_RANKS = 1 << 24
-"""The lists of ranks of a manifest stand for at most so many ranks, equal lists counted once."""
+"""The lists of ranks of a manifest stand for at most so many ranks, equal lists counted once; so do the groups of a program."""
 
 
 @dataclass

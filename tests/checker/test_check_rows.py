@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
-from mutated import change_file, correct
+from mutated import change_file, change_manifest, correct
 from mutation_kinds import KINDS, build
+from mutations_of_calls import Draft
+from mutations_of_microbatches import MICROBATCH_MUTATIONS
 from mutations_of_rows import exchange, messages, microbatch, tasks
 from partc.runtime.artifact.format import SCHEDULE
 from partc.runtime.checker.check import check, check_artifact
@@ -131,6 +135,44 @@ MESSAGES = "it is where manifest.json has transfer"
 )
 def test_a_forged_row_is_refused(changes: dict[int, Change], text: str, built: Path, tmp_path: Path) -> None:
     assert text in forged(built, tmp_path / "build", changes)
+
+
+LEFT_OUT = """\
+rank_0000.onnx: rank 0: 'x' is split into 4 parts, but the rows have 3 microbatches
+  because the rows, the parts of inputs, what is joined of them and its divisor state one number of microbatches
+  help: compile the model again
+rank_0001.onnx: rank 1: 'label' is split into 4 parts, but the rows have 3 microbatches
+  because the rows, the parts of inputs, what is joined of them and its divisor state one number of microbatches
+  help: compile the model again"""
+DIVISOR = "\nrank_0001.onnx: rank 1: 'loss' is the Sum of microbatches divided by 4, but the rows have 3 microbatches"
+
+
+@pytest.mark.parametrize(
+    ("mutation", "told"),
+    [
+        ("the last microbatch left out", DIVISOR),
+        ("the last microbatch left out, and counted so", ""),
+        ("a part more", "but the rows have 4 microbatches"),
+    ],
+)
+def test_the_number_of_microbatches_is_one(mutation: str, told: str, built: Path, tmp_path: Path) -> None:
+    """What all ranks leave out alike, and no text tells, is told by the parts of inputs."""
+    folder = shutil.copytree(built, tmp_path / "build")
+    models = {path.name: onnx.load(path) for path in folder.glob("rank_*.onnx")}
+
+    def change(data: dict[str, Any]) -> None:
+        assert MICROBATCH_MUTATIONS[mutation](Draft(models, data, random.Random(0), folder))
+
+    change_manifest(folder, change)
+    for name, model in models.items():
+        (folder / name).write_bytes(model.SerializeToString())
+    correct(folder)
+    found = "\n".join(map(str, check_artifact(folder)))
+    if "left out" in mutation:
+        assert all(line in found for line in LEFT_OUT.splitlines()), found
+        assert (DIVISOR in found) == bool(told), found
+    else:
+        assert told in found
 
 
 def test_a_row_of_people_that_ranks_do_not_have(built: Path, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from mutations_of_fields import (
     operand,
     said_of_itself,
 )
+from mutations_of_microbatches import MICROBATCH_MUTATIONS
 from mutations_of_records import expressions, offset, port_boxes, programs, shapes, types, weights
 from mutations_of_rows import ROW_MUTATIONS
 from partc.runtime.checker.check import check_artifact
@@ -93,6 +94,7 @@ MUTATIONS: dict[str, Mutation] = {
     "what a file says of itself": said_of_itself,
     "the header of a weights file": header,
     **ROW_MUTATIONS,
+    **MICROBATCH_MUTATIONS,
 }
 
 
