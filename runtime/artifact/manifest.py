@@ -36,6 +36,7 @@ _LINE_END = re.compile(
 )
 """A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
 _SHOWN = 32
+_TOLD = 20
 _AGAIN = "help: compile again, or copy the whole folder again"
 
 
@@ -194,8 +195,10 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
     try:
         index = ManifestFile.model_validate(data, context=Budget(LISTED_RANKS, "ranks"))
     except ValidationError as error:
-        lines = [f"{file}: {'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}" for item in error.errors()]
-        raise ArtifactError("\n".join([*lines, f"  {_AGAIN}"])) from None
+        wrong = error.errors(include_url=False, include_input=False)
+        lines = [f"{file}: {'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}" for item in wrong[:_TOLD]]
+        more = [f"{file}: and {len(wrong) - _TOLD:,} more"] if len(wrong) > _TOLD else []
+        raise ArtifactError("\n".join([*lines, *more, f"  {_AGAIN}"])) from None
     problems = [f"{file}: {problem}" for problem in _wrong_programs(index)]
     if problems:
         raise ArtifactError("\n".join([*problems, f"  {_AGAIN}"]))
@@ -260,7 +263,7 @@ def _bad_collectives(manifest: Manifest) -> Iterator[str]:
     """What is wrong with groups, programs, boxes and collectives."""
     ranks = manifest.ranks
     if (total := sum(len(one) for lists in manifest.groups.values() for one in lists)) > LISTED_RANKS:
-        yield f"its {len(manifest.groups):,} groups list {total:,} ranks; at most {LISTED_RANKS:,} are read"
+        yield f"its groups list {total:,} ranks; at most {LISTED_RANKS:,} are read"
         return
     for name, lists in manifest.groups.items():
         count = sum(map(len, lists))

@@ -53,9 +53,9 @@ class Budget:
 
     def take(self, count: int) -> None:
         """Counts so many more, which are not made yet."""
+        if self.taken + count > self.most:
+            raise ValueError(f"with this the file lists more than {self.most:,} {self.what}")
         self.taken += count
-        if self.taken > self.most:
-            raise ValueError(f"up to here it stands for {self.taken:,} {self.what}; at most {self.most:,} are read")
 
 
 def read_json(path: str | Path, limit: Limit) -> object:

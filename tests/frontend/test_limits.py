@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from artifact_edit import chain
+from onnx import helper
 from partc.compiler.errors import CompileError
+from partc.compiler.frontend import load
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.format import MOST_RANKS
@@ -68,6 +70,15 @@ def set_to(key: str, value: object) -> Callable[[dict[str, object]], None]:
         (set_to("ranks", 60_000), "it lists no file rank_0003.onnx for rank 3 of 60000"),
         (set_to("ranks", 10**30), "a number of 31 digits"),
         (set_to("groups", {"g": [list(range(100_000))]}), "disjoint lists of ranks 0 to 2 are needed"),
+        (
+            set_to("groups", {"g": ["0-65535"] * 12_000}),
+            "its groups list 786,432,000 ranks; at most 16,777,216 are read",
+        ),
+        (set_to("groups", {f"g{k}": ["0-65535"] for k in range(3000)}), "its groups list 196,608,000 ranks"),
+        (
+            set_to("groups", {"g": [f"{k}-65535" for k in range(3000)]}),
+            "groups.g.256: Value error, with this the file lists more than 16,777,216",
+        ),
         (set_to("symbols", {"b": {"divisor": 10**20}}), "a number of 21 digits"),
         (deep, "symbols: Input should be a valid dictionary"),
     ],
@@ -81,6 +92,42 @@ def test_manifests(tmp_path: Path, change: Callable[[dict[str, object]], None], 
     with pytest.raises(ArtifactError) as caught:
         load_local(folder)
     assert fact in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) < 4000
     assert check_artifact(folder) != []
     assert time.process_time() - begin < SECONDS
+
+
+def calls(depth: int, opset: int) -> bytes:
+    """A model whose functions call the next twice."""
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)]
+    functions = []
+    for k in range(depth):
+        one = (
+            helper.make_node("Relu", ["a"], ["v"])
+            if k == depth - 1
+            else helper.make_node(f"D{k + 1}", ["a"], ["v"], domain="own")
+        )
+        two = (
+            helper.make_node("Relu", ["v"], ["c"])
+            if k == depth - 1
+            else helper.make_node(f"D{k + 1}", ["v"], ["c"], domain="own")
+        )
+        inner = [helper.make_opsetid("", opset), opsets[1]]
+        functions.append(helper.make_function("own", f"D{k}", ["a"], ["c"], [one, two], inner))
+    ports = [helper.make_tensor_value_info(name, 1, ["n"]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("D0", ["x"], ["y"], domain="own")], "g", ports[:1], ports[1:])
+    made = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10)
+    return bytes(made.SerializeToString())
+
+
+@pytest.mark.parametrize("opset", [21, 18])
+def test_models(tmp_path: Path, opset: int) -> None:
+    """2 KB of functions that would become 2^31 nodes."""
+    path = tmp_path / "grow.onnx"
+    path.write_bytes(calls(30, opset))
+    begin = time.process_time()
+    with pytest.raises(CompileError, match="it has 2,147,483,647 nodes with its functions written out"):
+        load(path)
+    assert time.process_time() - begin < SECONDS
+    path.write_bytes(calls(3, 21))
+    assert len(list(load(path).model.graph)) == 8

@@ -147,5 +147,5 @@ def test_what_is_refused(arguments: list[str], text: str, capsys: Capture) -> No
 
 
 def test_no_such_file_of_rows(capsys: Capture) -> None:
-    assert invoke(["simulate", "--rows", "nowhere.txt", "--stages", "2", "-m", "2"]) == 1
+    assert invoke(["simulate", "--rows", "nowhere.txt", "--stages", "2", "-m", "2"]) == 2
     assert "nowhere.txt" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_times_that_are_given(built: Path, capsys: Capture, tmp_path: Path) -> N
         (["--times", "0F=1ms"], "0B, 1B, 1F: no time is given\n  help: give the times of all tasks"),
         (["--times", "0F=fast"], "'fast' is no time\n  help: write it as 0F=1.2ms"),
         (["--times", "7F=1ms"], "7F: the stages are 0 to 1"),
-        (["--times", "none.json"], "none.json: [Errno 2]"),
+        (["--times", "none.json"], "none.json: No such file or directory"),
         (["-m", "8"], "the artifact has its rows and stages"),
     ],
 )
