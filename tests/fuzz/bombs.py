@@ -204,6 +204,17 @@ def work(chance: random.Random, folder: Path) -> str:
 
 MOST_SAID = 20_000
 
+
+def load_first() -> None:
+    """Loads the libraries and compiles the artifacts that cases copy, before processes are forked and limited."""
+    for kind in ("placed", "pipeline", "zero", "data parallel"):
+        command("check", str(artifact(kind)))
+        command("simulate", str(artifact(kind)))
+    build = str(artifact("data parallel"))
+    command("train", build, "--data", "none.npz", "--batch", "4", "--steps", "1", "--in-process")
+
+
 if __name__ == "__main__":
     pool.MEMORY = MEMORY
+    load_first()
     main(work, "bombs", seconds=PATIENCE, reason=lambda said: said.partition(":")[0])

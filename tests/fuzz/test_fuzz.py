@@ -42,11 +42,3 @@ def test_random_pipelines_that_were_wrong(seed: int, case: int) -> None:
     asked = [sys.executable, str(path), "--case", str(case), "--seed", str(seed)]
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-def test_bombs_end_with_a_message() -> None:
-    """Each reader says what is wrong with what would take all memory or time: 300 cases by the script."""
-    asked = [sys.executable, str(Path(__file__).parent / "bombs.py"), "--cases", "16", "--seed", "5"]
-    ended = subprocess.run(asked, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^16 cases: 16 refused", ended.stdout, re.MULTILINE), ended.stdout
