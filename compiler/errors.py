@@ -2,6 +2,8 @@
 
 plan.yaml:14: 'conv9' matches nothing in the model
   help: the nearest names are 'conv1', 'conv2'
+
+Of violations that differ in the numbers of a path alone, as one mistake in every layer, the first is shown with the number of the others.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from partc.runtime.errors import printable
+from partc.runtime.errors import merged, printable
 
 _MOST_TOLD = 100
 
@@ -39,8 +41,9 @@ class CompileError(Exception):
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
-        more = len(self.problems) - _MOST_TOLD
-        told = [*map(str, self.problems[:_MOST_TOLD]), *([f"and {more:,} more problems"] if more > 0 else [])]
+        texts = merged(map(str, self.problems))
+        more = len(texts) - _MOST_TOLD
+        told = [*texts[:_MOST_TOLD], *([f"and {more:,} more problems"] if more > 0 else [])]
         super().__init__(printable("\n".join(told)))
 
 

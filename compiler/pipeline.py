@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from partc.compiler.emit.prove import prove
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.source import Known, Source
 from partc.compiler.ir.graph import is_inside
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.lower.lower import lower
@@ -45,13 +45,14 @@ from partc.compiler.targets.copies import copy_between_targets
 from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
 from partc.compiler.tasks.update import update
-from partc.compiler.training.add_training import add_training
+from partc.compiler.training.add_training import add_training, misnamed
 from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.serve import serve
 from partc.compiler.training.trainable import trainable_names
 from partc.compiler.unsound import blamed
 from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
+from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
 
 Pass = Callable[[Program], Program]
@@ -97,7 +98,8 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return self.program.warnings
+        """The warnings; of those that differ in the numbers of a path alone the first, with their number."""
+        return tuple(merged(self.program.warnings))
 
 
 def start(
@@ -186,7 +188,17 @@ def analyse(
     """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
     chosen = read_plan(plan) if plan is not None else None
     with blamed(model):
-        return run_passes(start(load(model), chosen, model.name, configuration), after)
+        return run_passes(start(load(model, _named_by(chosen)), chosen, model.name, configuration), after)
+
+
+def _named_by(plan: Plan | None) -> Known:
+    """Looks at the plan's names of parameters; CompileError for those that a module does not have."""
+
+    def look(names: Sequence[str]) -> None:
+        if plan is not None and plan.train is not None and (problems := misnamed(plan.train, names)):
+            raise CompileError(problems)
+
+    return look
 
 
 @dataclass(frozen=True)
@@ -227,7 +239,7 @@ def compile_model(
     watch("load")
     options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
     with blamed(model):
-        source = load(model)
+        source = load(model, _named_by(chosen))
         return _compiled(source, model, chosen, plan, out, options, watch)
 
 

@@ -56,3 +56,8 @@ def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """The names, those too that are not imported yet: what a notebook completes."""
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,7 @@ and what; a last line that begins with `help:` says the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -108,6 +108,47 @@ def breaks_lines(text: str) -> bool:
     return _LINE_END.search(text) is not None
 
 
+def merged(texts: Iterable[str]) -> list[str]:
+    """The messages, of those that differ in the numbers of a path alone the first with how many more there are.
+
+    `layers.0.up: ...`, `layers.1.up: ...`, `layers.2.up: ...` are one, with a line `and 2 more layers` in front of its help.
+    """
+    groups: dict[str, list[str]] = {}
+    for text in dict.fromkeys(texts):
+        groups.setdefault(_PATH.sub(_unnumbered, text), []).append(text)
+    return [_counted(group) for group in groups.values()]
+
+
+def _counted(texts: Sequence[str]) -> str:
+    if len(texts) == 1:
+        return texts[0]
+    lines = texts[0].split("\n")
+    more = f"and {len(texts) - 1} more {_whose(texts)}"
+    if len(lines) == 1:
+        return f"{lines[0]}; {more}"
+    at = next((k for k, line in enumerate(lines) if line.startswith("  help: ")), len(lines))
+    return "\n".join([*lines[:at], f"  {more}", *lines[at:]])
+
+
+def _whose(texts: Sequence[str]) -> str:
+    """What the messages differ in: `layers`, where these alone are counted; else `like it`."""
+    places = [[(name, number) for path in _PATH.findall(text) for name, number in _numbers(path)] for text in texts]
+    names = {row[0][0] for row in zip(*places, strict=False) if len(set(row)) > 1}
+    return names.pop() if len(names) == 1 and min(names).endswith("s") else "like it"
+
+
+def _numbers(path: str) -> list[tuple[str, str]]:
+    """The numbers in a path, each with the name in front of it."""
+    parts = path.split(".")
+    return [(before, part) for before, part in zip(["", *parts], parts, strict=False) if part.isdecimal()]
+
+
+def _unnumbered(path: re.Match[str]) -> str:
+    return ".".join("#" if part.isdecimal() else part for part in path[0].split("."))
+
+
+_PATH = re.compile(r"\w*[A-Za-z_]\w*(?:\.\w+)+|\d+(?=\.\d*[A-Za-z_])(?:\.\w+)+")
+"""A dotted path: at least two parts, and no decimal number."""
 _LINE_END = re.compile("[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _RARE = re.compile(r"[^ -~\n\t]")
 

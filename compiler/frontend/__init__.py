@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.source import Known, Source, nothing
 
 
-def load(path: Path) -> Source:
-    """The model in `path`, by its ending. Raises CompileError with all that is wrong with it."""
+def load(path: Path, known: Known = nothing) -> Source:
+    """The model in `path`, by its ending. Raises CompileError with all that is wrong with it.
+
+    `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes.
+    """
     match path.suffix:
         case ".onnx":
             from partc.compiler.frontend.onnx_file import load_onnx
@@ -18,7 +21,7 @@ def load(path: Path) -> Source:
         case ".py":
             from partc.compiler.frontend.python import load_python
 
-            return load_python(path)
+            return load_python(path, known)
         case other:
             raise CompileError(
                 Problem(

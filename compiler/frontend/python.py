@@ -40,7 +40,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
 from partc.compiler.frontend.region_calls import placements, shardings, targets
-from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.source import Known, Source, nothing
 from partc.compiler.frontend.torch_file import restored
 from partc.compiler.frontend.trace import module_paths, trace
 from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, importable, told_by_line
@@ -59,8 +59,8 @@ _KINDS = "an onnx.ModelProto, an onnx_ir.Model, an nn.Module of partc.compiler o
 _INPUTS = 'write inputs = {"x": Input(["batch", 1, 28, 28], "float32")}, or return (module, inputs) from build'
 
 
-def load_python(path: Path) -> Source:
-    """The model that the file defines and what it declares. Raises CompileError with the user's own line."""
+def load_python(path: Path, known: Known = nothing) -> Source:
+    """The model that the file defines and what it declares, `known` as of `load`. Raises CompileError with the user's own line."""
     if why := fault(path):
         fact = "no such file" if not path.exists() else why
         raise CompileError(Problem(str(path), fact, help="pass the path of a model.py or a .onnx file"))
@@ -74,6 +74,13 @@ def load_python(path: Path) -> Source:
         file = UserFile.run(path)
         built, inputs = _defined(file)
         names = DimNames(file.globals, set())
+        if _is_torch_module(built):
+            known(
+                [
+                    *dict(built.named_parameters(remove_duplicate=False)),
+                    *dict(built.named_buffers(remove_duplicate=False)),
+                ]
+            )
         model = _model(built, inputs, names, file, recorder)
         _use_named_symbols(model, names, file)
         placed = placements(recorder, _modules(built), model)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from partc.compiler.ir.declared import Declared
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+
+Known: TypeAlias = "Callable[[Sequence[str]], None]"
+"""What looks at the names of a module's tensors as soon as they are known; it raises CompileError."""
+
+
+def nothing(names: Sequence[str]) -> None:
+    """Looks at no name."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,19 @@ OPSET = 21
 which onnxruntime refuses what the standard's broadcasting allows: tables of one record for a dynamic batch."""
 
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
+_SYMPTOMS = (
+    (re.compile(r"transformers\.cache_utils|DynamicCache"), "cache"),
+    (re.compile(r"grouped_mm"), "experts"),
+    (re.compile(r"Cannot view a tensor with shape|scaled_dot_product"), "attention"),
+)
+"""What torch says of a model of `transformers` that it cannot export as it is, and the setting that helps."""
+_HELPS = {
+    "cache": "set config.use_cache = False, or wrap the model in a module whose forward returns "
+    "self.model(input_ids=input_ids, use_cache=False).logits",
+    "experts": 'make the model with experts_implementation="batched_mm"',
+    "attention": 'make the model with attn_implementation="eager"',
+}
+_OTHERWISE = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
 _QUOTED = re.compile(r"'([^']*)'")
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 # Paths and source lines of the machine that exports, and what repeats the graph in another form.
@@ -65,12 +79,7 @@ def export(
     tensors = {spec.name: examples.get(spec.name, _example(spec, sizes)) for spec in read}
     dims = {spec.name: {k: dim for k, dim in enumerate(spec.dims) if isinstance(dim, str)} for spec in read}
     arguments = _exported_with(tensors, dims, sequential)
-    try:
-        with _quiet():
-            options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
-            program: Any = torch.onnx.export(module, **arguments, **options)
-    except Exception as error:
-        raise _refusal(error, where, recorder) from error
+    program = _by_torch(module, arguments, where, recorder)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model
@@ -84,6 +93,62 @@ def export(
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
     return model
+
+
+def _by_torch(module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder) -> Any:
+    """torch's program; a model of `transformers` that torch cannot export as it is gets the settings by which it can."""
+    import torch
+
+    options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
+    tried: set[str] = set()
+    while True:
+        try:
+            with _quiet():
+                return torch.onnx.export(module, **arguments, **options)
+        except Exception as error:
+            remedy = _remedy(error, module)
+            if remedy in tried or not _settled(module, remedy):
+                raise _refusal(error, where, recorder, _HELPS.get(remedy, _OTHERWISE)) from error
+            tried.add(remedy)
+
+
+def _remedy(error: Exception, module: torch.nn.Module) -> str:
+    """The setting of `transformers` that an error of torch asks for; empty where it is another one."""
+    text = str(_root(error))
+    found = (setting for symptom, setting in _SYMPTOMS if symptom.search(text))
+    return next(found, "") if any(_of_transformers(module)) else ""
+
+
+def _settled(module: torch.nn.Module, setting: str) -> bool:
+    """Gives the models of `transformers` in a module a setting; whether any could take it."""
+    models = list(_of_transformers(module))
+    match setting:
+        case "cache":  # a module around it says itself what it wants of the model
+            models = [one for one in models if one is module]
+            for one in models:
+                one.config.use_cache = False
+        case "experts":
+            models = [one for one in models if one._can_set_experts_implementation()]
+            for one in models:
+                one.set_experts_implementation("batched_mm")
+        case "attention":
+            models = [one for one in models if one._can_set_attn_implementation()]
+            for one in models:
+                one.set_attn_implementation("eager")
+        case _:
+            return False
+    return bool(models)
+
+
+def _of_transformers(module: torch.nn.Module) -> Iterator[Any]:
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return (one for one in module.modules() if loaded is not None and isinstance(one, loaded.PreTrainedModel))
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _declared(entry: object, dims: Mapping[int, object]) -> object:
@@ -180,11 +245,9 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _refusal(error: Exception, where: str, recorder: Recorder) -> Exception:
+def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exception:
     """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    root = _root(error)
     frames = own_frames(root, recorder)
     own_kind = type(root).__module__.startswith("torch")
     if frames and isinstance(root, Exception) and not own_kind:
@@ -193,9 +256,8 @@ def _refusal(error: Exception, where: str, recorder: Recorder) -> Exception:
     if frames:
         where = recorder.line(frames[-1].filename, frames[-1].lineno or 0)
         lines[1:] = [frames[-1].line or ""]
-    help_ = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
     fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
-    return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help_))
+    return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help))
 
 
 def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:

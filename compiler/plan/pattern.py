@@ -152,7 +152,7 @@ def literal_pattern(path: str) -> str:
 
 
 def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """Up to `n` of the names that are most like the text, the most alike first; none that is less than half alike."""
+    """Up to `n` of the names that are most like the text, the most alike first; none that is only half alike."""
     wanted = _SPECIAL.sub("", text).lower()
     pairs = {wanted[i : i + 2] for i in range(max(1, len(wanted) - 1))}
     scored = (
@@ -164,7 +164,7 @@ def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
     for _, position, name in heapq.nlargest(50, scored):
         matcher.set_seq1(name.lower())
         ranked.append((matcher.ratio(), position, name))
-    return [name for ratio, _, name in heapq.nlargest(n, ranked) if ratio >= 0.5]
+    return [name for ratio, _, name in heapq.nlargest(n, ranked) if ratio > 0.5]
 
 
 def wider(text: str, names: Iterable[str]) -> str:

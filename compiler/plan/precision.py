@@ -20,6 +20,17 @@ SMALLEST, LARGEST = 2.0**-24, 2.0**100
 """The bounds of a loss scale."""
 
 
+_USUAL = {
+    **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed", "bf16_mixed"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "f16", "half", "16", "16-mixed", "amp", "mixed"), "float16"),
+}
+
+
+def low_type(value: object) -> str:
+    """The type that a usual name of a precision means; empty where it means none: bf16 is bfloat16."""
+    return _USUAL.get(str(value).lower().rpartition(".")[2], "")
+
+
 @dataclass(frozen=True)
 class LossScale:
     """The factor of the loss: a fixed number, or with `interval` one that grows by `growth` after so many steps in a row with finite

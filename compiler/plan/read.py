@@ -6,6 +6,7 @@ plan.yaml:7: placement of 'conv9': rank 5, but there are 5 ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from partc.compiler.plan.document import Document, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.pipeline import MICROBATCH, PipelineEntry, PipelineRules
-from partc.compiler.plan.precision import DynamicScaleEntry, PrecisionEntry
+from partc.compiler.plan.precision import DynamicScaleEntry, PrecisionEntry, low_type
 from partc.compiler.plan.rules import (
     Dataset,
     InputRule,
@@ -28,10 +29,10 @@ from partc.compiler.plan.rules import (
 from partc.compiler.plan.schema import PlanEntries, SymbolEntry
 from partc.compiler.plan.sharding import ShardingEntry
 from partc.compiler.plan.stages import sizes_of_groups
-from partc.compiler.plan.target import TargetRule
+from partc.compiler.plan.target import TargetRule, meant_target
 from partc.compiler.plan.training.initial import InitialEntry
 from partc.compiler.plan.training.loop_entries import CheckpointEntry, ClipEntry
-from partc.compiler.plan.training.rules import ParameterEntry, TrainEntry
+from partc.compiler.plan.training.rules import ParameterEntry, TrainEntry, TrainRules
 from partc.compiler.plan.violation import Violation, shown
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -54,6 +55,17 @@ _EXAMPLES = {
 }
 _FORMS = {
     ("precision",): "write precision: {compute: float16}",
+    ("train",): "write train: with loss, optimizer and batch under it",
+    ("train", "clip"): "write clip: {norm: 1.0}, the largest global norm, or {value: 0.5}",
+    ("train", "checkpoint"): "write checkpoint: {folder: checkpoints, every: 100}",
+    ("train", "parameters"): 'write parameters: {"**.bias": {weight_decay: 0}}',
+    ("pipeline",): "write pipeline: {microbatches: 4}",
+    ("symbols",): "write symbols: {batch: {divisor: 2, max: 64}}",
+    ("placement",): "write placement: {conv1: 0, fc: 1}",
+    ("sharding",): "write sharding: {fc1: colwise, fc2: rowwise}",
+    ("mesh",): "write mesh: {dp: 2, tp: 4}",
+    ("inputs",): "write inputs: {x: [batch, 8]}",
+    ("target",): "write target: {fc: cuda}",
     (
         "precision",
         "compute",
@@ -122,6 +134,8 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
     elif train is not None and train.accumulate > 1:
         place = where("train", "accumulate")
         pipeline = PipelineRules(place, train.accumulate, statistics=MICROBATCH, accumulates=True)
+    if train is not None and pipeline is not None and (uneven := _uneven_batch(train, pipeline, where)):
+        raise CompileError(uneven)
     return Plan(
         file=document.file,
         ranks=entries.ranks,
@@ -151,6 +165,20 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
     )
 
 
+def _uneven_batch(train: TrainRules, pipeline: PipelineRules, where: Callable[..., str]) -> Problem | None:
+    """A batch that cannot be divided into the plan's microbatches; None where it can, or the plan names no batch."""
+    batch, parts = train.settings.get("batch"), pipeline.microbatches
+    if not isinstance(batch, int) or batch % parts == 0:
+        return None
+    key = "accumulate" if pipeline.accumulates else "microbatches"
+    fact = f"a batch of {batch} records cannot be divided into {parts} microbatches"
+    law = f"microbatches are equal, and {batch} is not divisible by {parts} ('{key}')"
+    near = [size for size in (batch - batch % parts, batch - batch % parts + parts) if size]
+    return Problem(
+        where("train", "batch"), fact, law, f"choose batch: {' or '.join(map(str, near))}, or another '{key}'"
+    )
+
+
 def _dataset(entries: PlanEntries, document: Document) -> Dataset:
     key = next((key for key in KEYS if (key,) in document.lines), "")
     if not key:
@@ -168,7 +196,13 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
     violation = context.get("error")
     if isinstance(violation, Violation):
         at = (*steps, violation.key) if violation.key else steps
-        return violation.at(document.where(*at), subject)
+        problem = violation.at(document.where(*at), subject)
+        device = meant_target(detail["input"]) if steps[0] == "placement" else ""
+        return (
+            replace(problem, help=f"write target: {{{steps[1]}: {device}}}; a placement is a rank")
+            if device
+            else problem
+        )
     if kind == "extra_forbidden":
         return _unknown(where, steps)
     if kind == "missing" and steps[0] == "train":
@@ -190,13 +224,17 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
         return Problem(where, fact, help=_form(steps))
     if kind in _EXPECTED:
         fact = f"{subject}: expected {_EXPECTED[kind]}, but got {shown(detail['input'])}"
-        return Problem(where, fact, help=_form(steps))
+        return Problem(where, fact, help=_form(steps, detail["input"]))
     return Problem(where, f"{subject}: {detail['msg']}")
 
 
-def _form(steps: tuple[str | int, ...]) -> str:
-    """The remedy for a value of another kind; empty where the fact says enough."""
-    named = steps[:2] + steps[3:] if steps[:2] == ("train", "parameters") else steps
+def _form(steps: tuple[str | int, ...], value: object = None) -> str:
+    """The remedy for a value of another kind, made of that value where it can be meant so; empty where the fact says enough."""
+    if steps == ("precision",) and (meant := low_type(value)):
+        return f"write precision: {{compute: {meant}}}"
+    if steps == ("train", "clip") and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return f"write clip: {{norm: {value}}}, the largest global norm, or {{value: {value}}}, the largest element"
+    named = steps[:2] + steps[3:] if len(steps) > 3 and steps[:2] == ("train", "parameters") else steps
     return _FORMS.get(named, "")  # type: ignore[arg-type]
 
 

@@ -42,6 +42,15 @@ def is_default_device(value: object) -> bool:
     return value is None or (isinstance(value, str) and value.lower() == "ascend")
 
 
+def meant_target(value: object) -> str:
+    """The kind of device that a text such as `cuda:0` means; empty for anything else."""
+    return (
+        named_target(value.partition(":")[0])
+        if isinstance(value, str) and (_NUMBERED.fullmatch(value.lower()) or named_target(value))
+        else ""
+    )
+
+
 def checked_target(value: object) -> str:
     """A kind of device; Violation for anything else."""
     if not isinstance(value, str):

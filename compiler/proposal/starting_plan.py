@@ -92,7 +92,7 @@ def starting_plan(
         *(chosen.outputs or _OUTPUTS),
         *(f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
         "",
-        "# train:   # with this the plan compiles to training; `partc train --data x.npz` then needs x and label",
+        f"# train:   # with this the plan compiles to training; `partc train --data data.npz` then needs {_fed(graph)}",
         *(f"#   {line}" for line in (*_training(graph), *_shared(model, paths))),
         "",
         *_tree(graph, paths, sum(sizes)),
@@ -121,11 +121,24 @@ def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Proposed:
     )
 
 
+def _fed(graph: ir.Graph) -> str:
+    """What the data of a training has: the model's inputs, and labels where the loss is not the model's own."""
+    names = [_shown(value.name or "") for value in graph.inputs]
+    if not _is_loss(graph):
+        names.append("label")
+    return ", ".join(names[:-1]) + " and " * (len(names) > 1) + "".join(names[-1:]) or "no input"
+
+
+def _is_loss(graph: ir.Graph) -> bool:
+    """Whether the first output is one number."""
+    return bool(graph.outputs) and graph.outputs[0].shape is not None and graph.outputs[0].shape.rank() == 0
+
+
 def _training(graph: ir.Graph) -> Iterator[str]:
     """A loss of the first output, which is itself the loss where it is one number."""
     first = graph.outputs[0] if graph.outputs else None
     name = key(first.name or "") if first is not None else "logits"
-    if first is not None and first.shape is not None and first.shape.rank() == 0:
+    if _is_loss(graph):
         yield f"loss: {name}"
     else:
         yield f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"

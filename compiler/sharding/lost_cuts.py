@@ -1,18 +1,27 @@
-"""Collectives that are there only because a size was lost: a value arrives cut, and its reader would go on so if the size were known."""
+"""Collectives that are there only for a size: a value arrives cut, and its reader would go on so if a size were known, or another one.
+
+The second are heads: twelve of them cannot be shared by eight ranks, so that what was cut for attention is gathered in front of it, and
+all ranks compute all heads. That is legal, and seldom meant: it is told with its bytes, and `--strict` refuses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of, how_lost, unknown_dims
+from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_bytes import bytes_text
 from partc.compiler.ops.rule import WHOLE
 from partc.compiler.sharding.propagate import Propagation
 
 _BY_EXTENTS = frozenset({"Expand", "Flatten", "Reshape", "Slice", "Squeeze"})
 """Ops whose rule is made of the sizes of their operands."""
+_ATTENTION = ("attn", "attention")
+Uneven = Callable[[NodeOnGroup, NodeSharding, str, int], int | None]
+"""The number of a node's factor, or of its units, that is not divisible by so many shards; None where all are, or one is dynamic."""
 
 
 def lost_cuts(
@@ -22,7 +31,64 @@ def lost_cuts(
     return tuple(dict.fromkeys(_warnings(program, choices, propagation)))
 
 
+def uneven_cuts(
+    program: Program, choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation, uneven: Uneven
+) -> list[Problem]:
+    """A problem for each sharded value that a reader gathers, because a number of its own is not divisible by the shards."""
+    by_path = {program.paths[instance.node]: choice for instance, choice in choices.items()}
+    found: dict[Problem, None] = {}
+    for instance, choice, k, value, dim in _gathered(choices, propagation):
+        arriving = propagation.layout_of(value, instance.group)
+        letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
+        letter = WHOLE if letters is None else letters[dim]
+        if arriving is None or letter == WHOLE or letter in choice.rule.replicated or letter in choice.axes:
+            continue
+        shards = arriving[0].num_shards(dim)
+        number = uneven(instance, choice, letter, shards)
+        where = _line(program, by_path, arriving[1])
+        if number is not None and where:
+            found[_indivisible(program, instance, value, dim, (number, shards), where)] = None
+    return list(found)
+
+
+def _line(program: Program, by_path: Mapping[str, NodeSharding], decided: str) -> str:
+    """The line of the plan or the model that a cut follows, from neighbour to neighbour; empty where an input brings it."""
+    for _ in range(len(by_path)):
+        if decided not in by_path:
+            return decided.split(" ")[0] if ":" in decided else ""
+        decided = next(iter(by_path[decided].why.values()), "")
+    return ""
+
+
+def _indivisible(
+    program: Program, instance: NodeOnGroup, value: ir.Value, dim: int, numbers: tuple[int, int], where: str
+) -> Problem:
+    number, shards = numbers
+    path, info = program.paths[instance.node], program.values[value]
+    what = "heads" if any(word in path.lower() for word in _ATTENTION) else "equal parts"
+    size = info.shape[dim] if info.shape is not None else None
+    each = f" of {size // number}" if isinstance(size, int) and size % number == 0 and size > number else ""
+    legal = [str(n) for n in range(2, number + 1) if number % n == 0]
+    fact = f"'{value.name}' is cut into {shards} along dim {dim}, but {path} has {number} {what}{each} there"
+    law = (
+        f"{number} is not divisible by {shards}: all of its {bytes_text(info, info.shape)} bytes are gathered on each rank, "
+        "and what follows is computed whole on all of them"
+    )
+    help = f"use {', '.join(legal)} ranks for it" if legal else "leave it whole"
+    return Problem(where, fact, law, help)
+
+
 def _warnings(program: Program, choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation) -> Iterator[str]:
+    for instance, choice, k, value, dim in _gathered(choices, propagation):
+        lost = _lost(program, instance, choice, k, dim)
+        if lost is not None:
+            yield _told(program, instance, value, dim, lost)
+
+
+def _gathered(
+    choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation
+) -> Iterator[tuple[NodeOnGroup, NodeSharding, int, ir.Value, int]]:
+    """The dims that arrive cut and are read whole."""
     for instance, choice in choices.items():
         for k, value in enumerate(instance.node.inputs):
             arriving = None if value is None else propagation.layout_of(value, instance.group)
@@ -30,9 +96,8 @@ def _warnings(program: Program, choices: Mapping[NodeOnGroup, NodeSharding], pro
             if value is None or arriving is None or wanted is None or len(arriving[0].cuts) != len(wanted.cuts):
                 continue
             for dim, (here, there) in enumerate(zip(arriving[0].cuts, wanted.cuts, strict=True)):
-                lost = _lost(program, instance, choice, k, dim) if here and not there else None
-                if lost is not None:
-                    yield _told(program, instance, value, dim, lost)
+                if here and not there:
+                    yield instance, choice, k, value, dim
 
 
 def _lost(

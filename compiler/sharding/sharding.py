@@ -24,7 +24,7 @@ from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.sharding.joint import is_text
 from partc.compiler.sharding.levels import prefer
 from partc.compiler.sharding.local_map_cuts import seed_local_maps
-from partc.compiler.sharding.lost_cuts import lost_cuts
+from partc.compiler.sharding.lost_cuts import lost_cuts, uneven_cuts
 from partc.compiler.sharding.propagate import Propagation
 from partc.compiler.sharding.region_cuts import group_mesh
 from partc.compiler.sharding.seeds import seed
@@ -63,11 +63,17 @@ def shard(program: Program) -> Program:
         problems = [*unmet, *laws.violations(choices, given)]
         told += gathered_inside(program, choices)
         told += lost_cuts(program, choices, derived)
-        program = replace(program, warnings=(*program.warnings, *told, *levels))
         wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
         wheres += [where for _, where in (*given.arriving.values(), *given.outputs.values())]
         lines = {PurePath(where).name: where for where in wheres}
-        problems = [replace(problem, where=lines.get(problem.where, problem.where)) for problem in problems]
+        uneven = uneven_cuts(program, choices, derived, laws.uneven)
+        found = [*problems, *(uneven if program.strict else ())]
+        problems, uneven = (
+            [replace(problem, where=lines.get(problem.where, problem.where)) for problem in some]
+            for some in (found, uneven)
+        )
+        told += [] if program.strict else map(str, uneven)
+        program = replace(program, warnings=(*program.warnings, *told, *levels))
     if problems:
         raise CompileError(problems)
     return replace(program, choices=choices, given=given)
@@ -141,6 +147,13 @@ class _Laws:
             if size is None or not self.facts(size).divisible_by(shards):
                 return self._indivisible(where, subject, value, dim, size, shards)
         return None
+
+    def uneven(self, instance: NodeOnGroup, choice: NodeSharding, letter: str, shards: int) -> int | None:
+        """The number of a node's factor, or of its units, that so many shards do not divide; None where only a symbol is at fault."""
+        if (unit := choice.rule.units.get(letter, 0)) % shards:
+            return unit
+        sizes = [size for _, _, size in self.dims(instance, choice, letter) if isinstance(size, int)]
+        return next((size for size in sizes if size % shards), None)
 
     def violations(self, choices: dict[NodeOnGroup, NodeSharding], given: Pinned) -> Iterator[Problem]:
         """Every cut that was given and is not proven to give equal shards."""

@@ -32,6 +32,7 @@ from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Group, Program, ShardedValue
 from partc.compiler.ir.rank_program import ComputeOp, StateTensor, TaskKind
+from partc.compiler.ir.training import Training
 from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -149,7 +150,7 @@ class Backward:
         loss = training.loss
         node = loss.producer()
         if node is None or loss not in self.needed:
-            raise CompileError(Problem(loss.name or "loss", "no trainable parameter changes the loss"))
+            raise CompileError(_unmoved(self.program, training))
         group = self.program.placement[node].groups[0]
         home = output_layout_of(self.program, NodeOnGroup(node, group), node.outputs.index(loss))
         seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
@@ -353,3 +354,17 @@ class Backward:
                 remedy or "freeze the parameter under `train: parameters:`, or write the model without this op",
             )
         )
+
+
+def _unmoved(program: Program, training: Training) -> Problem:
+    """What is wrong where no parameter that is trained changes the loss: the rules that froze all, else the model."""
+    where = program.plan.train.where_loss if program.plan.train is not None else training.loss.name or "loss"
+    frozen = {one.where.get("frozen", "") for one in training.parameters.values() if one.frozen}
+    fact = "no trainable parameter changes the loss"
+    if training.parameters and all(one.frozen for one in training.parameters.values()):
+        lines = sorted(line for line in frozen if line)
+        law = f"all {len(training.parameters)} parameters are frozen"
+        help = "freeze fewer: a later rule wins, such as head.weight: {frozen: false}"
+        return Problem(lines[0] if lines else where, fact, law, help)
+    help = "name an output that depends on the model's weights, or make one of them trainable: {frozen: false}"
+    return Problem(where, fact, f"the loss '{training.loss.name}' reads none of those that are trained", help)

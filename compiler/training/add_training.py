@@ -6,7 +6,7 @@ evaluation of a model is the same with its nodes as they are, and without a back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,7 +72,13 @@ def add_training(program: Program) -> Program:
     if plan.precision is not None:
         training = replace(training, scale=scale, messages=plan.precision.messages)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
-    warnings = (*program.warnings, *apart)
+    names = [str(value.name) for value in candidates(program.model)]
+    idle = (
+        _idle(rules, [*names, *(str(value.name) for value in training.parameters)])
+        if program.kind is ProgramKind.STEP
+        else []
+    )
+    warnings = (*program.warnings, *apart, *idle)
     return replace(program, plan=plan, paths=paths, training=training, whole=whole, warnings=warnings)
 
 
@@ -185,15 +191,13 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
     places = {name: dict[str, str]() for name in found}
     problems = [*_rates_without_base(rules)]
     for rule in rules.parameters:
-        matches = compile_pattern(rule.pattern).matches
-        hit = [name for name in found if matches(name)]
+        hit, kept = _matching(rule, list(found)), _matching(rule, others)
         keys = ("frozen", "weight_decay", "lr", "optimizer", "staleness")
         said = {key: value for key in keys if (value := getattr(rule, key)) is not None}
         for name in hit:
             found[name] |= said
             places[name] |= dict.fromkeys(said, rule.where)
-        kept = [name for name in others if matches(name)]
-        if not hit and not (kept and rule.frozen):
+        if not hit and not (kept and rule.frozen) and (kept or not _is_open(rule.pattern)):
             problems.append(_unmatched(rule, list(found), kept))
     problems += _still(rules, found)
     problems += _late(rules, found, places)
@@ -254,6 +258,31 @@ def _late(
         law = "such a gradient would stay in the queue"
         help = "leave out 'staleness', or take 'on_nonfinite: stop' and no dynamic loss scale"
         yield Problem(places[name]["staleness"], fact, law, help)
+
+
+def _is_open(pattern: str) -> bool:
+    """Whether a pattern speaks of all modules, whatever there are: then it may match nothing, as `**.bias` of a model without biases."""
+    return "**" in pattern
+
+
+def misnamed(rules: TrainRules, names: Sequence[str]) -> list[Problem]:
+    """The rules of parameters that match none of all tensors that a module has; for whoever knows them before the model is exported."""
+    wrong = [rule for rule in rules.parameters if not _is_open(rule.pattern) and not _matching(rule, names)]
+    return [_unmatched(rule, list(names), []) for rule in wrong]
+
+
+def _idle(rules: TrainRules, names: Sequence[str]) -> list[str]:
+    """Warnings of rules that speak of all modules and match no parameter."""
+    return [
+        f"{rule.where}: '{rule.pattern}' matches no parameter of the model, and changes nothing"
+        for rule in rules.parameters
+        if _is_open(rule.pattern) and not _matching(rule, names)
+    ]
+
+
+def _matching(rule: ParameterRule, names: Sequence[str]) -> list[str]:
+    matches = compile_pattern(rule.pattern).matches
+    return [name for name in names if matches(name)]
 
 
 def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:

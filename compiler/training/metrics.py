@@ -97,7 +97,9 @@ def _unknown(name: str, outputs: Sequence[str]) -> tuple[str, str, str]:
     return (
         f"'{name}' is no metric and no output of the model",
         law,
-        f"say '{close[0]}'" if close else "name one of them",
+        f"say '{known_type(close[0], TYPES)}'"
+        if close
+        else "name one of them, or compute it in the model as an output of one float",
     )
 
 

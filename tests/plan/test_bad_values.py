@@ -18,6 +18,10 @@ main (int64[batch] ids) => (float[batch, 12] y) {
 }"""
 VALUES = {
     "precision: float16": ["got the string 'float16'", "help: write precision: {compute: float16}"],
+    "precision: bf16": ["got the string 'bf16'", "help: write precision: {compute: bfloat16}"],
+    'placement: {"fc": "cuda:0"}': ["expected a rank", "help: write target: {fc: cuda}; a placement is a rank"],
+    "symbols: 3": ["'symbols': expected a mapping", "help: write symbols: {batch: {divisor: 2, max: 64}}"],
+    "pipeline: 4": ["'pipeline': expected a mapping", "help: write pipeline: {microbatches: 4}"],
     "precision: {compute: float32, keep: head}": [
         "'float16' or 'bfloat16'",
         "without 'precision'",
@@ -70,9 +74,36 @@ def test_an_optimizer_of_some_parameters_has_the_common_rate() -> None:
     assert own.lr == 0.5
 
 
+OF_TRAINING = {
+    "clip: 1.5": [
+        "plan.yaml:5: 'train.clip'",
+        "help: write clip: {norm: 1.5}, the largest global norm, or {value: 1.5}",
+    ],
+    "clip: yes": ["'train.clip'", "help: write clip: {norm: 1.0}"],
+    "checkpoint: here": ["'train.checkpoint'", "help: write checkpoint: {folder: checkpoints, every: 100}"],
+    "batch: 8\n  accumulate: 3": [
+        "plan.yaml:5: a batch of 8 records cannot be divided into 3 microbatches",
+        "choose batch: 6 or 9, or another 'accumulate'",
+    ],
+    "batch: 2\npipeline: {microbatches: 4}": ["a batch of 2 records", "choose batch: 4, or another 'microbatches'"],
+}
+
+
+@pytest.mark.parametrize("line", OF_TRAINING)
+def test_a_value_of_a_training(line: str) -> None:
+    found = said(f"{TRAIN}  {line}\n").replace("plan.yaml:6: a batch", "plan.yaml:5: a batch")
+    assert [part for part in OF_TRAINING[line] if part not in found] == [], found
+
+
 REFUSED = {
     "  parameters: {'?able.w': {lr: 2}}": ["plan.yaml:5: '?able.w' matches no parameter"],
     "placement: {'*.look_up': 0, deep: 1}": ["plan.yaml:5: 'deep' matches no module or node"],
+    '  parameters: {"**": {frozen: true}}': [
+        "plan.yaml:5: no trainable parameter changes the loss\n  all 2 parameters are frozen",
+        "help: freeze fewer",
+    ],
+    "  metrics: [f1]": ["plan.yaml:5: 'f1' is no metric", "help: name one of them, or compute it in the model"],
+    "  metrics: [l1_los]": ["help: say 'mae'"],
     "  parameters: {nope: {lr: 2}}": ["plan.yaml:5: 'nope' matches no parameter", "`partc plan MODEL` lists all names"],
     "  on_nonfinite: skip\n  parameters: {'*': {staleness: 1}}": ["plan.yaml:6: 'table' is updated late"],
     "  parameters: {table: {optimizer: lazy_adam}}\nsharding: {look_up: {in: [[2, 1], null]}}": [
@@ -85,6 +116,8 @@ REFUSED = {
 }
 WARNED = {
     "roles: {ps: 1}\n" + TRAIN: "rank 1 has the role 'ps' and no parameter",
+    TRAIN
+    + '  parameters: {"**.bias": {weight_decay: 0}}\n': "'**.bias' matches no parameter of the model, and changes nothing",
     "precision: {compute: float16, messages: bfloat16}\n": "'precision.messages' is of a training, and there is no 'train'",
 }
 

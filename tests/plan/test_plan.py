@@ -118,7 +118,8 @@ def test_empty_sections_and_the_whole_model() -> None:
         ("ranks: 0", "plan.yaml:1: 'ranks': expected at least 1, but got 0"),
         (
             "ranks: 1\nplacement: [a]",
-            "plan.yaml:2: 'placement': expected a mapping, 'key: value' on each line, but got a list",
+            "plan.yaml:2: 'placement': expected a mapping, 'key: value' on each line, but got a list\n"
+            "  help: write placement: {conv1: 0, fc: 1}",
         ),
         (
             "ranks: 1\n\tx: 2\n",

@@ -69,7 +69,7 @@ def test_a_metric_whose_name_says_its_k(usual: str, k: int) -> None:
         ("SmoothL1Loss", "help: compute it in the model as an output of one float"),
         ("huber", "help: compute it in the model as an output of one float"),
         ("l2", "help: write mean_squared"),
-        ("cros_entropy", "help: say 'cross_entropy'"),
+        ("cros_entropy", "help: say 'softmax_cross_entropy'"),
     ],
 )
 def test_a_loss_that_means_something_else_elsewhere_is_refused_with_what_to_write(usual: str, words: str) -> None:

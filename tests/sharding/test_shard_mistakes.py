@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from shard_call_models import INPUTS, NET, line, refused
+from partc.compiler.errors import CompileError
+from partc.compiler.pipeline import compile_model
+from shard_call_models import HEAD, INPUTS, NET, line, refused, write
 
 
 @pytest.mark.parametrize(
@@ -160,3 +162,71 @@ inputs = {"x": [8, 3]}
     said = refused(tmp_path, text)
     where = f"model.py:{line(tmp_path, 'shard(act')}"
     assert said == f"{where}: the function 'act' has the path of a module, 'act'\n  help: rename one of the two"
+
+
+BLOCKS = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 48, bias=False)
+        self.out = nn.Linear(48, 32, bias=False)
+
+    def forward(self, op, x):
+        y = op.Reshape(self.q(op, x), op.Constant(value_ints=[0, 12, 4]))
+        return self.out(op, op.Reshape(op.Softmax(y, axis=-1), op.Constant(value_ints=[0, 48])))
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, op, x):
+        return self.attention(op, x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.attention = Attention()
+
+    def forward(self, op, x):
+        for layer in self.layers:
+            x = layer(op, x)
+        return self.attention(op, x)
+
+model = Net()
+"""
+HEADS = """ is cut into 8 along dim 1, but {0}attention.Reshape has 12 heads of 4 there
+  12 is not divisible by 8: all of its 192*batch bytes are gathered on each rank, and what follows is computed whole on all of them
+"""
+
+
+def compiled(folder: Path, ranks: int, **options: bool) -> tuple[str, ...]:
+    text = HEAD + BLOCKS + INPUTS
+    write(folder, text)
+    (folder / "plan.yaml").write_text(f'ranks: {ranks}\nsharding:\n  "**.q": colwise\n  "**.out": rowwise\n')
+    report = compile_model(folder / "model.py", folder / "plan.yaml", folder / "build", **options)
+    return report.warnings
+
+
+def test_heads_that_the_ranks_do_not_divide_are_told_once(tmp_path: Path) -> None:
+    """In every layer the same: one message with its number. Strictly it is refused."""
+    first, other = compiled(tmp_path, 8)
+    where = f"{tmp_path / 'plan.yaml'}:3: "
+    help = "  help: use 2, 3, 4, 6, 12 ranks for it"
+    layer = f"{where}'layers.0.attention.q.Gemm'{HEADS.format('layers.0.')}"
+    assert first == f"{layer}  and 2 more layers\n{help}"
+    assert other == f"{where}'attention.q.Gemm'{HEADS.format('')}{help}"
+    assert compiled(tmp_path, 4) == compiled(tmp_path, 6) == ()
+    with pytest.raises(CompileError) as caught:
+        compiled(tmp_path, 8, strict=True)
+    assert str(caught.value) == f"{first}\n{other}"
+
+
+def test_a_mistake_of_every_layer_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        compiled(tmp_path, 5)
+    assert len(caught.value.problems) == 8
+    lines = str(caught.value).splitlines()
+    assert lines.count("  and 2 more layers") == 2
+    assert sum("cannot cut" in line for line in lines) == 4

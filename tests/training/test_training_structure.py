@@ -190,7 +190,9 @@ a Loop, is embedding(ids).mean(1)""",
     "nothing learned": (
         "",
         "  parameters: {'**': {frozen: true}}",
-        "loss: no trainable parameter changes the loss",
+        """plan.yaml:5: no trainable parameter changes the loss
+  all 4 parameters are frozen
+  help: freeze fewer: a later rule wins, such as head.weight: {frozen: false}""",
     ),
     "patterns": (
         "",

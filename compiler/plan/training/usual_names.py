@@ -80,7 +80,7 @@ def unknown_type(kind: object, types: Mapping[str, Any], where: str) -> Problem:
             where, fact, law, "leave it out: the loss itself is reported for every step and every evaluation"
         )
     close = nearest(kind, [*types, *usual_names(types)])
-    return Problem(where, fact, law, f"say '{close[0]}'" if close else "")
+    return Problem(where, fact, law, f"say '{known_type(close[0], types)}'" if close else "")
 
 
 def _plain(kind: str) -> str:
