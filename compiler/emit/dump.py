@@ -21,6 +21,7 @@ from partc.compiler.emit.rank_text import RankTexts
 from partc.compiler.emit.value_text import value_text
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import Event, LocalTensor, RankProgram
+from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.ir.value_bytes import bytes_text
 from partc.runtime.artifact.format import SEND, order_text
 
@@ -40,7 +41,8 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
         "Symbols", [f"{name} : {info.facts}   {info.where}" for name, info in sorted(program.symbols.items())]
     )
     lines += _listing("Dims", _dim_facts(program))
-    readers = _holders(program, lambda part: part.inputs)
+    sized = sized_inputs(program)
+    readers = _holders(program, lambda part: [one for one in part.inputs if one.name not in sized.get(part.rank, ())])
     lines += _listing("Inputs", [f"{_typed(program, v)}   ranks: {_ranks(readers.get(v, []))}" for v in graph.inputs])
     holders = _weight_holders(program)
     lines += _listing(

@@ -12,6 +12,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.looked_up import looked_up
 from partc.compiler.ir.program import PART, Group, PackedBox, Program, ProgramKind, Shape, ShardedValue
 from partc.compiler.ir.rank_program import CommOp, CopyOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
+from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.layout.layout import Layout
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
@@ -27,7 +28,7 @@ def manifest_of(
     """What the index of an artifact says of a program; `files` are the artifact's, `rank_files` the program's by rank."""
     model = sources["model"]
     assert model is not None
-    given = _given(program)
+    given, sized = _given(program), sized_inputs(program)
     return fmt.Manifest(
         name=program_name(program),
         is_main=is_main,
@@ -39,7 +40,12 @@ def manifest_of(
                 _port(
                     program,
                     value,
-                    [(p.rank, one) for p in program.parts for one in p.inputs if one.version.value is value],
+                    [
+                        (p.rank, one)
+                        for p in program.parts
+                        for one in p.inputs
+                        if one.version.value is value and one.name not in sized.get(p.rank, ())
+                    ],
                 )
                 for value in program.model.graph.inputs
                 if not _is_made(program, value)

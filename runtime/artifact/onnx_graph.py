@@ -51,6 +51,15 @@ def reads(node: NodeProto) -> Iterator[str]:
         yield from (value.name for value in body.output if value.name not in inside)
 
 
+def read_for_sizes_alone(graph: GraphProto) -> set[str]:
+    """The inputs of a graph that nothing but Shape and Size reads, and that are no outputs of it."""
+    found = {value.name for value in graph.input} - {value.name for value in graph.output}
+    for node in graph.node:
+        if node.op_type not in ("Shape", "Size") or node.domain not in ("", "ai.onnx"):
+            found.difference_update(reads(node))
+    return found
+
+
 def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """The nodes, each followed by those of its bodies."""
     for node in nodes:

@@ -38,6 +38,7 @@ from ..program.value_table import (
     check_types,
     known_shapes,
     promised_shapes,
+    sized_inputs,
     types_from_manifest,
     value_table,
 )
@@ -168,7 +169,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     file = read_rank_file(artifact, rank)
     _refuse_unsound(file, artifact.folder)
     check_ports(file)
-    binder = Binder(file.manifest, rank, frozenset(file.inputs))
+    binder = Binder(file.manifest, rank, frozenset(file.inputs) - {*file.sized})
+    binder.sized = sized_inputs(file, binder.bound)
     promises = promised_shapes(file, binder.bound)
     shapes = known_shapes(file, binder.bound, promises)
     buffers = coalesced_buffers(file, shapes)

@@ -59,6 +59,8 @@ class Binder:
     read: frozenset[str]
     bound: frozenset[str] = field(init=False)
     """The symbols that the inputs of a step bind; the others are known to no rank beforehand."""
+    sized: Mapping[str, tuple[Dtype, Sequence[int | str]]] = field(default_factory=dict)
+    """What stands for inputs that nobody feeds to this rank, since it reads their sizes alone: the type, and the shape of its shard."""
 
     def __post_init__(self) -> None:
         self.bound = frozenset(
@@ -69,6 +71,7 @@ class Binder:
             if isinstance(dim, str) and dim in self.manifest.symbols
         )
         self._sizes: dict[str, tuple[int, ...]] = {}
+        self._standing: dict[str, Tensor] = {}
         self._cells = [
             (port, axis)
             for port in self.manifest.inputs
@@ -93,7 +96,25 @@ class Binder:
         found = list(dict.fromkeys(told)) + list(self._violations(agreed, bindings))
         if found:
             raise InputError("\n".join(found))
-        return bindings, values
+        return bindings, {**values, **self._stand_ins(bindings)} if self.sized else values
+
+    def _stand_ins(self, bindings: Bindings) -> dict[str, Value]:
+        """Memory of the sizes that all ranks have agreed on, never read and so never touched; InputError where a size is no number."""
+        symbols, problems = self.manifest.symbols, []
+        for name, (dtype, dims) in self.sized.items():
+            try:
+                shape = tuple(expression.parse(dim, symbols)(bindings) for dim in dims)
+                if min(shape, default=0) < 0:
+                    raise ValueError(f"it is {shape}")
+            except ValueError as error:
+                problems.append(f"with {spelled(bindings)} the input '{name}' has no size: {error}")
+                continue
+            there = self._standing.get(name)
+            if there is None or there.shape != shape:
+                self._standing[name] = Tensor.empty(dtype, shape)
+        if problems:
+            raise InputError("\n".join(problems))
+        return dict(self._standing)
 
     def check_promises(self, bindings: Bindings) -> None:
         """Every size that the manifest promises is a whole number of at least 0; all ranks find the same and refuse alike."""

@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..artifact.comm_node import Call, contradictions
+from ..artifact.dtypes import dense
 from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
 from ..artifact.manifest import Artifact
+from ..artifact.onnx_graph import read_for_sizes_alone
 from ..errors import ArtifactError
 from .segmentation import segmented
 from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update
@@ -43,6 +45,17 @@ class RankFile:
         """The model's inputs that the rank reads; what it keeps is none of them."""
         kept = {record.value for record in self.state}
         return [value.name for value in self.model.graph.input if value.name not in kept]
+
+    @cached_property
+    def sized(self) -> list[str]:
+        """Of these those that nobody feeds: the rank reads their sizes alone, which all ranks agree on."""
+        listed = {port.name: port for port in self.manifest.inputs}
+        alone = read_for_sizes_alone(self.model.graph)
+        return [
+            name
+            for name in self.inputs
+            if name in alone and name in listed and self.rank not in listed[name].ranks and dense(listed[name].type)
+        ]
 
     @cached_property
     def outputs(self) -> list[str]:
@@ -181,6 +194,7 @@ def check_ports(file: RankFile) -> None:
     sides = (("inputs", file.manifest.inputs, file.inputs), ("outputs", file.manifest.outputs, file.outputs))
     for kind, ports, there in sides:
         wanted = {port.name for port in ports if file.rank in port.ranks}
+        there = [name for name in there if kind == "outputs" or name not in file.sized]
         if wanted != set(there):
             problems.append(f"{file.where}: the {kind} are {sorted(there)}, the manifest says {sorted(wanted)}")
     if problems:

@@ -120,6 +120,22 @@ def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int
     return shapes
 
 
+def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype, list[Dim]]]:
+    """By input that nobody feeds its type and the shape of what stands for it; ArtifactError where the inputs of a step do not tell it."""
+    declared = _declared_shapes(file)
+    ports = {port.name: port for port in file.manifest.inputs}
+    found: dict[str, tuple[Dtype, list[Dim]]] = {}
+    for name in file.sized:
+        shape, dtype = declared.get(name), dense(ports[name].type)
+        if shape is None or dtype is None or not _known(shape, file.manifest, bound):
+            raise ArtifactError(
+                f"{file.where}: the input '{name}' is read for its sizes alone, which the inputs of a step do not tell\n"
+                "  help: compile again"
+            )
+        found[name] = dtype, list(shape)
+    return found
+
+
 def check_results(file: RankFile, shapes: Collection[str], promises: Collection[int]) -> None:
     """ArtifactError for each collective the shape of whose result must be known and is not."""
     problems = []

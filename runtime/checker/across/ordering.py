@@ -7,10 +7,11 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnx import ModelProto
+from onnx import ModelProto, ValueInfoProto
+from partc.runtime.artifact import dim_expression as expression
 from partc.runtime.artifact.cells import marked
 from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.format import (
@@ -24,7 +25,7 @@ from partc.runtime.artifact.format import (
     Port,
     Transfer,
 )
-from partc.runtime.artifact.onnx_graph import node_title, path_of
+from partc.runtime.artifact.onnx_graph import node_title, path_of, read_for_sizes_alone
 from partc.runtime.artifact.rows import Row
 from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives
 from partc.runtime.checker.across.layouts import check_layouts
@@ -111,10 +112,14 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
         sides = (("input", graph.input, manifest.inputs, kept), ("output", graph.output, manifest.outputs, following))
         for side, ports, records, state in sides:
             listed = {record.name: record for record in records}
+            alone = read_for_sizes_alone(graph) if side == "input" and not manifest.state else set()
             for port in ports:
                 if port.name in state and port.name not in listed:
                     continue
                 record = listed.get(port.name)
+                if record is not None and rank not in record.ranks and port.name in alone:
+                    yield from _check_sized(manifest, rank, port, record)
+                    continue
                 if record is None or rank not in record.ranks:
                     fact = f"{MANIFEST} lists no {side} '{port.name}' for rank {rank}"
                     yield Violation(manifest.program(rank), fact, f"graph {side} '{port.name}'")
@@ -128,6 +133,24 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
                     yield Violation(
                         manifest.program(rank), f"{MANIFEST} gives it the {side} '{record.name}', and the file has none"
                     )
+
+
+def _check_sized(manifest: Manifest, rank: int, port: ValueInfoProto, record: Port) -> Iterator[Violation]:
+    """An input that nobody feeds, since its sizes alone are read: symbols that other inputs tell must tell these."""
+    told = {dim for one in manifest.inputs if one.ranks for dim in one.shape or () if isinstance(dim, str)}
+    type, shape = type_of(port.type)
+    names = {name for dim in shape or () for name in _symbols_of(dim, manifest)}
+    if type != record.type or shape is None or not names <= told:
+        fact = f"it is {_text((type, shape))}, read for its sizes alone, and no input that is fed tells them"
+        yield Violation(manifest.program(rank), fact, f"graph input '{port.name}'")
+
+
+def _symbols_of(dim: int | str, manifest: Manifest) -> Collection[str]:
+    """The symbols in a dim; one that is no expression is a symbol that nothing tells."""
+    try:
+        return expression.parse(dim, manifest.symbols).names
+    except ValueError:
+        return (str(dim),)
 
 
 def _check_nodes(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
