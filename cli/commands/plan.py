@@ -85,7 +85,8 @@ def command(
         for line in missing:
             console.echo(f"warning: not recognized: {line}", err=True)
     else:
-        text = starting_plan(source.model, node_paths(source.model), model.name, source.declared.symbols)
+        paths, ranks = node_paths(source.model), source.declared.least_ranks
+        text = starting_plan(source.model, paths, model.name, source.declared.symbols, ranks=ranks)
     if out is None:
         console.echo(text, nl=False)
         return 0

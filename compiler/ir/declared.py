@@ -43,3 +43,9 @@ class Declared:
     annotations: Annotations | None = None
     dataset: Dataset | None = None
     targets: tuple[TargetRule, ...] = ()
+
+    @property
+    def least_ranks(self) -> int:
+        """The number of ranks that the model's placements need at least; slices of a mesh that only a plan has count one."""
+        named = [(one.on,) if isinstance(one.on, int) else one.on for one in self.placements if not one.role]
+        return 1 + max((rank for ranks in named if isinstance(ranks, tuple) for rank in ranks), default=0)

@@ -42,28 +42,29 @@ def modules_of(paths: Iterable[str]) -> list[str]:
 
 
 def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem]]:
-    """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there."""
+    """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there.
+
+    A line of the model that decides nothing, since the plan places what it speaks of, may name any rank.
+    """
     problems: list[Problem] = []
     decided = _annotated(program)
-    rules = _declared(program, problems)
-    rules += [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement if not p.serves]
-    for rule in rules:
+    declared, outside = _declared(program)
+    of_plan = [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement if not p.serves]
+    for rule in (*declared, *of_plan):
         ranks = program.plan.ranks
-        if outside := [rank for rank in rule.ranks if not 0 <= rank < ranks]:
-            problems.append(
-                Problem(
-                    rule.where,
-                    f"rank {outside[0]} is outside of 0..{ranks - 1}",
-                    f"{program.plan.file} says `ranks: {ranks}`",
-                    "raise `ranks`, or place it on another rank",
-                )
+        if wrong := [rank for rank in rule.ranks if not 0 <= rank < ranks]:
+            outside[rule] = Problem(
+                rule.where,
+                f"rank {wrong[0]} is outside of 0..{ranks - 1}",
+                f"{program.plan.file} says `ranks: {ranks}`",
+                "raise `ranks`, or place it on another rank",
             )
-            continue
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
         if not hit and not of_the_whole(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))
-    return decided, problems
+    deciding = {*decided.values(), *of_plan}
+    return decided, [problem for rule, problem in outside.items() if rule in deciding] + problems
 
 
 def stage_rules(program: Program) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule], list[Problem]]:
@@ -129,9 +130,9 @@ def of_the_whole(program: Program, pattern: str) -> bool:
     return any(map(compile_pattern(pattern).matches, program.whole))
 
 
-def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
-    """The placements of the model; groups are held against the plan's ranks and mesh."""
-    plan, found = program.plan, []
+def _declared(program: Program) -> tuple[list[Rule], dict[Rule, Problem]]:
+    """The placements of the model, and what is wrong with those whose groups do not fit the plan's ranks and mesh."""
+    plan, found, wrong = program.plan, list[Rule](), dict[Rule, Problem]()
     lists = [rule.ranks for rule in plan.placement] + [p.on for p in program.declared.placements]
     lists += [stage.ranks for stage in plan.pipeline.stages] if plan.pipeline is not None else []
     sizes = tuple(len(ranks) for ranks in lists if isinstance(ranks, tuple) and len(ranks) > 1)
@@ -145,8 +146,9 @@ def _declared(program: Program, problems: list[Problem]) -> list[Rule]:
             group = group_of(placed.on, Frame(plan.ranks, plan.mesh, sizes, roles=plan.roles))
             found.append(Rule(placed.pattern, group.ranks, placed.where))
         except Violation as violation:
-            problems.append(violation.at(placed.where, f"place of '{placed.pattern}'"))
-    return found
+            found.append(Rule(placed.pattern, (), placed.where))
+            wrong[found[-1]] = violation.at(placed.where, f"place of '{placed.pattern}'")
+    return found, wrong
 
 
 def given_to_roles(program: Program) -> list[PlacementRule]:

@@ -20,6 +20,7 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import run_passes, start
+from partc.compiler.plan.matching import matched_nodes
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches
 from partc.compiler.proposal.names import patterns
@@ -86,7 +87,7 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
     symbols = {**source.declared.symbols, **batch.symbols}
     for _ in range(_ROUNDS):
         missing = list(_missing(degrees, cut, stages))
-        placed = tuple(_placement(degrees, stages, moved))
+        placed = tuple(_placement(degrees, stages, moved, _placed_by_model(program, stages)))
 
         def text(
             head: Iterable[str],
@@ -149,10 +150,26 @@ def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:
 _AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
-def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) -> Iterator[str]:
+def _placed_by_model(program: Program, stages: list[Stage]) -> dict[str, int]:
+    """By path the nodes that the model places itself, which the plan must place to win: with the stage where they run."""
+    lines = [placed.pattern for placed in program.declared.placements if not placed.role]
+    nodes = {node: None for pattern in lines for node in matched_nodes(program, pattern)}
+    named = {node for stage in stages for pattern in stage.lines() for node in matched_nodes(program, pattern)}
+    at = {node: k for k, stage in enumerate(stages) for node in stage.nodes}
+    return {program.paths[node]: at.get(node, 0) for node in nodes if node not in named}
+
+
+def _placement(
+    degrees: Degrees, stages: list[Stage], moved: Mapping[str, int], by_model: Mapping[str, int]
+) -> Iterator[str]:
     """Lines that place the modules of stages; `moved` are nodes that would otherwise not follow the data's way."""
     if not stages:
+        if by_model:
+            yield "placement:   # the model places modules itself, and the plan wins"
+            yield f'  "**": {list(range(degrees.ranks))}'
+            yield ""
         return
+    moved = {**by_model, **moved}
     yield "placement:   # nodes without weights follow what they read"
     for k, stage in enumerate(stages):
         yield f"  # stage {k}: {stage.reason}"

@@ -29,10 +29,11 @@ _FINEST = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """Units that run together, and the bytes that arrive from the stages before at middling sizes."""
+    """Units that run together, the bytes that arrive from the stages before at middling sizes, and all nodes that run there."""
 
     units: tuple[Unit, ...]
     arriving: int
+    nodes: tuple[ir.Node, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """The patterns of its units."""
@@ -60,7 +61,11 @@ def balanced_stages(program: Program, count: int) -> list[Stage]:
     cuts = _partition([unit.cost for unit in units], crossing, min(count, len(units)))
     ends = [*cuts, len(units)]
     return [
-        Stage(tuple(units[begin:end]), crossing[begin] if begin else 0)
+        Stage(
+            tuple(units[begin:end]),
+            crossing[begin] if begin else 0,
+            tuple(node for node, k in at.items() if begin <= k < end),
+        )
         for begin, end in zip([0, *cuts], ends, strict=True)
     ]
 
@@ -120,7 +125,7 @@ def _units(program: Program, costs: _Costs, count: int) -> list[tuple[str, list[
             for node in some:
                 costs.add(unit, node)
             single = sum(node in costs.products for node in some) < 2
-            listed = path.rpartition(".")[2].isdigit() and unit.cost <= 1 / count
+            listed = path.rpartition(".")[2].isdigit() and unit.cost <= (1 + EVEN) / count
             if not (single or listed or unit.cost <= 1 / (_FINEST * count)):
                 waiting.append((path, some))
             elif any(map(costs.is_heavy, some)):

@@ -70,16 +70,17 @@ def starting_plan(
     name: str,
     symbols: Mapping[str, Symbol] | None = None,
     given: Proposed | None = None,
+    ranks: int = 1,
 ) -> str:
     """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph.
 
     `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them. `given` is
-    what is proposed in place of the examples.
+    what is proposed in place of the examples, `ranks` the number of ranks that the model's own placement needs.
     """
     graph = model.graph
     sizes = [_bytes(value) for value in graph.initializers.values()]
     counts = f"{counted(len(graph), 'node')}, {counted(len(sizes), 'parameter')}, {shown_size(sum(sizes))}"
-    chosen = given or _examples_of(graph, paths)
+    chosen = given or _examples_of(graph, paths, ranks)
     lines = [
         f"# A plan for {_shown(name)}: {counts}.",
         *chosen.head,
@@ -100,14 +101,14 @@ def starting_plan(
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str]) -> Proposed:
-    """One rank, and lines to fill in."""
+def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str], ranks: int) -> Proposed:
+    """The ranks, and lines to fill in."""
     return Proposed(
         (
             "# Set 'ranks', then place modules or nodes on them under 'placement', and shard them under 'sharding';",
             "# or let `partc plan --tp 2`, `--dp 2`, `--stages 2` propose it.",
         ),
-        ("ranks: 1",),
+        (f"ranks: {ranks}",),
         (
             "placement:",
             "  # a name or a pattern from below, and its rank; the last match wins; for example:",

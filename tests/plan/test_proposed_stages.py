@@ -2,12 +2,17 @@
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from equivalence import same_as_whole
 from onnx import TensorProto, helper
+from partc.cli.commands.plan import command
+from partc.compiler import compile_model
+from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.propose import Degrees, propose
@@ -215,3 +220,51 @@ def test_uneven_stages_are_said() -> None:
     said = "# The stages are not within 10 % of equal cost, since modules stay whole: "
     assert said in propose(source(decoder(3)), "model.onnx", Degrees(stages=2))[0]
     assert said not in propose(source(decoder(4)), "model.onnx", Degrees(stages=2))[0]
+
+
+PLACED = """
+from partc.compiler import Input, Symbol, nn, place
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 30), nn.Linear(30, 12)
+        self.relu = nn.ReLU()
+        self.a.place(4)
+        place(self.relu, [2, 3])
+        place(self.b, 1)
+
+    def forward(self, op, x):
+        return self.relu(op, self.b(op, self.relu(op, self.a(op, x))))
+
+
+model = Net()
+inputs = {"x": Input([Symbol(), 12], "float32")}
+"""
+
+
+@pytest.mark.parametrize("asked", [("--tp", "2"), ("--dp", "2"), ("--stages", "2"), ("--tp", "2", "--stages", "2")])
+def test_a_model_that_places_itself_is_placed_anew(asked: tuple[str, ...], tmp_path: Path) -> None:
+    """Its own lines name ranks that the plan does not have; they decide nothing."""
+    (tmp_path / "model.py").write_text(PLACED)
+    done = CliRunner().invoke(command, [str(tmp_path / "model.py"), *asked, "-o", str(tmp_path / "plan.yaml")])
+    assert done.exit_code == 0, done.output
+    report = compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
+    assert {rank for placed in report.program.placement.values() for rank in placed.ranks} == {
+        *range(report.program.plan.ranks)
+    }
+
+
+def test_a_starting_plan_has_the_ranks_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PLACED)
+    done = CliRunner().invoke(command, [str(tmp_path / "model.py")])
+    assert parse_plan(done.output, "plan.yaml").ranks == 5
+
+
+def test_a_line_of_the_model_that_decides_must_name_ranks_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PLACED)
+    (tmp_path / "plan.yaml").write_text("ranks: 2\nplacement: {a: 0}\n")
+    with pytest.raises(CompileError, match=r"model.py:11: place of 'relu': rank 2, but there are 2 ranks") as error:
+        compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
+    assert len(error.value.problems) == 1
