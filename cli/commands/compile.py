@@ -149,14 +149,16 @@ def communication_table(report: Report) -> Table:
 
 def trained_line(report: Report) -> str:
     """Trained and frozen parameters, and the float tensors of several elements that are not parameters."""
+    from partc.cli.output.training_stats import trained_tensors
     from partc.compiler.training.trainable import candidates
 
-    training = report.program.training
+    training, manifest = report.program.training, report.manifest
     assert training is not None
     known = training.parameters
     frozen = [value for value, how in known.items() if how.frozen]
+    learned = trained_tensors(manifest)
     others = [value for value in candidates(report.program.model) if value not in known and _elements(value) > 1]
-    parts = [f"trains {_counted([value for value in known if value not in frozen])}"]
+    parts = [f"trains {count(len(learned), 'parameter')}, {count(sum(learned.values()), 'element')}"]
     parts += [f"frozen: {_counted(frozen)}"] if frozen else []
     named = [f"{value.name} {list(value.shape or ())}" for value in others]
     if named:

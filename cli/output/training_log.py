@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from partc.cli.output import console, lookups
+from partc.cli.output.training_stats import trained_tensors
 from partc.cli.output.units import count, size
 from partc.runtime.artifact.metric_formula import Undefined, told
 from partc.runtime.checkpoint.index import steps
@@ -63,8 +64,8 @@ class TrainingLog:
     def begins(self, trainer: Trainer, loader: Loader, total: int) -> None:
         """Prints the sizes of the training."""
         manifest, order = trainer.manifest, loader.order
-        parameters = {record.tensor: record for record in manifest.state if record.kind == "parameter" and record.next}
-        elements = sum(_elements(record.shape) for record in parameters.values())
+        parameters = trained_tensors(manifest)
+        elements = sum(parameters.values())
         self._print(
             f"{count(manifest.ranks, 'rank')}, {count(len(parameters), 'parameter')} of {elements:,} elements; "
             f"{count(order.records, 'record')}, {count(order.batches, 'batch', 'batches')} of {order.batch}; {count(total, 'step')}"
@@ -155,13 +156,6 @@ def _shown(metrics: Metrics) -> str:
 
 def _number(value: float) -> str:
     return f"undefined ({value.reason})" if isinstance(value, Undefined) else f"{value:.4f}"
-
-
-def _elements(shape: list[int]) -> int:
-    product = 1
-    for dim in shape:
-        product *= dim
-    return product
 
 
 def _time(seconds: float) -> str:

@@ -7,6 +7,7 @@ reduction over ranks that gives gradients to updates, bound by the plan's `bucke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -114,3 +115,9 @@ def _stated_bytes(node: NodeProto, sizes: Mapping[str, int]) -> int:
         return parse(text, sizes)(sizes)
     except ValueError:
         return 0
+
+
+def trained_tensors(manifest: Manifest) -> dict[str, int]:
+    """The tensors of the model that a step changes, with their elements: one of several parts that a weight is computed in counts once."""
+    trained = [record for record in manifest.state if record.kind == "parameter" and record.next]
+    return {record.tensor: math.prod(record.shape) for record in trained}

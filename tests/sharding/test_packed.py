@@ -10,9 +10,13 @@ import onnx
 import pytest
 from equivalence import compiled, same_as_whole
 from exported import Exported, steps
+from partc.cli.commands.compile import trained_line
+from partc.cli.output.training_stats import trained_tensors
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
 from test_exported import counted
@@ -148,6 +152,19 @@ def test_packed_weights_train(plan: str, more: str, tmp_path: Path) -> None:
     train = TRAIN.replace("0.9}", "0.9, shard: true}") if more == "zero" else TRAIN + more
     same_training(source, plan + FUSED + train, tmp_path, _targets((2, 5), (4, 3)), rtol=1e-5, atol=1e-4)
     assert check_artifact(tmp_path / "cut") == []
+
+
+def test_a_weight_in_parts_is_one_parameter(tmp_path: Path) -> None:
+    """The command says one number of parameters, whether they are computed in parts or not, and the training says the same."""
+    said = set()
+    for name, plan in {"whole": "ranks: 1\n", "cut": "ranks: 2\n" + FUSED}.items():
+        report = compile_source(source(), parse_plan(plan + TRAIN, "plan.yaml"), tmp_path / name)
+        said.add(trained_line(report))
+        elements = trained_tensors(report.manifest)
+        assert report.program.training is not None
+        assert (len(report.program.training.parameters) > len(elements)) == (name == "cut")
+        assert f"trains {len(elements)} parameters, " in trained_line(report)
+    assert len(said) == 1
 
 
 def test_state_of_a_packed_weight_is_the_whole_s(tmp_path: Path) -> None:
