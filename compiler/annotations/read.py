@@ -142,9 +142,10 @@ def _marks(
                 dangling.setdefault(called, []).append(node)
             elif configuration is not None and called == configuration.name:
                 mine.append(entry)
-        if mine:
+        told = configuration is not None and any(key in node.metadata_props for key in (keys.FOLLOWS, keys.CUTS))
+        if mine or told:
             marks = tuple(_mark(node, spec) for entry in mine for spec in entry.sharding_specs)
-            nodes[node] = NodeMarks(marks, mine[0].pipeline_stage, len(mine))
+            nodes[node] = NodeMarks(marks, mine[0].pipeline_stage if mine else None, len(mine))
     return nodes, {called: tuple(found) for called, found in dangling.items()}
 
 

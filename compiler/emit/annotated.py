@@ -17,6 +17,7 @@ from partc.compiler.annotations.spread import Spread, spec_of, spread_of
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.whole import save_unsharded
 from partc.compiler.frontend import annotation_keys as keys
+from partc.compiler.frontend.functions import CALLS
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout
@@ -50,6 +51,8 @@ def annotated(program: Program) -> ir.Model:
     )
     _forget(model)
     for old, new in zip(program.model.graph, model.graph, strict=True):
+        if CALLS in old.meta:  # of what was inside of a function the file tells no module
+            new.name = program.paths[old]
         _annotate(program, old, new, configuration)
     for value, copy in zip(program.model.graph.inputs, model.graph.inputs, strict=True):
         _arrives(program, value, copy)

@@ -31,7 +31,7 @@ class _Elements:
 
 def looked_up(value: ir.Value) -> list[IdsRecord]:
     """The tables whose rows an input names, each with the places of the ids; tables of one size at the same places are one record."""
-    if value.dtype is None or not value.dtype.is_integer():
+    if value.dtype is None or not _is_id(value.dtype):
         return []
     found: dict[tuple[int, tuple[int, ...], int], str] = {}
     for elements, table, rows in _tables(value, _Elements(), set()):
@@ -74,7 +74,7 @@ def _after(node: ir.Node, k: int, elements: _Elements) -> Iterator[tuple[_Elemen
     moved = replace(elements, intact=False)
     out = node.outputs[0]
     if node.op_type == "Concat" or (k == 0 and node.op_type in _MOVES):
-        if out.dtype is None or out.dtype.is_integer():
+        if out.dtype is None or _is_id(out.dtype):
             yield elements if node.op_type in _KEEPS_DIMS else moved, out
     elif k == 0 and elements.intact and elements.places is None:
         for axis, places, one in _selected(node):
@@ -109,3 +109,8 @@ def _selected(node: ir.Node) -> Iterator[tuple[int, tuple[int, ...], ir.Value]]:
             size = sizes[axis]
             if isinstance(size, int) and (places := range(size)[starts[0] : ends[0] : (steps or (1,))[0]]):
                 yield axis, tuple(sorted(places)), node.outputs[0]
+
+
+def _is_id(dtype: ir.DataType) -> bool:
+    """Whether numbers of a type may become ids as they are: a bool is cast to 0 or 1."""
+    return dtype.is_integer() or dtype is ir.DataType.BOOL

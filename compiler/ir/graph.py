@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -10,12 +11,28 @@ SERVED = "partc.served"
 """Key of `ir.Node.meta`: the ranks that have the rows which a lookup reads, an equal run each; others pull them."""
 PINNED = "partc.pinned"
 """Key of `ir.Node.meta`: a node of weights alone that runs where a rule puts it, and not wherever it is read."""
+WRITTEN = "partc.written"
+"""Key of `ir.Node.meta`: the names of the operands that the node had in the model, `Operands`, where others stand beside it for its op."""
 OWN_NAME = "partc.own_name"
 """Key of `ir.Node.meta`: the name that the node has in its file, or in the function that it comes from."""
 UNBIASED = "partc.unbiased"
 """Key of a BatchNormalization's meta where it moves the running variance by the variance over n - 1, as torch's layers do."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
+
+
+class Operands(NamedTuple):
+    """The names of what a node reads and makes, '' for one that is absent."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def operands_of(node: ir.Node) -> Operands:
+    """The names of a node's operands."""
+    inputs = tuple("" if value is None else str(value.name) for value in node.inputs)
+    return Operands(inputs, tuple(str(value.name) for value in node.outputs))
+
 
 Reads = dict[ir.Node, tuple[ir.Value, ...]]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import Operands
 from partc.compiler.ir.program import ProgramKind
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from partc.runtime.artifact.lr_schedule import OTHERS, scalar_name
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
 
 
 _LOSS = "loss"
-
-
-class Operands(NamedTuple):
-    """The names of what a node reads and makes, '' for one that is absent."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)

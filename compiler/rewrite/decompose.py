@@ -7,6 +7,7 @@ ReduceLogSum(x)   Log(ReduceSum(x))
 from __future__ import annotations
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import WRITTEN, operands_of
 
 BENT = {"ReduceL2": ("ReduceSumSquare", "Sqrt"), "ReduceLogSum": ("ReduceSum", "Log")}
 
@@ -26,6 +27,7 @@ def decompose(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
     attributes = list(node.attributes.values())
     first = ir.Node(node.domain, parts[0], list(node.inputs), attributes, outputs=[total], name=f"{node.name}.sum")
     second = ir.Node(node.domain, parts[1], [total], outputs=[made], name=node.name)
+    second.meta[WRITTEN] = operands_of(node)
     for one in (first, second):
         one.metadata_props.update(node.metadata_props)
     ir.convenience.replace_nodes_and_values(graph, node, [node], [first, second], [out], [made])

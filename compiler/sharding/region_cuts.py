@@ -15,6 +15,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+from partc.compiler.ir.graph import WRITTEN
 from partc.compiler.ir.program import Group, Program
 from partc.compiler.layout.layout import Layout, Mesh, primes
 from partc.compiler.plan.pattern import nearest
@@ -144,6 +145,8 @@ class RegionCuts:
     def _one_node(self, region: Region, call: Call | None) -> ir.Node | None:
         """The node that a region, or a call of it, means: its only one, or that of its path where training gave it further parts."""
         own = [node for node in region.nodes if self.program.paths[node] == region.path]
+        if own and WRITTEN in own[0].meta:
+            return None  # it is but the last of several that stand for the op
         nodes = own or [node for node in (call.nodes if call else region.nodes) if node not in self.follows]
         return nodes[0] if len(nodes) == 1 else None
 
@@ -187,9 +190,17 @@ class RegionCuts:
         ]
 
     def _written(self, region: Region) -> _Written:
-        """What the region's node read and made in the model, where a training has made something else of it."""
+        """What the region's node read and made in the model, where a rewrite or a training has made something else of it."""
         training = self.program.training
         told = training.written.get(region.path) if training is not None else None
+        told = next(
+            (
+                node.meta[WRITTEN]
+                for node in region.nodes
+                if WRITTEN in node.meta and self.program.paths[node] == region.path
+            ),
+            told,
+        )
         return _Written(*([self.values.get(name) for name in names] for names in told or ((), ())))
 
     def _paired(

@@ -18,9 +18,9 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
-from partc.compiler.ir.graph import take_out
+from partc.compiler.ir.graph import operands_of, take_out
 from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.ir.training import Operands, ParameterOptions, Training
+from partc.compiler.ir.training import ParameterOptions, Training
 from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
@@ -65,7 +65,7 @@ def add_training(program: Program) -> Program:
         rules = replace(rules, guarded=True, settings={**rules.settings, "on_nonfinite": "skip"})
     metrics = {name: meant(model, metric, rules.where_metrics) for name, metric in rules.metrics.items()}
     rules = replace(rules, metrics=metrics)
-    written = {path: _operands(node) for node, path in program.paths.items()}
+    written = {path: operands_of(node) for node, path in program.paths.items()}
     apart = parted(model, program.trainable) if program.kind is ProgramKind.STEP else []
     training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
     training = replace(training, written=written)
@@ -80,11 +80,6 @@ def add_training(program: Program) -> Program:
     )
     warnings = (*program.warnings, *apart, *idle)
     return replace(program, plan=plan, paths=paths, training=training, whole=whole, warnings=warnings)
-
-
-def _operands(node: ir.Node) -> Operands:
-    inputs = tuple("" if value is None else str(value.name) for value in node.inputs)
-    return Operands(inputs, tuple(str(value.name) for value in node.outputs))
 
 
 def add_loss_and_metrics(

@@ -92,3 +92,14 @@ def test_ids_of_another_type_are_refused_when_a_model_compiles(tmp_path: Path, c
         "Gather 'node_z' reads 'column', a tensor(int16)",
     ]
     assert error.value.problems[0].law == "it takes tensor(int32) or tensor(int64) there"
+
+
+def test_a_bool_is_an_id(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 18]>
+        agraph (bool[batch] flag) => (float[batch, 4] y) <float[1, 4] one = {1, 2, 3, 4}> {
+            ids = Cast <to = 7> (flag)  y = Gather(one, ids) }"""
+    compiled(onnx.parser.parse_model(text), CUTS["batch"], tmp_path / "build")
+    with load_local(tmp_path / "build") as ranks:
+        ranks({"flag": np.zeros(4, bool)})
+        with pytest.raises(InputError, match="record 2 of the batch has the id True\n  the table 'one' has 1 rows"):
+            ranks({"flag": np.array([False, False, True, False])})

@@ -268,9 +268,14 @@ def test_bent_reductions_are_cut_in_two_parts() -> None:
         [a] h = Relu(x)
         [n] y = ReduceL2(h, axes)
     }"""
-    plan = "ranks: 3\nsharding:\n  a: {in: [[1, 3]]}\n"
-    program = same_as_whole(with_weights(text, {}), plan, {"x": normal(4, 12)}, rtol=1e-5, atol=1e-6)
-    assert kinds(program) == {"AllReduce": 1}
+    for line in ("a: {in: [[1, 3]]}", "n: {in: [[1, 3]]}", "n: {in: [[1, 3], null]}"):
+        plan = f"ranks: 3\nsharding:\n  {line}\n"
+        program = same_as_whole(with_weights(text, {}), plan, {"x": normal(4, 12)}, rtol=1e-5, atol=1e-6)
+        assert kinds(program) == {"AllReduce": 1}, line
+    plan = (
+        "ranks: 3\nsymbols: {batch: {divisor: 3}}\nsharding:\n  n: {in: [[3, 1], [1]], out: [[3, 1]]}\noutputs: cut\n"
+    )
+    assert not same_as_whole(with_weights(text, {}), plan, {"x": normal(6, 12)}, rtol=1e-5, atol=1e-6).events
 
 
 def test_data_parallel_stages_stay_so() -> None:
