@@ -45,6 +45,8 @@ CASES: list[tuple[str, Options]] = [
     ("ftrl", {"lr": 0.02, "lr_power": 0, "l2": 0.1}),
     ("adam", {"lr": 0.01}),
     ("adam", {"lr": 0.003, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3}),
+    ("adam", {"lr": 0.01, "nesterov": True}),
+    ("adam", {"lr": 0.003, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3, "nesterov": True}),
     ("adamw", {"lr": 0.01}),
     ("adamw", {"lr": 0.02, "betas": [0.5, 0.99], "weight_decay": 0.0}),
     ("adamw", {"lr": 0.05, "weight_decay": 0.4}),
@@ -224,6 +226,8 @@ def formula(chosen: Optimizer, shape: tuple[int, ...], change: Callable[[Array],
                 b1, b2 = h["beta1"], h["beta2"]
                 m = kept["exp_avg"] = b1 * kept["exp_avg"] + (1 - b1) * g
                 v = kept["exp_avg_sq"] = b2 * kept["exp_avg_sq"] + (1 - b2) * g**2
+                if h.get("nesterov"):
+                    m = b1 * m + (1 - b1) * g
                 if chosen.type != "adam_weight_decay":
                     m, v = m / (1 - b1**t), v / (1 - b2**t)
                 d = m / (np.sqrt(v) + h["eps"]) + (0 if coupled else wd * w)

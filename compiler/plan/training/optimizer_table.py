@@ -56,6 +56,13 @@ APPLY = """
 """
 RATE = "rate = Mul (lr, @lr_multiplier)\n"
 _ADAM = f"{RATE}{MEAN}{SQUARE}{CORRECTED}step = Mul (rate, correction)\nchange = Mul (quotient, step)\n"
+_QUOTIENT = "quotient = Div (exp_avg_next, divisor)"
+_AHEAD = f"""
+    nesterov? ahead = Mul (exp_avg_next, @beta1)
+    nesterov? direction = Add (ahead, new_mean)
+    nesterov? quotient = Div (direction, divisor)
+    !nesterov? {_QUOTIENT}
+"""
 
 _LR = {"lr": Option()}
 _DECAY = {"weight_decay": Option(0.0)}
@@ -233,12 +240,14 @@ OPTIMIZERS = {
         coupled=True,
     ),
     "adam": OptimizerKind(
-        "m' = beta1 m + (1-beta1) g; v' = beta2 v + (1-beta2) g g; w' = w - lr m'/bias1 / (sqrt(v'/bias2) + eps), as torch.optim.Adam",
+        "m' = beta1 m + (1-beta1) g; v' = beta2 v + (1-beta2) g g; w' = w - lr m'/bias1 / (sqrt(v'/bias2) + eps), as torch.optim.Adam; "
+        "nesterov: beta1 m' + (1-beta1) g in place of m' there, as MindSpore's use_nesterov",
         function="Adam",
-        options=_adam(1e-8, 0.0),
+        options={**_adam(1e-8, 0.0), "nesterov": Option(False)},
         slots=_MOMENTS,
         scalars=("lr", "bias1", "bias2"),
-        body=f"{_ADAM}parameter_next = Sub (parameter, change)",
+        switches={"nesterov": Switch("Nesterov")},
+        body=f"{_ADAM}parameter_next = Sub (parameter, change)".replace(_QUOTIENT, _AHEAD),
         coupled=True,
     ),
     "adamw": OptimizerKind(
