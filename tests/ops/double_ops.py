@@ -100,5 +100,5 @@ STAND_INS: dict[str, Callable[..., Array]] = {
     "QuickGelu": lambda attributes, x: x / (1 + np.exp(-attributes.get("alpha", 1.702) * x)),
     "Shrink": lambda attributes, x: np.where(np.abs(x) > attributes.get("lambd", 0.5), x, 0.0),
 }
-IMPRECISE: Sequence[str] = ("GroupNormalization", "Shrink")
-"""Ops that onnxruntime computes in single precision whatever their type."""
+IMPRECISE: Sequence[str] = ("GroupNormalization", "LayerNormalization", "Shrink")
+"""Ops that onnxruntime computes in single precision whatever their type; of LayerNormalization the statistics."""

@@ -66,8 +66,12 @@ CASES: list[Proof] = [
     proof("ScatterElements", [(6, 12), np.array([[1, 8, 3, -1]] * 6), (6, 4)], {"axis": 1}),
     proof("ScatterElements", [(12, 6), np.array([[1, 8, 1, -1, 5, 0]] * 6), (6, 6)], {"reduction": "add"}),
     proof("ScatterElements", [(12, 6), np.array([[1, 8, 3, -1, 5]]), (1, 5)]),
+    proof("ScatterElements", [(12, 6), np.array([[1, 8, 1, -1, 5, 0]] * 6), (6, 6)], {"reduction": "max"}),
+    proof("ScatterElements", [(6, 12), np.array([[1, 8, 1, -1]] * 6), (6, 4)], {"axis": 1, "reduction": "min"}),
     proof("ScatterND", [(12, 6), np.array([[1], [8], [3], [-1], [5], [0]]), (6, 6)]),
     proof("ScatterND", [(12, 5, 6), np.array([[1, 2], [8, 0], [-1, -1]]), (3, 6)]),
+    proof("ScatterND", [(12, 6), np.array([[1], [8], [1], [-1], [5], [0]]), (6, 6)], {"reduction": "max"}),
+    proof("ScatterND", [(12, 5, 6), np.array([[1, 2], [8, 0], [1, 2]]), (3, 6)], {"reduction": "min"}),
     proof(
         "ScatterND",
         [(12, 5, 6), np.array([[1, 2], [8, 0], [-1, -1], [1, 2], [3, 3], [0, 0]]), (6, 6)],

@@ -7,6 +7,7 @@ All of these take x to (x - mean) / deviation, times a scale. With x^ the normal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,7 +42,7 @@ op("LRN", factors="n.*->n.*", remarks="channels are replicated")
 
 _LAST = "*x,_,_->*x,*.,*."
 
-layer_normalization = op("LayerNormalization", factors=_LAST, replicated="x", gradient_outputs=1)
+layer_normalization = op("LayerNormalization", factors=_LAST, replicated="x", gradient_outputs=3)
 rms_normalization = op(
     "RMSNormalization", "SimplifiedLayerNormalization", factors=_LAST, replicated="x", gradient_outputs=1
 )
@@ -56,8 +57,19 @@ def _(node: ir.Node) -> Rule | None:
 
 
 @layer_normalization.gradient
-def _(g: GradientBuilder, dy: str, x: str, scale: str, bias: str | None = None) -> Sequence[str | None]:
-    """dX of the module's formula, dScale = dY x^, dB = dY; x^ from the node's own statistics where they are in the type of x."""
+def _(
+    g: GradientBuilder,
+    dy: str | None,
+    dmean: str | None,
+    dinverse: str | None,
+    x: str,
+    scale: str,
+    bias: str | None = None,
+) -> Sequence[str | None]:
+    """dX of the module's formula, plus (dMean - dInverse x^ / deviation^2) / n of the second and third output; dScale = dY x^, dB = dY.
+
+    x^ is made of the node's own statistics where they are in the type of x.
+    """
     rank = g.rank(x)
     axes = list(range(g.attribute("axis", -1) % rank, rank))
     if g.dtype(x) == ir.DataType.FLOAT:
@@ -65,8 +77,22 @@ def _(g: GradientBuilder, dy: str, x: str, scale: str, bias: str | None = None) 
     else:
         centered, inverse = _centered(g, x, axes)
     normal = g.Mul(centered, inverse)
-    dx = _through(g, g.Mul(dy, scale), normal, inverse, axes) if g.wants(0) else None
-    return dx, g.Mul(dy, normal) if g.wants(1) else None, dy
+    terms: list[str] = []
+    if g.wants(0):
+        terms += [_through(g, g.Mul(dy, scale), normal, inverse, axes)] if dy else []
+        share = g.Reciprocal(g.size_of(x, axes, like=x))
+        if dmean:
+            terms.append(g.Expand(g.Mul(_as(g, dmean, x), share), g.shape_of(x)))
+        if dinverse:
+            slope = g.Mul(_as(g, dinverse, x), g.Mul(g.Mul(inverse, inverse), share))
+            terms.append(g.Neg(g.Mul(slope, normal)))
+    dx = functools.reduce(g.Add, terms) if terms else None
+    return dx, g.Mul(dy, normal) if dy and g.wants(1) else None, dy
+
+
+def _as(g: GradientBuilder, x: str, like: str) -> str:
+    """The value in the type of another one: statistics are float32 beside values of 16 bits."""
+    return x if g.dtype(x) == g.dtype(like) else g.CastLike(x, like)
 
 
 @rms_normalization.gradient

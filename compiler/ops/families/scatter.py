@@ -71,8 +71,19 @@ def _(node: ir.Node) -> Rule | None:
 
 @scatter_elements.gradient
 def _(g: GradientBuilder, dy: str, x: str, indices: str, updates: str) -> tuple[str | None, None, str | None]:
-    """dX = dY, without what was replaced; dUpdates = dY where they were written."""
-    axis, replaces = axis_of(g.node, g.rank(x), 0), _replaces(g)
+    """dX = dY, without what was replaced; dUpdates = dY where they were written.
+
+    Of max and min what equals the result has the gradient; equal ones share it.
+    """
+    axis = axis_of(g.node, g.rank(x), 0)
+    if g.attribute("reduction", "none") in ("max", "min"):
+        y = g.output(0)
+        kept = g.mask(g.Equal(x, y), x)
+        won = g.mask(g.Equal(updates, g.GatherElements(y, indices, axis=axis)), x)
+        share = g.Div(dy, g.ScatterElements(kept, indices, won, axis=axis, reduction="add"))
+        made = g.Mul(won, g.GatherElements(share, indices, axis=axis)) if g.wants(2) else None
+        return g.Mul(kept, share) if g.wants(0) else None, None, made
+    replaces = _replaces(g)
     data = made = None
     if g.wants(0):
         data = str(g.ScatterElements(dy, indices, g.zeros(updates), axis=axis)) if replaces else dy
@@ -116,7 +127,14 @@ def _(node: ir.Node) -> Rule | None:
 
 @scatter_nd.gradient
 def _(g: GradientBuilder, dy: str, x: str, indices: str, updates: str) -> tuple[str | None, None, str | None]:
-    """dX = dY, without what was replaced; dUpdates = dY where they were written."""
+    """As that of ScatterElements."""
+    if g.attribute("reduction", "none") in ("max", "min"):
+        y = g.output(0)
+        kept = g.mask(g.Equal(x, y), x)
+        won = g.mask(g.Equal(updates, like(g, str(g.GatherND(y, indices)), updates)), x)
+        share = g.Div(dy, g.ScatterND(kept, indices, won, reduction="add"))
+        taken = g.Mul(won, like(g, str(g.GatherND(share, indices)), updates)) if g.wants(2) else None
+        return g.Mul(kept, share) if g.wants(0) else None, None, taken
     data = made = None
     if g.wants(0):
         data = str(g.ScatterND(dy, indices, g.zeros(updates))) if _replaces(g) else dy
