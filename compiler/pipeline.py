@@ -136,7 +136,8 @@ def start(
         return run_passes(replace(first, begun=begun), verify_passes=verify_passes)
 
     paths = node_paths(model)
-    return Program(name, model, plan, declared, paths, kind=kind, trainable=weights, strict=strict, other=other)
+    first = Program(name, model, plan, declared, paths, kind=kind, trainable=weights, strict=strict, other=other)
+    return replace(first, warnings=declared.warnings)
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:

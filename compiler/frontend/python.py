@@ -17,7 +17,7 @@ dim that has its name, in finished graphs as well. `outputs = ["logits"]` names 
 of the dict that forward returns, else `output`, or `output_0`, `output_1`.
 
 `dataset_strategy = "data_parallel"`, or a tuple with a cut for each input, or `full_batch = True` says how inputs arrive, as a
-plan's `dataset` does.
+plan's `dataset` does. Other options of MindSpore's contexts are told (`directives/context.py`).
 
 `place(module, rank)`, `shard(module, in_strategy)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported
 from. `if __name__ == "__main__":` parts do not run.
@@ -35,6 +35,7 @@ import onnx
 import onnx_ir as ir
 import onnxscript.nn
 from partc.compiler.dims.symbol import Symbol
+from partc.compiler.directives.context import not_followed
 from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
@@ -86,7 +87,8 @@ def load_python(path: Path, known: Known = nothing) -> Source:
         placed = placements(recorder, _modules(built), model)
         sharding = shardings(recorder, _modules(built), model)
         devices = targets(recorder, _modules(built), model)
-        return Source(model, Declared(placed, names.symbols, sharding, dataset=_dataset(file), targets=devices))
+        told = tuple(not_followed(file.globals, file.line))
+        return Source(model, Declared(placed, names.symbols, sharding, None, _dataset(file), devices, told))
 
 
 def _defined(file: UserFile) -> tuple[object, object]:

@@ -34,7 +34,8 @@ class Declared:
     """All declarations of one model.
 
     `placements` and `sharding` are in the order of the calls in a `model.py`, `symbols` are the constraints of its dims by name,
-    `annotations` the standard's that the model carries, `dataset` how its inputs arrive, `targets` the devices of its nodes.
+    `annotations` the standard's that the model carries, `dataset` how its inputs arrive, `targets` the devices of its nodes,
+    `warnings` what the user should know of the file.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -43,6 +44,7 @@ class Declared:
     annotations: Annotations | None = None
     dataset: Dataset | None = None
     targets: tuple[TargetRule, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def least_ranks(self) -> int:

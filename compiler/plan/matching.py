@@ -261,8 +261,27 @@ def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...]
 
 
 def nothing_matched(program: Program, pattern: str, where: str) -> Problem:
-    """The problem of a pattern that matches no module and no node of the model."""
+    """The problem of a pattern that matches no module and no node of the model, or only what runs inside of another node."""
+    if found := next(_inside(program, pattern), None):
+        node, body, inner = found
+        path = program.paths[node]
+        fact = f"'{pattern}' matches {inner.op_type} '{inner.name}' alone, inside of the {body} of {node.op_type} ('{path}')"
+        law = f"a body runs whole, where its {node.op_type} does: only the run says which branch, or how many passes, there are"
+        return Problem(where, fact, law, f"write '{path}', or take the node out of the body")
     return _nothing(pattern, where, [*modules_of(program.paths.values()), *program.paths.values()], "module or node")
+
+
+def _inside(program: Program, pattern: str) -> Iterator[tuple[ir.Node, str, ir.Node]]:
+    """The nodes in bodies that a pattern matches by name, each behind the node of the main graph and the attribute that hold it."""
+    matches = compile_pattern(pattern).matches
+    for node, path in program.paths.items():
+        for attribute in node.attributes.values():
+            if attribute.type != ir.AttributeType.GRAPH:
+                continue
+            for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
+                name = inner.name or ""
+                if any(map(matches, (name, own_name(inner), f"{path}.{name}"))):
+                    yield node, attribute.name, inner
 
 
 def _nothing(pattern: str, where: str, names: list[str], kind: str) -> Problem:

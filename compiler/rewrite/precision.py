@@ -31,8 +31,7 @@ from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.values import derived
 from partc.compiler.ops.registry import draws, entry_of
-from partc.compiler.plan.matching import matched_nodes, modules_of
-from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.matching import matched_nodes, nothing_matched
 from partc.compiler.plan.precision import PrecisionRules
 from partc.compiler.rewrite.batch_norm import EXACT
 from partc.compiler.rewrite.rewriting import Rewriting
@@ -78,14 +77,11 @@ def _kept(program: Program, rules: PrecisionRules) -> frozenset[ir.Node]:
     """The nodes that stay in float32."""
     found: set[ir.Node] = set()
     problems = []
-    names = [*modules_of(program.paths.values()), *program.paths.values()]
     for pattern, where in rules.keep:
         hit = matched_nodes(program, pattern)
         found.update(hit)
         if not hit:
-            close = ", ".join(f"'{name}'" for name in nearest(pattern, names))
-            help_ = f"the nearest names are {close}" if close else "`partc plan MODEL` lists all names"
-            problems.append(Problem(where, f"'{pattern}' matches no module or node of the model", help=help_))
+            problems.append(nothing_matched(program, pattern, where))
     if problems:
         raise CompileError(problems)
     return frozenset(found)

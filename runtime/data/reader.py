@@ -118,8 +118,15 @@ def _uneven(ports: Sequence[Port], order: Order) -> Iterator[str]:
             )
             yield (
                 f"{order.places} records in batches of {order.batch} leave {order.rest} for the last batch, and {law}\n"
-                "  help: write drop_last: true, or choose a batch size that leaves none"
+                f"  help: write drop_last: true, or {'choose a batch size that leaves none' if of_one_size else _evened(order, parts)}"
             )
+
+
+def _evened(order: Order, parts: int) -> str:
+    """What else lets every record be read where ranks cannot share them equally, whatever the size of a batch is."""
+    missing = -order.places % parts
+    repeated = f"interleave: {parts}, which repeats {missing} of the records"
+    return f"{repeated}; exact is to add {missing} to the data whose labels the loss ignores (ignore_index)"
 
 
 def _mismatch(data: Dataset, order: Order) -> Iterator[str]:

@@ -261,7 +261,8 @@ def test_all_differences_are_told_at_once(digits: Path) -> None:
         "data: input 'cut' is cut into 3 along its batch, and batches have 8 records",
         "  help: take a multiple of 3",
         "data: 50 records in batches of 8 leave 2 for the last batch, and input 'cut' is cut into 3 along its batch",
-        "  help: write drop_last: true, or choose a batch size that leaves none",
+        "  help: write drop_last: true, or interleave: 3, which repeats 1 of the records; exact is to add 1 to the data whose labels "
+        "the loss ignores (ignore_index)",
         "data: the model has no input 'other'; its inputs are 'x', 'label', 'number', 'mask', 'cut', 'items'",
         "data: input 'x': records are uint8 [6, 4], the model takes tensor(float) [batch, 1, 6, 5]",
         "  help: give records of its dims after the first, which is the batch",
@@ -276,6 +277,16 @@ def test_all_differences_are_told_at_once(digits: Path) -> None:
         "data: input 'cut' (tensor(float) [batch]) has no field; the fields are 'x', 'label', 'number', 'other'",
         "data: input 'items' (seq(tensor(float))) has no field; the fields are 'x', 'label', 'number', 'other'",
     ]
+
+
+def test_records_that_ranks_cannot_share_are_read_with_interleave(digits: Path) -> None:
+    ports = [port("number", "int64", ["batch"], 3, {0: 3})]
+    seen: list[int] = []
+    for rank in range(3):
+        with open_loader(Spec.parse(str(digits)), ports, rank, 6, drop_last=False, interleave=3, epochs=1) as loader:
+            seen += [int(number) for batch in loader for number in batch["number"]]
+    assert set(seen) == set(range(50))
+    assert len(seen) == 51
 
 
 @pytest.mark.parametrize(

@@ -315,3 +315,19 @@ def test_lenet_says_the_same_by_plan_and_by_calls() -> None:
         assert first.shape == (count, 10)
         np.testing.assert_array_equal(first, second)
         assert first.std(0).all()
+
+
+def test_options_of_mindspores_contexts_are_told(tmp_path: Path) -> None:
+    source = load(
+        tmp_path,
+        f"{WHOLE}\nparallel_mode = 'auto_parallel'\ndevice_num = 8\nfull_batch = True\ndef save_graphs(): ...\n",
+    )
+    first, second = source.declared.warnings
+    assert (
+        " parallel_mode = 'auto_parallel' is not followed: shards are given by `sharding` of the plan or by `shard`"
+        in first
+    )
+    line = (tmp_path / "model.py").read_text().splitlines().index("device_num = 8") + 1
+    assert (
+        second == f"model.py:{line}: device_num = 8 is not followed: `ranks` of the plan says how many ranks there are"
+    )

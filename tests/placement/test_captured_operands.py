@@ -1,4 +1,4 @@
-"""Bodies that read from outside what is also an operand of their node: they read the whole value, as the operand is."""
+"""Bodies: what they read from outside is whole, also where it is an operand of their node; a plan cannot speak of nodes inside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from equivalence import model, same_as_whole
+from equivalence import compiled, model, same_as_whole
+from partc.compiler.errors import CompileError
 from test_gradient_bodies import LOOPED, PLANS, TRAIN, steps, trained_source
 from training_equivalence import same_training
 
@@ -56,3 +57,16 @@ def test_a_captured_operand_trains(plan: str, tmp_path: Path) -> None:
     body = LOOPED.replace("Mul(a, bias)", "Mul(a, s0)")
     given = [{name: array for name, array in one.items() if name != "deep"} for one in steps()]
     same_training(lambda: trained_source(body), PLANS[plan] + TRAIN, tmp_path, given, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "line", ["placement: {inner: 1}", "sharding: {inner: {in: [[2, 1], [2, 1]]}}", "target: {'inn*': cuda}"]
+)
+def test_a_plan_cannot_speak_of_a_node_in_a_body(line: str, tmp_path: Path) -> None:
+    text = NESTED.replace("t = Add(v, x)", "[inner] t = Add(v, x)").replace("  y = Loop", "  [outer] y = Loop")
+    with pytest.raises(CompileError) as caught:
+        compiled(model(HEAD + text), f"ranks: 2\n{line}\n", tmp_path / "build")
+    pattern = "inn*" if "target" in line else "inner"
+    told = f"plan.yaml:2: '{pattern}' matches Add 'inner' alone, inside of the body of Loop ('outer')\n  a body runs whole, "
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith("help: write 'outer', or take the node out of the body")
