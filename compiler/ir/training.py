@@ -53,6 +53,10 @@ class Training:
     metrics: tuple[str, ...] = ()
     formulas: Mapping[str, str] = field(default_factory=dict)
     """By metric that is made of the sums which the output are what makes it."""
+    denominators: Mapping[str, str] = field(default_factory=dict)
+    """By the loss or metric that is a mean of what records have unevenly the output that says what it is divided by."""
+    sums: tuple[str, ...] = ()
+    """The numbers of a batch that are sums over its records."""
     bucket_bytes: int = 10 << 20
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -149,6 +153,8 @@ class Training:
             loss=self.loss.name or "",
             metrics=list(self.metrics),
             formulas=dict(self.formulas),
+            denominators=dict(self.denominators),
+            sums=list(self.sums),
             scalars=list(self.fed),
             optimizer={
                 "type": self.optimizer.type,

@@ -70,6 +70,7 @@ def repeatable(program: Program, fixed: Mapping[ir.Node, object], floating: Mapp
             and node.op_type in _CHEAP
             and known
             and ready.issuperset(program.reads[node])
+            and not (program.training is not None and program.training.adds(program.paths[node]))
         ):
             found.append(node)
             ready.update(node.outputs)

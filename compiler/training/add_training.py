@@ -32,6 +32,7 @@ from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
+from partc.compiler.training.graph_appender import DENOMINATOR
 from partc.compiler.training.in_parts import PART
 from partc.compiler.training.losses import add_loss
 from partc.compiler.training.metrics import add_metric, meant
@@ -55,7 +56,9 @@ def add_training(program: Program) -> Program:
         )
         raise CompileError(Problem(rules.where, fact, help=help_))
     if rules.per_rank_mean:
-        loss = replace(rules.loss, pieces=max(rules.loss.pieces, batch_shards(plan, rules.loss.labels)))
+        shares = max(rules.loss.pieces, batch_shards(plan, rules.loss.labels))
+        # An evaluation is of all its records, however they are dealt out.
+        loss = replace(rules.loss, pieces=shares if program.kind is not ProgramKind.EVALUATION else 1)
         rules = replace(rules, loss=loss)
     whole = frozenset(each for node, path in program.paths.items() for each in (path, own_name(node)))
     cut = cuts(plan, program.declared)
@@ -117,7 +120,9 @@ def add_loss_and_metrics(
         add_metric(model, name, metric, rules.where_metrics, rules.loss, known)
         for name, metric in rules.metrics.items()
     ]
-    graph.outputs[:] = list(dict.fromkeys([loss, *metrics]))
+    told = () if part is ProgramKind.TOTALS else (loss, *metrics)
+    denominators = {one: one.meta[DENOMINATOR] for one in told if DENOMINATOR in one.meta}
+    graph.outputs[:] = list(dict.fromkeys([loss, *metrics, *denominators.values()]))
     _drop_unread(graph, {value for value in statistics.values() if value is not None})
     kept = {graph.initializers[name]: one for name, one in how.items() if name in graph.initializers}
     training = Training(
@@ -126,6 +131,8 @@ def add_loss_and_metrics(
         parameters=kept,
         statistics=statistics,
         metrics=tuple(str(value.name) for value in metrics),
+        denominators={str(one.name): str(made.name) for one, made in denominators.items()},
+        sums=(str(loss.name),) if rules.loss.reduction == "sum" else (),
         formulas={name: metric.formula for name, metric in rules.metrics.items() if metric.formula},
         bucket_bytes=rules.bucket_bytes,
         clip_norm=rules.clip_norm,

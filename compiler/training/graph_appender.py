@@ -23,6 +23,8 @@ from partc.compiler.plan.pattern import nearest
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8)
 OLDEST_OPSET = 18
+DENOMINATOR = "partc.denominator"
+"""The key by which a number's value has that of what it is divided by."""
 
 Dims = tuple[int | ir.SymbolicDim, ...]
 
@@ -89,6 +91,25 @@ class GraphAppender:
         made.type, made.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([size])
         self.graph.outputs.append(made)
         return made
+
+    def divided(self, number: ir.Value, denominator: ir.Value) -> ir.Value:
+        """`number`, a mean; `<path>.denominator`, a float32 scalar, says what it divides by, so that several can be put together."""
+        made = self.op("denominator", "Cast", denominator, to=ir.DataType.FLOAT.value)
+        made.type, made.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
+        number.meta[DENOMINATOR] = made
+        return number
+
+    def counted(self, number: ir.Value, each: ir.Value, dims: Dims) -> ir.Value:
+        """`number`, the mean of all of `each`, whose dims are `dims`; where records may have unevenly many, it says how many there are."""
+        records = {
+            str(one.shape[0].value)
+            for one in self.graph.inputs
+            if one.shape and isinstance(one.shape[0], ir.SymbolicDim)
+        }
+        uneven = [
+            dim for k, dim in enumerate(dims) if not isinstance(dim, int) and (k or str(dim.value) not in records)
+        ]
+        return self.divided(number, self.op("positions", "Size", each)) if uneven else number
 
     def output(self, name: str) -> ir.Value:
         """The graph's output of a name. Raises CompileError with the nearest names where there is none."""

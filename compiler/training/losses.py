@@ -23,7 +23,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.records import OF_PIECES
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.plan.training.loss import Loss
-from partc.compiler.training.graph_appender import FLOATS, INTEGERS, Dims, GraphAppender
+from partc.compiler.training.graph_appender import DENOMINATOR, FLOATS, INTEGERS, Dims, GraphAppender
 
 
 def add_loss(model: ir.Model, loss: Loss, where: str = "train.loss", known: Known = MappingProxyType({})) -> ir.Value:
@@ -66,7 +66,48 @@ def own_scalar(to: GraphAppender, name: str) -> ir.Value:
             "a loss or metric of the model's own is one float",
             "take its mean in the model, or say by `type` how it is compared with labels",
         )
-    return found
+    return _divided(to, found)
+
+
+_PASSED = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")
+_BOUNDS = ("Clip", "Max")
+
+
+def _divided(to: GraphAppender, number: ir.Value) -> ir.Value:
+    """A number of the model's own; where that is divided by a sum, as a mean over the labels that count is, the sum is its denominator."""
+    node = _made(number)
+    if node is None or node.op_type != "Div" or DENOMINATOR in number.meta:
+        return number
+    total = node.inputs[1]
+    under = _made(total)
+    while under is not None and under.op_type in _BOUNDS:  # a bound from below, for a batch without any
+        total = under.inputs[0]
+        under = _made(total)
+    if total is None or under is None or under.op_type != "ReduceSum" or not _is_given(under, to.graph):
+        return number
+    return to.divided(number, to.op("total", "Reshape", total, to.constant("no_dims", np.zeros(0, np.int64))))
+
+
+def _made(value: ir.Value | None) -> ir.Node | None:
+    """The node that makes a value, past those that change its form alone."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in _PASSED:
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    return node
+
+
+def _is_given(node: ir.Node, graph: ir.Graph) -> bool:
+    """Whether what a node makes depends on an input of the graph."""
+    todo, seen, given = [node], {node}, {*graph.inputs}
+    while todo:
+        for value in todo.pop().inputs:
+            if value in given:
+                return True
+            producer = None if value is None else value.producer()
+            if producer is not None and producer not in seen:
+                seen.add(producer)
+                todo.append(producer)
+    return False
 
 
 def distance(to: GraphAppender, prediction: str, target: str, kind: str, reduction: str) -> ir.Value:
@@ -83,11 +124,11 @@ def distance(to: GraphAppender, prediction: str, target: str, kind: str, reducti
     known = [axis for axis, dim in enumerate(dims) if axis and isinstance(dim, int)]
     if not known:
         each = to.op("losses", "Abs", off) if kind == "l1" else to.op("losses", "Mul", off, off)
-        return to.scalar("ReduceMean", each, dtype=dtype, keepdims=0)
+        return to.counted(to.scalar("ReduceMean", each, dtype=dtype, keepdims=0), off, dims)
     count = float(np.prod([dim for dim in dims[1:] if isinstance(dim, int)]))
     sums = to.op("sums", norm, off, to.constant("known_axes", known), keepdims=0)
     total = to.op("mean", "ReduceMean", sums, keepdims=0)
-    return to.scalar("Div", total, to.constant("count", count, dtype), dtype=dtype)
+    return to.counted(to.scalar("Div", total, to.constant("count", count, dtype), dtype=dtype), off, dims)
 
 
 def _binary_cross_entropy(to: GraphAppender, loss: Loss) -> ir.Value:
@@ -115,7 +156,9 @@ def _binary_cross_entropy(to: GraphAppender, loss: Loss) -> ir.Value:
             "labelled", "Mul", x, to.op("minus_labels", "Mul", t, to.constant("minus_pos_weight", -p, dtype))
         )
         losses = to.op("losses", "Add", soft, labelled)
-    return to.scalar("ReduceSum" if loss.reduction == "sum" else "ReduceMean", losses, dtype=dtype, keepdims=0)
+    if loss.reduction == "sum":
+        return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
+    return to.counted(to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0), losses, dims)
 
 
 def _last(dims: Dims) -> str:
@@ -126,6 +169,7 @@ def _cross_entropy(to: GraphAppender, loss: Loss) -> ir.Value:
     x, dims = to.prediction(loss.output)
     axis = class_axis(to, loss.output, dims, loss.axis)
     classes, dtype = dims[axis], x.dtype or ir.DataType.FLOAT
+    positions = dims[:axis] + dims[axis + 1 :]
     if loss.weights is not None and classes != len(loss.weights):
         size = classes if isinstance(classes, int) else classes.value
         raise to.error(
@@ -141,27 +185,31 @@ def _cross_entropy(to: GraphAppender, loss: Loss) -> ir.Value:
     parts = _Parts(to, loss, axis, axes, shifted, to.op("log_total", "Log", total), dtype)
     if loss.probabilities:
         shares = to.given(loss.labels, dims, [dtype, *FLOATS])
-        return _reduced(to, loss, parts.against(shares, classes, len(dims)), None, dtype)
-    labels = to.given(loss.labels, dims[:axis] + dims[axis + 1 :], INTEGERS)
+        return _reduced(to, loss, parts.against(shares, classes, len(dims)), None, positions, dtype)
+    labels = to.given(loss.labels, positions, INTEGERS)
     counted = None
     if loss.ignore_index is not None:
         ignored = to.op("ignored", "Equal", labels, to.constant("ignore_index", loss.ignore_index))
         labels = to.op("safe_labels", "Where", ignored, to.constant("no_label", 0), labels)
         counted = to.op("counted", "Not", to.op("ignored_there", "Unsqueeze", ignored, axes))
-    return _reduced(to, loss, *parts.at(labels, counted, classes, len(dims)), dtype)
+    return _reduced(to, loss, *parts.at(labels, counted, classes, len(dims)), positions, dtype)
 
 
-def _reduced(to: GraphAppender, loss: Loss, losses: ir.Value, weights: ir.Value | None, dtype: ir.DataType) -> ir.Value:
+def _reduced(
+    to: GraphAppender, loss: Loss, losses: ir.Value, weights: ir.Value | None, positions: Dims, dtype: ir.DataType
+) -> ir.Value:
     """The sum or the mean of losses; with weights their sum is what the mean divides by."""
     if loss.reduction == "sum":
         return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
     if weights is None:
-        return to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0)
+        return to.counted(to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0), losses, positions)
     if loss.pieces > 1:
-        means = to.op("means", "Div", _by_piece(to, loss, losses, "sum"), _by_piece(to, loss, weights, "weight_sum"))
-        return to.scalar("ReduceMean", means, dtype=dtype, keepdims=0)
-    sums = to.op("sum", "ReduceSum", losses, keepdims=0)
-    return to.scalar("Div", sums, to.op("weight_sum", "ReduceSum", weights, keepdims=0), dtype=dtype)
+        by_piece = _by_piece(to, loss, weights, "weight_sum")
+        means = to.op("means", "Div", _by_piece(to, loss, losses, "sum"), by_piece)
+        mean = to.scalar("ReduceMean", means, dtype=dtype, keepdims=0)
+        return to.divided(mean, to.op("weight_sums", "ReduceSum", by_piece, keepdims=0))
+    total = to.op("weight_sum", "ReduceSum", weights, keepdims=0)
+    return to.divided(to.scalar("Div", to.op("sum", "ReduceSum", losses, keepdims=0), total, dtype=dtype), total)
 
 
 def _by_piece(to: GraphAppender, loss: Loss, x: ir.Value, word: str) -> ir.Value:

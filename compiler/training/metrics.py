@@ -9,9 +9,8 @@
 A label is among the k largest where all but k - 1 others have a smaller logit: of equal ones none is preferred, so a model that
 says the same of all classes knows none. Unlike ArgMax and TopK this is a count, so classes may be cut as well.
 
-Each but auc is the mean over the whole batch, or over the labels that are not ignored. The mean over several batches is theirs weighed by
-batch size: exact for a mean over a batch, close where the number of ignored labels differs. Counts
-of several batches are added, and auc is of all their records.
+Each but auc is the mean over the whole batch, or over the labels that are not ignored. Of several batches it is that of all their records,
+for each batch says what it divides by. Counts of several batches are added, and auc is of all their records.
 """
 
 from __future__ import annotations
@@ -129,8 +128,10 @@ def _hits(to: GraphAppender, metric: Metric, output: str, labels_name: str) -> i
     count = to.op("rank", "ReduceSum", to.op("ones", "Cast", others, to=real.value), axes, keepdims=1)
     hits = to.op("hits", "LessOrEqual", count, to.constant("k", metric.k if metric.type == "top_k" else 1, real))
     if counted is None:
-        return to.scalar("ReduceMean", to.op("each", "Cast", hits, to=real.value), dtype=real, keepdims=0)
+        each = to.op("each", "Cast", hits, to=real.value)
+        mean = to.scalar("ReduceMean", each, dtype=real, keepdims=0)
+        return to.counted(mean, each, dims[:axis] + dims[axis + 1 :])
     each = to.op("each", "Cast", to.op("counted_hits", "And", hits, counted), to=real.value)
     weights = to.op("weights", "Cast", counted, to=real.value)
     sums = [to.op(word, "ReduceSum", one, keepdims=0) for word, one in (("sum", each), ("weight_sum", weights))]
-    return to.scalar("Div", *sums, dtype=real)
+    return to.divided(to.scalar("Div", *sums, dtype=real), sums[1])

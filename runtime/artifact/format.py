@@ -324,12 +324,15 @@ class TrainingRecord(Record):
     from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `fixed`: inputs that hold
     no records, but one value for all. `guard`: an output that every rank has before it updates anything; where it is no finite number
     the step replaces nothing of what is kept. `formulas`: of a metric whose output are sums the formula that makes the number of those of
-    all batches (`artifact/metric_formula.py`); the others are means over batches, weighed by their records.
+    all batches (`artifact/metric_formula.py`). The others are numbers of a batch: those in `sums` are sums over its records, others means;
+    `denominators` names the output that says what a mean is divided by, where that does not follow from the records.
     """
 
     loss: str
     metrics: list[str] = []
     formulas: dict[str, str] = {}
+    denominators: dict[str, str] = {}
+    sums: list[str] = []
     scalars: list[str] = []
     optimizer: dict[str, JsonValue] = {}
     schedule: dict[str, JsonValue] = {}

@@ -9,7 +9,7 @@ pair. Where a formula has no value it gives NaN with the reason, `Undefined`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,29 +49,60 @@ FORMULAS: Mapping[str, Callable[[Counts], float]] = {ROC_AUC: roc_auc}
 
 
 class Totals:
-    """The outputs of several batches put together: the sums of metrics that have a formula, weighed means of all others."""
+    """The loss and the metrics of several batches: those of all their records, however these are batched.
 
-    def __init__(self, formulas: Mapping[str, str]) -> None:
-        self._formulas = formulas
-        self._sums: dict[str, Any] = {}
-        self._weight = 0
+    `formulas`, `denominators` and `sums` are as in the manifest's `training`. A mean is weighed by its denominator, so that a batch whose
+    denominator is 0, such as one without a label that counts, changes nothing; without one, by the records. Sums are added where that is
+    `adding`, else their mean over batches is taken.
+    """
 
-    def add(self, outputs: Mapping[str, Any], weight: int = 1) -> None:
-        """Adds those of a batch."""
-        self._weight += weight
+    def __init__(
+        self,
+        formulas: Mapping[str, str],
+        denominators: Mapping[str, str],
+        sums: Collection[str] = (),
+        *,
+        adding: bool = False,
+    ) -> None:
+        self._formulas, self._denominators = formulas, denominators
+        self._added = frozenset(sums) if adding else frozenset[str]()
+        self._even = frozenset(sums) - self._added
+        self._totals: dict[str, Any] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, outputs: Mapping[str, Any], records: int = 1) -> None:
+        """Adds those of a batch of so many records."""
         for name, value in outputs.items():
+            if name in self._denominators.values():
+                continue
             array = np.asarray(value)
-            term = array.astype(np.float64) if name in self._formulas else array.item() * weight
-            self._sums[name] = self._sums.get(name, 0.0) + term
+            if name in self._formulas:
+                self._totals[name] = self._totals.get(name, 0.0) + array.astype(np.float64)
+                continue
+            weight = self._weight(name, outputs, records)
+            term = array.item() * weight if weight else 0.0
+            self._totals[name] = self._totals.get(name, 0.0) + term
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def _weight(self, name: str, outputs: Mapping[str, Any], records: int) -> float:
+        denominator = self._denominators.get(name, "")
+        if denominator in outputs:
+            return float(np.asarray(outputs[denominator]).item())
+        return 1.0 if name in self._added or name in self._even else float(records)
 
     def take(self) -> dict[str, float]:
         """The numbers of all batches since the last time."""
-        found = {
-            name: FORMULAS[self._formulas[name]](total) if name in self._formulas else total / max(self._weight, 1)
-            for name, total in self._sums.items()
-        }
-        self._sums, self._weight = {}, 0
+        found = {name: self._number(name, total) for name, total in self._totals.items()}
+        self._totals, self._weights = {}, {}
         return found
+
+    def _number(self, name: str, total: Any) -> float:
+        if name in self._formulas:
+            return FORMULAS[self._formulas[name]](total)
+        if name in self._added:
+            return float(total)
+        weight = self._weights[name]
+        return float(total / weight) if weight else Undefined("none of the labels counts")
 
 
 def told(numbers: Mapping[str, float]) -> dict[str, float | None]:

@@ -64,6 +64,10 @@ class Order:
         """The batches of an epoch."""
         return self.places // self.batch + bool(self.rest)
 
+    def size(self, position: Position) -> int:
+        """The records of a batch."""
+        return self.rest if self.rest and position.batch + 1 == self.batches else self.batch
+
     def after(self, position: Position) -> Position:
         """The position of the next batch."""
         if position.batch + 1 < self.batches:

@@ -85,7 +85,7 @@ def run(
             f"there are {order.records} records, fewer than a batch of {order.batch}\n  help: choose a smaller batch"
         )
     total = config.total(order.batches)
-    totals = Totals(trainer.record.formulas)
+    totals = Totals(trainer.record.formulas, trainer.record.denominators, trainer.record.sums)
     last: Metrics = {}
     begun, records, skipped = time.perf_counter(), 0, trainer.skipped
     while trainer.step < total:
@@ -94,7 +94,7 @@ def run(
         outputs = _step(trainer, batch, following, position)
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
         if finite or trainer.on_nonfinite == WARN:
-            totals.add(outputs)
+            totals.add(outputs, order.size(position))
         stops = not finite and trainer.on_nonfinite == STOP
         if not finite and listener and not stops:
             listener.not_finite(trainer.step, trainer.numbers(outputs), trainer.skipped > skipped)

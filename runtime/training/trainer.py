@@ -115,13 +115,15 @@ class Trainer:
         return self.numbers(self.advance(batch, following))
 
     def numbers(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The outputs of a step, with the numbers of metrics that are made of sums in place of these."""
+        """The outputs of a step, with the numbers of metrics that are made of sums in place of these, and without denominators."""
+        beside = {*self.record.denominators.values()}
+        outputs = {name: value for name, value in outputs.items() if name not in beside}
         formulas = {name: FORMULAS[one] for name, one in self.record.formulas.items() if name in outputs}
         made = {name: formula(np.asarray(outputs[name], np.float64)) for name, formula in formulas.items()}
         return {**outputs, **made}
 
     def advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
-        """One step as `train` takes it; of a metric that is made of sums its outputs have these, which steps add up."""
+        """One step as `train` takes it, with what puts several steps together: denominators, and the sums that a metric is made of."""
         applied = self.step - self.skipped
         with user_code("the schedule", f"asking for the rate of step {applied}"):
             self.last_rate = float(self.rate(applied))
@@ -175,12 +177,13 @@ class Trainer:
     def evaluate(self, batches: Iterable[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
         """The loss and the metrics over batches, on rank 0; the parameters stay as they are.
 
-        Each batch is this rank's pieces, with the number of records that it has on all ranks, by which it is weighed.
+        Each batch is this rank's pieces, with the number of records that it has on all ranks. The numbers are those of one batch of all
+        records: a mean is over all labels that count, of a batch without any too, and NaN, `Undefined`, where there are none at all.
         """
         if self._evaluation is None:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
         self.check_last_loss()
-        totals = Totals(self.record.formulas)
+        totals = Totals(self.record.formulas, self.record.denominators, self.record.sums, adding=True)
         for number, ((batch, size), following) in enumerate(with_next(batches)):
             if following is not None:
                 self._evaluation.announce(following[0])

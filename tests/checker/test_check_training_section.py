@@ -49,6 +49,12 @@ CASES: dict[str, tuple[Change, str]] = {
         _with(metrics=["loss"], formulas={"loss": "roc_auc"}),
         "the metric 'loss' has the shape []; of 'roc_auc' it is 2 counts for each of 2 bins or more, and 2 besides",
     ),
+    "a denominator": (_with(denominators={"loss": "none"}), "the denominator 'none' of 'loss' is no output"),
+    "a denominator of none": (
+        _with(denominators={"none": "loss"}),
+        "the denominator 'loss' is of 'none', which is neither the loss nor a metric",
+    ),
+    "a sum": (_with(sums=["none"]), "'none' is a sum over records, and neither the loss nor a metric"),
     "a fixed input": (_with(fixed=["none"]), "the fixed input 'none' is no input"),
     "no guard": (_in("settings", on_nonfinite="skip"), "there is no guard, and 'on_nonfinite' is 'skip'"),
     "a guard": (_with(guard="loss"), "the guard is 'loss', and 'on_nonfinite' is 'stop'"),

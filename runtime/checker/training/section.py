@@ -60,6 +60,19 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
         elif name in outputs and not _is_counts(outputs[name].shape):
             counts = "2 counts for each of 2 bins or more, and 2 besides"
             yield f"the metric '{name}' has the shape {outputs[name].shape}; of '{formula}' it is {counts}"
+    for name, denominator in training.denominators.items():
+        if name not in (training.loss, *training.metrics):
+            yield f"the denominator '{denominator}' is of '{name}', which is neither the loss nor a metric"
+        if denominator not in outputs:
+            yield f"the denominator '{denominator}' of '{name}' is no output"
+        elif (
+            outputs[denominator].shape != []
+            or outputs[denominator].ranks != outputs.get(name, outputs[denominator]).ranks
+        ):
+            yield f"the denominator '{denominator}' of '{name}' is not one number on the ranks that '{name}' is delivered to"
+    for name in training.sums:
+        if name not in (training.loss, *training.metrics):
+            yield f"'{name}' is a sum over records, and neither the loss nor a metric"
     yield from (f"the fixed input '{name}' is no input" for name in training.fixed if name not in inputs)
     said = training.settings.get("on_nonfinite", "stop")
     if said not in _NONFINITE:
