@@ -111,8 +111,12 @@ def sweep(
     *,
     seconds: float = SECONDS,
     reason: Callable[[str], str] | None = None,
+    log: Path | None = None,
 ) -> Told:
-    """Runs so many cases, or as many as there is time for. With `reason`, refusals are counted by what it makes of their text."""
+    """Runs so many cases, or as many as there is time for. With `reason`, refusals are counted by what it makes of their text.
+
+    `log`: a file that has each case as soon as it is done, with what was said of those that did not end well.
+    """
     told, todo = Told(), iter(range(cases))
     end = None if minutes is None else time.monotonic() + 60 * minutes
     workers = [_Worker(work, seed, seconds) for _ in range(jobs)]
@@ -129,6 +133,8 @@ def sweep(
             for worker in busy:
                 for one in worker.finished():
                     _note(told, *one)
+                    if log is not None:
+                        _append(log, *one)
                     if reason is not None and one[1] == "refused":
                         told.reasons[reason(one[2])] += 1
     finally:
@@ -141,6 +147,12 @@ def _note(told: Told, case: int, end: str, text: str, spent: float) -> None:
     told.slowest = max(told.slowest, (spent, case))
     if end not in ("ok", "refused", ROUNDING):
         told.bad.append(f"--- case {case}: {end}\n{text[-_LONG:]}")
+
+
+def _append(log: Path, case: int, end: str, text: str, spent: float) -> None:
+    first = text.strip().partition("\n")[0]
+    with log.open("a") as file:
+        file.write(f"{case} {spent:.1f} s {end}: {first if end == 'refused' else text[-_LONG:]}\n")
 
 
 class _Worker:
@@ -229,12 +241,13 @@ def main(work: Work, about: str, *, seconds: float = SECONDS, reason: Callable[[
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--case", type=int, help="this one only, in this process")
+    parser.add_argument("--log", type=Path, help="a file to which each case is added when it is done")
     given = parser.parse_args()
     if given.case is not None:
         end, text = one_case(work, given.seed, given.case)
         print(end, text, sep="\n")
         sys.exit(0 if end in ("ok", "refused") else 1)
     cases = 200 if given.cases == 10**9 and given.minutes is None else given.cases
-    told = sweep(work, given.seed, cases, given.minutes, given.jobs, seconds=seconds, reason=reason)
+    told = sweep(work, given.seed, cases, given.minutes, given.jobs, seconds=seconds, reason=reason, log=given.log)
     print(told)
     sys.exit(1 if told.bad else 0)

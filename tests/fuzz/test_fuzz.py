@@ -29,6 +29,15 @@ def test_random_pipelines_are_as_the_whole() -> None:
     assert re.search(r"^5 cases: [2-5] ok", ended.stdout, re.MULTILINE), ended.stdout
 
 
+def test_random_trainings_are_as_those_of_torch() -> None:
+    pytest.importorskip("torch", reason="random_torch.py compares with torch")
+    path = Path(__file__).parent / "random_torch.py"
+    asked = [sys.executable, str(path), "--cases", "3", "--seed", "3"]
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^3 cases: [23] ok", ended.stdout, re.MULTILINE), ended.stdout
+
+
 @pytest.mark.parametrize(
     ("seed", "case"),
     [
