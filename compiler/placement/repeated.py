@@ -49,7 +49,11 @@ _CHEAP = frozenset((*_ELEMENTWISE, *_MOVING, *_COUNTED))
 
 
 def is_large_weight(value: ir.Value) -> bool:
-    """Whether a value is a weight of more than 1 KiB: the rows of a table are looked up where the plan puts the table."""
+    """Whether a value is a weight of more than 1 KiB, or one turned: the rows of a table are looked up where the plan puts the table."""
+    while (node := value.producer()) is not None and node.op_type in ("Transpose", "Cast", "Identity", "Reshape"):
+        if node.inputs[0] is None:
+            return False
+        value = node.inputs[0]
     floats = value.dtype is not None and value.dtype.is_floating_point()
     return floats and value.const_value is not None and value.is_initializer() and value.const_value.nbytes > _SMALL
 

@@ -44,7 +44,11 @@ def along(program: Program, modules: Sequence[tuple[str, list[ir.Node]]]) -> tup
     index = {node: k for k, node in enumerate(program.model.graph)}
     floating = floats(program)
     named = {path: [node for node in nodes if node not in floating] for path, nodes in modules}
-    weights = _weights(program, named)
+    read = weights_read(program)
+    weights = {
+        path: sum(map(weight_bytes, {value: None for node in nodes for value in read.get(node, ())}))
+        for path, nodes in named.items()
+    }
     while True:
         of = {node: path for path, nodes in named.items() for node in nodes}
         sources = _sources(program, of, floating)
@@ -75,20 +79,26 @@ def floats(program: Program) -> set[ir.Node]:
             found[node] = fmt.SHAPE_ARITHMETIC
     sizes = {value: weight_bytes(value) for value in program.model.graph.initializers.values()}
     large = {value for value, size in sizes.items() if size * HEAVY > sum(sizes.values())}
+    read = weights_read(program)
     for node in repeatable(program, {}, found):
-        if not large.isdisjoint(program.reads[node]):
+        if not large.isdisjoint((*program.reads[node], *read.get(node, ()))):
             large.update(node.outputs)
         else:
             found[node] = fmt.MADE_OF_INPUTS
     return set(found)
 
 
-def _weights(program: Program, named: Mapping[str, Iterable[ir.Node]]) -> dict[str, int]:
-    """The bytes of the weights of each unit."""
-    found = {}
-    for path, nodes in named.items():
-        read = {value: None for node in nodes for value in program.reads[node] if value.is_initializer()}
-        found[path] = sum(map(weight_bytes, read))
+def weights_read(program: Program) -> dict[ir.Node, list[ir.Value]]:
+    """The initializers that each node reads, also through a Transpose and the like of them; those nodes themselves read none."""
+    of: dict[ir.Value, list[ir.Value]] = {value: [value] for value in program.model.graph.initializers.values()}
+    found: dict[ir.Node, list[ir.Value]] = {}
+    for node in program.model.graph:
+        values = program.reads[node]
+        read = list(dict.fromkeys(root for value in values for root in of.get(value, ())))
+        if all(value in of for value in values):
+            of.update(dict.fromkeys(node.outputs, read))
+        else:
+            found[node] = read
     return found
 
 

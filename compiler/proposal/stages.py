@@ -18,7 +18,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.operations import multiply_adds
 from partc.compiler.ir.program import Program
 from partc.compiler.placement.middling import Middling
-from partc.compiler.proposal.flow import HEAVY, Unit, along, weight_bytes
+from partc.compiler.proposal.flow import HEAVY, Unit, along, weight_bytes, weights_read
 from partc.compiler.proposal.names import patterns
 
 EVEN = 0.1
@@ -81,10 +81,9 @@ class _Costs:
     def __init__(self, program: Program) -> None:
         self.program, self.sizes = program, Middling(program)
         first: dict[ir.Value, ir.Node] = {}
-        for node in program.model.graph:
-            for value in program.reads[node]:
-                if value.is_initializer():
-                    first.setdefault(value, node)
+        for node, weights in weights_read(program).items():
+            for value in weights:
+                first.setdefault(value, node)
         self.bytes: dict[ir.Node, int] = {}
         self.products = {node for value, node in first.items() if value.shape is not None and len(value.shape) > 1}
         for value, node in first.items():

@@ -216,6 +216,22 @@ def _least(costs: list[float], count: int) -> float:
     return min(max(sum(costs[:k]), _least(costs[k:], count - 1)) for k in range(1, len(costs) - count + 2))
 
 
+def test_a_weight_that_is_turned_counts_where_it_is_read() -> None:
+    """As torch's exporter leaves a Linear: Transpose of the weight, which runs wherever it is read."""
+    g = _Graph()
+    x = "x"
+    for k in range(4):
+        turned = g.node(f"layers.{k}.Transpose", "Transpose", g.weight(f"layers.{k}.weight", WIDTH, WIDTH), perm=(1, 0))
+        x = g.node(f"layers.{k}.MatMul", "MatMul", x, turned)
+    rows = ["batch", WIDTH]
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, rows) for name in ("x", x)]
+    graph = helper.make_graph(g.nodes, "g", ports[:1], ports[1:], g.weights)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    text, _ = propose(source(proto), "model.onnx", Degrees(stages=2))
+    assert text.count("50 % of the cost: 50 % of the weights, 50 % of the operations") == 2
+    assert placed(text) == {"layers.[0-1]": (0,), "layers.[2-3]": (1,)}
+
+
 def test_uneven_stages_are_said() -> None:
     said = "# The stages are not within 10 % of equal cost, since modules stay whole: "
     assert said in propose(source(decoder(3)), "model.onnx", Degrees(stages=2))[0]
