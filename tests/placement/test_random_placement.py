@@ -126,7 +126,7 @@ def test_random_graphs_with_random_placements(case: tuple[onnx.ModelProto, str])
         {"x": random.standard_normal((b, 3), dtype=np.float32), "z": random.standard_normal((b, 5), dtype=np.float32)}
         for b in (4, 1, 7)
     ]
-    same_as_whole(model, plan, *steps, rtol=1e-6, atol=1e-6)
+    same_as_whole(model, plan, *steps, rtol=1e-6, atol=1e-6, checked=True)
 
 
 def test_a_message_takes_no_name_that_another_copy_gets_later() -> None:

@@ -15,6 +15,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.runtime.checker.check import check_artifact
 
 
 def model(text: str) -> onnx.ModelProto:
@@ -37,12 +38,18 @@ def whole_outputs(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> dict[str
     return dict(zip((out.name for out in session.get_outputs()), session.run(None, dict(inputs)), strict=True))
 
 
-def same_as_whole(proto: onnx.ModelProto, plan: str, *steps: Mapping[str, Any], rtol: float, atol: float) -> Program:
-    """Runs every step of inputs whole and on in-process ranks and compares all outputs; gives the compiled program."""
+def same_as_whole(
+    proto: onnx.ModelProto, plan: str, *steps: Mapping[str, Any], rtol: float, atol: float, checked: bool = False
+) -> Program:
+    """Runs every step of inputs whole and on in-process ranks and compares all outputs; gives the compiled program.
+
+    `checked`: the checker must accept the artifact, too.
+    """
     from partc.runtime import load_local
 
     with tempfile.TemporaryDirectory() as name:
         program = compiled(proto, plan, Path(name) / "build")
+        assert not checked or "\n".join(map(str, check_artifact(Path(name) / "build"))) == ""
         with load_local(Path(name) / "build", devices={"cuda": "cpu"}) as ranks:
             for inputs in steps:
                 want, have = whole_outputs(proto, inputs), ranks(inputs)
