@@ -108,9 +108,11 @@ def _arrivals(
             apart = []
         versions.defs[value] = apart or whole
     for value in graph.initializers.values():
-        versions.defs[value] = [
-            *dict.fromkeys(stored_for(program, version) for version in versions.uses.get(value, ()))
-        ]
+        uses = versions.uses.get(value, ())
+        versions.defs[value] = [*dict.fromkeys(stored_for(program, version) for version in uses)]
+        versions.derived -= {
+            version for version in uses if stored_for(program, version) != version
+        }  # a rule asks for it
 
 
 def stored_for(program: Program, version: ShardedValue) -> ShardedValue:

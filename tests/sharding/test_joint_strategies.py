@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from partc.compiler.ir.program import Program
-from shard_call_models import collectives, line, said_by_compile, same_on_all_ranks
+from shard_call_models import NET, collectives, line, said_by_compile, same_on_all_ranks
 
 PRODUCT = """
 def product(op, x, w):
@@ -201,8 +201,19 @@ inputs = {"x": [48, 24]}
 """
     program = same_on_all_ranks(tmp_path, text, "ranks: 8\n", {"x": X}, rtol=1e-4, atol=1e-5)
     assert program.warnings == ()
-    assert collectives(program)[0][:2] == ("AllGather", "fc.weight")
+    assert collectives(program)[0][:2] == ("Exchange", "fc.weight")
     assert {str(held.version.layout) for held in program.parts[5].weights if held.name == "fc.weight"} == {"[1, 8]"}
+
+
+def test_a_parameter_is_gathered_for_a_reader_whose_layout_is_derived_since_its_rule_asks(tmp_path: Path) -> None:
+    text = (
+        NET
+        + 'model = Net()\nmodel.block1.shard(((8, 1),), parameter_plan={"dense2.weight": (8, 1)})\ninputs = {"x": [64, 32]}\n'
+    )
+    x = np.random.default_rng(1).standard_normal((64, 32), dtype=np.float32)
+    program = same_on_all_ranks(tmp_path, text, "ranks: 8\n", {"x": x}, rtol=1e-4, atol=1e-5)
+    (event,) = [event for event in program.events if event.value.name == "block1.dense2.weight"]
+    assert (event.op_type, event.derived) == ("AllGather", False)
 
 
 UNLIKE = """
