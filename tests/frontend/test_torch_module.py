@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from partc.compiler.errors import CompileError
+from partc.compiler.frontend import torch_module
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.python import load_python
 from partc.compiler.frontend.source import Source
@@ -250,3 +251,29 @@ def test_attention_is_cut_without_a_message_but_one(tmp_path: Path) -> None:
             x = torch.randn(batch, length, 16)
             have = ranks({"x": x.numpy()})["output"]
             np.testing.assert_allclose(have, module(x).detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+MIXTRAL = """import torch
+transformers = __import__("transformers")
+config = transformers.MixtralConfig(
+    vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=16,
+)
+model = transformers.MixtralForCausalLM(config).eval()
+inputs = {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}
+dynamic_shapes = {"input_ids": {0: "batch", 1: "seq"}}
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_transformers_gets_the_settings_by_which_torch_exports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is written first: it returns a cache, and its experts are grouped."""
+    pytest.importorskip("transformers")
+    graph = load(tmp_path, MIXTRAL).model.graph
+    assert [value.name for value in graph.outputs] == ["logits"]
+    monkeypatch.setattr(torch_module, "_settled", lambda module, setting: False)
+    with pytest.raises(CompileError) as caught:
+        load(tmp_path, MIXTRAL)
+    assert caught.value.problems[0].help.startswith("set config.use_cache = False, or wrap the model")
