@@ -70,6 +70,16 @@ def arriving(found: Iterable[Cache], sharded: Iterable[Place]) -> dict[ir.Value,
     return dims
 
 
+def lengths(found: Iterable[Cache], program: Program) -> list[str]:
+    """The names of the dims along which caches grow: none of them has a record before the first step."""
+    dims: dict[str, None] = {}
+    for one in found:
+        if one.taken is not None:
+            pairs = zip(program.values[one.taken].shape or (), program.values[one.made].shape or (), strict=True)
+            dims.update({mine: None for mine, made in pairs if mine != made and isinstance(mine, str)})
+    return [dim for dim in dims if dim in program.symbols]
+
+
 def alike(chosen: Iterable[str], names: Iterable[str]) -> list[str]:
     """Few patterns for the chosen names: numbers in them become `*` where this matches nothing else among the names."""
     rows: dict[str, list[str]] = {}

@@ -22,7 +22,7 @@ from partc.compiler.ir.program import Program
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.matching import matched_nodes
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.caches import Cache, alike, arriving, caches
+from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Proposed, counted, key, starting_plan
@@ -85,6 +85,7 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
     moved: dict[str, int] = {}
     paths = node_paths(source.model)
     symbols = {**source.declared.symbols, **batch.symbols}
+    free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
     for _ in range(_ROUNDS):
         missing = list(_missing(degrees, cut, stages))
         placed = tuple(_placement(degrees, stages, moved, _placed_by_model(program, stages)))
@@ -98,7 +99,7 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
             own = targets.section() if targets is not None else ()
             sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own)
             outputs = tuple(_outputs(source, degrees, kept))
-            given = Proposed(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names, outputs)
+            given = Proposed(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names, outputs, free)
             return starting_plan(source.model, paths, name, symbols, given)
 
         bare = text([])

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -54,7 +54,8 @@ class _Part:
 class Proposed:
     """What a proposal says where the starting plan has examples: comments for the head, `ranks` and `mesh`, then the other sections.
 
-    `names` are those of dims that the model leaves without one, by input and place; `outputs` lines of that section.
+    `names` are those of dims that the model leaves without one, by input and place; `outputs` lines of that section;
+    `free` dims that are not declared, for then they may be 0.
     """
 
     head: tuple[str, ...]
@@ -62,6 +63,7 @@ class Proposed:
     sections: tuple[str, ...]
     names: Mapping[tuple[str, int], str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
 
 
 def starting_plan(
@@ -87,7 +89,7 @@ def starting_plan(
         "",
         *chosen.ranks,
         "",
-        *_inputs(graph, symbols or {}, chosen.names),
+        *_inputs(graph, symbols or {}, chosen.names, chosen.free),
         *chosen.sections,
         "",
         *(chosen.outputs or _OUTPUTS),
@@ -158,7 +160,9 @@ def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:
         yield f"  {key(one.name)}: {{shared: {str(one.repeats).lower()}}}   # {one.text(one.repeats)}"
 
 
-def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple[str, int], str]) -> Iterator[str]:
+def _inputs(
+    graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple[str, int], str], free: Collection[str]
+) -> Iterator[str]:
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     uses = collections.Counter(
         given.get((value.name or "", k), dim.value)
@@ -168,8 +172,14 @@ def _inputs(graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple
     )
     names = [dim for dim in uses if dim is not None and dim.isidentifier()]
     if names:
-        yield "symbols:   # the legal sizes of dynamic dims, for example {min: 8, max: 512, divisor: 8}"
-        yield from (f"  {key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}" for dim in names)
+        head = "symbols:   # the legal sizes of dynamic dims, for example {min: 8, max: 512, divisor: 8}"
+        yield head if {*names} - {*free} else f"# {head}"
+        yield from (
+            f"  # {key(dim)}: undeclared, it may be 0: a cache is empty before the first step"
+            if dim in free
+            else f"  {key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}"
+            for dim in names
+        )
         yield ""
     if inputs:
         yield "inputs:"
