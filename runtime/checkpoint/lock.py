@@ -11,6 +11,7 @@ cannot be known, and the message says which file to remove.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import socket
@@ -41,10 +42,24 @@ class Lock:
         """Takes the lock; the folder is made where there is none. CheckpointError names the job that has it, or what is in the way."""
         self.folder = folder
         self._file = folder / LOCK
+        self._is_own = False
+        """Whether it is this very process that has the lock, in another object."""
         self._handle = self._taken()
         _held.add(self)
 
+    def __del__(self) -> None:
+        self.release()  # a trainer that is dropped without `close`, as in a cell of a notebook that runs twice
+
     def _taken(self) -> int:
+        try:
+            return self._tried()
+        except CheckpointError:
+            if self._is_own:
+                gc.collect()  # a trainer of this process that nothing refers to any more may have it
+                return self._tried()
+            raise
+
+    def _tried(self) -> int:
         while True:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,6 +99,10 @@ class Lock:
             raise self._busy(text, f", or remove {self._file} if that job has ended")
 
     def _busy(self, text: str, remedy: str = "") -> CheckpointError:
+        holder = _HOLDER.fullmatch(text)
+        self._is_own = holder is not None and (int(holder[1]), holder[2]) == (os.getpid(), socket.gethostname())
+        if self._is_own:
+            remedy = f"{remedy}; it is a trainer of this very process: `close()` ends it"
         return CheckpointError(
             f"{self.folder}: another job writes its checkpoints here: {text or 'it does not say which'}\n"
             "  two jobs would replace and remove each other's checkpoints\n"
@@ -97,7 +116,7 @@ class Lock:
 
     def release(self) -> None:
         """Gives the lock back, and removes its file."""
-        handle, self._handle = self._handle, -1
+        handle, self._handle = getattr(self, "_handle", -1), -1
         if handle >= 0:
             try:
                 with contextlib.suppress(OSError):

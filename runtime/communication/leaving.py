@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import weakref
 from types import TracebackType
@@ -37,6 +38,8 @@ def expected(transport: Leaving) -> None:
         atexit.register(_leave_all, "its script has ended")
         _excepthooks.append(sys.excepthook)
         sys.excepthook = _raised
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_expected.clear)  # a fork is no rank: its end tells nobody
     _expected.add(transport)
 
 

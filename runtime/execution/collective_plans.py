@@ -1,12 +1,15 @@
-"""The collectives of one schedule, by tag: what each moves, once the sizes are known."""
+"""The collectives of a program: which begin with their wait; and of one schedule, by tag: what each moves, once the sizes are known."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from ..artifact.collectives import COLLECTIVES
 from ..artifact.comm_node import result_shape
-from ..artifact.format import PULL
+from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, Manifest
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import CollectivePlan
 from ..communication.exchange import Redistribution
@@ -15,6 +18,9 @@ from ..errors import RankError
 from ..program.memory_plan import Lifetime
 from ..program.steps import StartCollective, Step, WaitCollective
 from ..program.value_table import ValueTable
+
+if TYPE_CHECKING:
+    from .rank_program import RankProgram
 
 Shape: TypeAlias = tuple[int, ...]
 AnyCollective: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution
@@ -57,6 +63,52 @@ def plan_collectives(
         except ValueError as error:
             raise RankError(f"rank {transport.rank}: {step}: {error}") from None
     return found
+
+
+def connected(program: RankProgram, manifest: Manifest, transport: Transport) -> frozenset[int]:
+    """Makes ready for the collectives of a program; the tags of those that may begin with their wait. All ranks call it.
+
+    A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core; so may all
+    of them where all ranks wait for all in one order. An AllReduce works in place if it can do so on every rank, as MPI wants it.
+    """
+    collectives = manifest.collectives
+    if not collectives:
+        return frozenset()
+    used = {one.group for one in collectives if one.op != EXCHANGE}
+    lists = {tuple(ranks) for group in used for ranks in manifest.groups[group] if len(ranks) > 1}
+    transport.create_groups(sorted(lists))
+    groups = manifest.groups_of(transport.rank)
+    adjacent, in_place = program.adjacent() & program.promises.keys(), program.in_place()
+    if _waits_alike(program, manifest, transport):
+        adjacent = {one.tag for one in collectives}
+    flags = [
+        (
+            not transport.has_own_core or (one.group in groups and one.tag not in adjacent),
+            one.group in groups and one.op == ALL_REDUCE and one.tag not in in_place,
+        )
+        for one in collectives
+    ]
+    agreed = transport.all_reduce_max(np.array(flags, np.int64).reshape(-1)).reshape(-1, 2).tolist()
+    program.in_place({one.tag for one, (_, apart) in zip(collectives, agreed, strict=True) if apart})
+    return frozenset(one.tag for one, (later, _) in zip(collectives, agreed, strict=True) if not later)
+
+
+def _waits_alike(program: RankProgram, manifest: Manifest, transport: Transport) -> bool:
+    """Whether all ranks, on one machine, take part in every collective, wait for them in one order, and have no messages beside.
+
+    Then a collective may as well be called when it is waited for: in shared memory MPI's non-blocking calls do not go on while a
+    rank computes, and take twice the time of the blocking ones.
+    """
+    collectives = manifest.collectives
+    waited = [step.call.tag for step in program.steps if isinstance(step, WaitCollective)]
+    everyone = tuple(range(transport.size))
+    alone = transport.single_host and not manifest.transfers and program.promises.keys() >= set(waited)
+    alone = alone and all(manifest.groups[one.group] == [list(everyone)] for one in collectives)
+    alone = alone and not any(COLLECTIVES[one.op].looks_up for one in collectives)  # over when they have begun
+    places = {tag: place for place, tag in enumerate(waited)}
+    row = np.array([places.get(one.tag, -1) for one in collectives], np.int64)
+    most = transport.all_reduce_max(np.concatenate([[not alone], row, -row]))
+    return bool(not most[0] and (most[1 : 1 + len(row)] == -most[1 + len(row) :]).all())
 
 
 def scratch_lifetimes(steps: Sequence[Step], plans: Mapping[int, AnyCollective]) -> list[Lifetime]:

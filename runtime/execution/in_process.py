@@ -16,14 +16,19 @@ from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
 from ..devices.devices import Asked
+from ..job.turn import PROGRAM, Turn
 from ..program.sessions import Settings
 from .inputs import Whole
-from .program import OnError, Outputs, Program, refuse_recovery, settings_for
+from .program import CLOSED, OnError, Outputs, Program, refuse_recovery, settings_for
 from .rank_threads import RankThreads, Result
 
 
 class LocalProgram:
-    """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs."""
+    """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs.
+
+    It may be called by any number of threads: one call is under way at a time, and the others wait (`job/turn.py`). `close` waits for
+    the call under way; after it a call is a RankError. Calls from inside of a call, and in a fork of the process, are UsageErrors.
+    """
 
     def __init__(
         self, artifact: Artifact, settings: Sequence[Settings], stall: float, on_error: OnError = "raise"
@@ -32,9 +37,18 @@ class LocalProgram:
         self._world = LocalWorld(artifact.manifest.ranks, stall)
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
         pairs = zip(transports, settings, strict=True)
-        self._ranks = [Program(artifact, transport, own, on_error) for transport, own in pairs]
+        self.turn = turn = Turn(waits=True)
         self._threads = RankThreads(self._world)
-        self._all([partial(self._connect, program) for program in self._ranks])
+        turn.working = self._threads.identifiers
+        turns = [Turn(waits=False, admits=self._admits) for _ in transports]
+        self._ranks = [
+            Program(artifact, transport, own, on_error, turn=one)
+            for (transport, own), one in zip(pairs, turns, strict=True)
+        ]
+        self._sound = True
+        """Whether no message or failure of an earlier call is left."""
+        with turn.taken(PROGRAM, "loading"):
+            self._all([partial(self._connect, program) for program in self._ranks])
 
     @property
     def ranks(self) -> list[Program]:
@@ -53,7 +67,14 @@ class LocalProgram:
 
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
         """Run one step on all ranks, with whole inputs and outputs. After an InputError or a RankError it can be called again."""
-        given = {**(inputs or {}), **named}
+        with self.turn.taken(PROGRAM, "a step"):
+            return self._run({**(inputs or {}), **named})
+
+    def _admits(self, thread: int) -> bool:
+        """Whether a thread may call one of the ranks: their own, and who has the turn of all."""
+        return thread in self._threads.identifiers or self.turn.has(thread)
+
+    def _run(self, given: dict[str, object]) -> Outputs:
         for port in self.inputs:
             if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
                 given[port.name] = Whole(given[port.name])
@@ -61,16 +82,25 @@ class LocalProgram:
 
     def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """What all ranks return. Where ranks fail, the first cause is raised, and the program can be called again."""
+        if not self._sound:
+            self._threads.await_idle()  # of a call that was interrupted, which may have been anywhere
+            self._recover()
+        self._sound = False
         try:
-            return self._threads.run(jobs)
+            found = self._threads.run(jobs)
         except BaseException:
             if self._threads.idle:
-                for program in self._ranks:
-                    program.recover()
+                self._recover()
             raise
-        finally:
-            if self._threads.idle:
-                self._world.reset()
+        self._world.reset()
+        self._sound = True
+        return found
+
+    def _recover(self) -> None:
+        self._world.reset()
+        for program in self._ranks:
+            program.recover()
+        self._sound = True
 
     def _connect(self, program: Program) -> None:
         try:
@@ -80,10 +110,14 @@ class LocalProgram:
             raise
 
     def close(self) -> None:
-        """Give back sessions, buffers and threads."""
-        self._threads.close()
-        for program in self._ranks:
-            program.close()
+        """Give back sessions, buffers and threads, after the call under way."""
+        if self.turn.forked or self.turn.ended is not None:
+            return
+        with self.turn.taken(PROGRAM, "close()", ending=True):
+            self.turn.ended = CLOSED
+            self._threads.close()
+            for program in self._ranks:
+                program.close()
 
     def __enter__(self) -> Self:
         return self

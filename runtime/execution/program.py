@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 
-from ..artifact.collectives import COLLECTIVES
-from ..artifact.format import ALL_REDUCE, EXCHANGE, Manifest, Port
+from ..artifact.format import Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
@@ -28,10 +27,11 @@ from ..communication.transport import Transport
 from ..devices.devices import Asked, devices_from
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
+from ..job.turn import PROGRAM, Turn, one_at_a_time
 from ..lookups.lookup import Moved
 from ..program.sessions import Settings
-from ..program.steps import WaitCollective
 from .agreement import StepAgreement
+from .collective_plans import connected
 from .profiler import Profiler
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
@@ -48,11 +48,17 @@ Outputs: TypeAlias = dict[str, Value]
 OnError: TypeAlias = Literal["raise", "abort", "recover"]
 
 RECOVER = "recover"
+CLOSED = "it was closed"
 _STEP_PLANS = 8
 
 
 class Program:
-    """One rank's end of a loaded artifact."""
+    """One rank's end of a loaded artifact.
+
+    One call is under way at a time, of it and of what shares its state (`job/turn.py`). In a job of one rank calls of other threads wait
+    for it; among several ranks they are refused with a UsageError, since threads have no order that all ranks know. Refused are calls from
+    inside of a call, too, and those in a fork of the process; after `close`, which waits for the call under way, each is a RankError.
+    """
 
     def __init__(
         self,
@@ -61,7 +67,9 @@ class Program:
         settings: Settings,
         on_error: OnError,
         state: State | None = None,
+        turn: Turn | None = None,
     ) -> None:
+        self.turn = turn or Turn(waits=transport.size == 1)
         self.artifact = artifact
         self.manifest: Manifest = artifact.manifest
         self.rank: int = transport.rank
@@ -90,6 +98,7 @@ class Program:
         """By op and path of each lookup in tables of several ranks what this rank has moved so far."""
         return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.lookups.values()}
 
+    @one_at_a_time(PROGRAM, local=True)
     def record_times(self) -> Profiler:
         """Measure every task of every step from the next one on."""
         self._profiler = Profiler(self.rank, self._schedules.values())
@@ -113,12 +122,16 @@ class Program:
         InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
         cannot be called again. Where it recovers, that is a StepError on all ranks alike, and it can.
         """
+        with self.turn.taken(PROGRAM, "a step"):
+            return self._run({**(inputs or {}), **named})
+
+    def _run(self, inputs: Mapping[str, object]) -> Outputs:
         if self._broken is not None:
             raise RankError(f"the program has stopped: {self._broken}")
         self._step += 1
         try:
             SLOT.pack_into(self._board.buffer, self._board.offset, self._step, AGREEING)
-            bindings, values = self.agreement.of({**(inputs or {}), **named})
+            bindings, values = self.agreement.of(inputs)
             if self._on_error == RECOVER:
                 return self._attempt(bindings, values)
             return self._schedule(bindings).run(values, self._board, self._step)
@@ -129,6 +142,7 @@ class Program:
                 self._fail(error)
             raise
 
+    @one_at_a_time(PROGRAM)
     def announce(self, inputs: Mapping[str, object]) -> None:
         """Says what the step after the next one is given: the next one begins the agreement on it, and waits for no other rank.
 
@@ -162,65 +176,42 @@ class Program:
         """Whether it can be called: no step has failed, and it was not closed."""
         return self._broken is None
 
+    @one_at_a_time(PROGRAM)
     def connect(self) -> None:
-        """Make ready for the collectives of the artifact; all ranks call it, once, before the first step.
+        """Make ready for the collectives of the artifact; all ranks call it, once, before the first step."""
+        self._connect()
 
-        A collective that every rank waits for as soon as it has begun may be one blocking call, where each rank has a core; so may all
-        of them where all ranks wait for all in one order. An AllReduce works in place if it can do so on every rank, as MPI wants it.
-        """
+    def _connect(self) -> None:
         self.agreement.open()
-        collectives = self.manifest.collectives
-        if not collectives:
-            return
-        used = {one.group for one in collectives if one.op != EXCHANGE}
-        lists = {tuple(ranks) for group in used for ranks in self.manifest.groups[group] if len(ranks) > 1}
-        self._transport.create_groups(sorted(lists))
-        groups = self.manifest.groups_of(self.rank)
-        adjacent, in_place = self._program.adjacent() & self._program.promises.keys(), self._program.in_place()
-        if self._waits_alike():
-            adjacent = {one.tag for one in collectives}
-        flags = [
-            (
-                not self._transport.has_own_core or (one.group in groups and one.tag not in adjacent),
-                one.group in groups and one.op == ALL_REDUCE and one.tag not in in_place,
-            )
-            for one in collectives
-        ]
-        agreed = self._transport.all_reduce_max(np.array(flags, np.int64).reshape(-1)).reshape(-1, 2).tolist()
-        self._at_once = frozenset(one.tag for one, (later, _) in zip(collectives, agreed, strict=True) if not later)
-        self._program.in_place({one.tag for one, (_, apart) in zip(collectives, agreed, strict=True) if apart})
+        self._at_once = connected(self._program, self.manifest, self._transport)
 
-    def _waits_alike(self) -> bool:
-        """Whether all ranks, on one machine, take part in every collective, wait for them in one order, and have no messages beside.
-
-        Then a collective may as well be called when it is waited for: in shared memory MPI's non-blocking calls do not go on while a
-        rank computes, and take twice the time of the blocking ones.
-        """
-        program, collectives = self._program, self.manifest.collectives
-        waited = [step.call.tag for step in program.steps if isinstance(step, WaitCollective)]
-        everyone = tuple(range(self._transport.size))
-        alone = self._transport.single_host and not self.manifest.transfers and program.promises.keys() >= set(waited)
-        alone = alone and all(self.manifest.groups[one.group] == [list(everyone)] for one in collectives)
-        alone = alone and not any(COLLECTIVES[one.op].looks_up for one in collectives)  # over when they have begun
-        places = {tag: place for place, tag in enumerate(waited)}
-        row = np.array([places.get(one.tag, -1) for one in collectives], np.int64)
-        most = self._transport.all_reduce_max(np.concatenate([[not alone], row, -row]))
-        return bool(not most[0] and (most[1 : 1 + len(row)] == -most[1 + len(row) :]).all())
-
+    @one_at_a_time(PROGRAM)
     def all_gather_text(self, text: str) -> list[str]:
         """The text of every rank, in order of ranks; collective."""
         return self._transport.all_gather_text(text)
 
+    @one_at_a_time(PROGRAM)
     def beside(self, name: str) -> Program:
         """Another program of the artifact over the same state and the same ranks, such as `evaluate` of a training; collective."""
-        other = Program(self.artifact.beside(name), self._transport, self._settings, self._on_error, self.state)
+        own = self._transport, self._settings, self._on_error, self.state
+        other = Program(self.artifact.beside(name), *own, self.turn.shared())
         self.artifact.refuse_replaced()
-        other.connect()
+        other._connect()
         return other
 
     def release(self) -> None:
-        """Give back sessions and buffers, and leave the ranks' connection to whom it belongs."""
-        self._broken = self._broken or "it was closed"
+        """Give back sessions and buffers, and leave the ranks' connection to whom it belongs; after the call under way."""
+        self._end(self._give_back)
+
+    def _end(self, give_back: Callable[[], object]) -> None:
+        """The last call; nothing in a fork, and where it was made before."""
+        if not self.turn.forked and self.turn.ended is None:
+            with self.turn.taken(PROGRAM, "close()", ending=True):
+                give_back()
+                self.turn.ended = self._broken or CLOSED
+
+    def _give_back(self) -> None:
+        self._broken = self._broken or CLOSED
         self._schedules.clear()
         self._program.runners.clear()
         if self._program.workers is not None:
@@ -228,6 +219,7 @@ class Program:
             self._program.workers = None
         self._program.updates.clear()
 
+    @one_at_a_time(PROGRAM)
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; collective."""
         return bool(self._transport.all_reduce_max(np.array([flag], np.int64))[0])
@@ -236,17 +228,21 @@ class Program:
         """The text of an action that the status board shows."""
         return describe(self._program.steps, action)
 
+    @one_at_a_time(PROGRAM)
     def recover(self) -> None:
         """Make the program callable again after a failure; all ranks must do so, and the transport must hold no old message."""
         self._broken = None
         self.agreement.reset()
 
     def close(self) -> None:
-        """Give back sessions, buffers and communicators; collective."""
+        """Give back sessions, buffers and communicators, after the call under way; collective."""
+        self._end(self._close)
+
+    def _close(self) -> None:
         if self._broken is None:
-            self._broken = "it was closed"
+            self._broken = CLOSED
             self._transport.close()
-        self.release()
+        self._give_back()
 
     def __enter__(self) -> Self:
         return self
@@ -255,9 +251,14 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            self.leave(error)
+        self.close()
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this one takes part in nothing more, since an error has left its block."""
+        if not self.turn.forked and self.turn.ended is None:
             self._broken = self._broken or "an error left its block"
             self._transport.leave(said(self.rank, error))
-        self.close()
 
     def _schedule(self, bindings: Bindings) -> StepPlan:
         key = tuple(bindings.items())

@@ -9,11 +9,11 @@ with load_trainer("build") as trainer:                    # on every rank
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from pydantic import JsonValue
@@ -29,6 +29,7 @@ from ..devices.devices import Asked
 from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import OnError, Outputs, Program, load
 from ..execution.symbol_bindings import Halted
+from ..job.turn import TRAINER, Turn, one_at_a_time
 from ..user_code import run_file, user_code
 from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
@@ -47,12 +48,19 @@ if TYPE_CHECKING:
 
     from ..communication.transport import Transport
 
+Item = TypeVar("Item")
+
 STEP = "step"
 """The scalar that counts the steps of a training."""
 
 
 class Trainer:
-    """A training program with the evaluation of the same model, over one state."""
+    """A training program with the evaluation of the same model, over one state.
+
+    One call is under way at a time (`job/turn.py`). In a job of one rank calls of other threads wait for it; among several ranks they
+    are refused with a UsageError, since threads have no order that all ranks know. Refused are calls from a schedule or from the batches
+    of an evaluation, too, and those in a fork of the process; after `close`, which waits for the call under way, each is a RankError.
+    """
 
     def __init__(
         self,
@@ -106,13 +114,19 @@ class Trainer:
         """What this rank reads of a batch."""
         return [port for port in self.ports if self.rank in port.ranks]
 
+    @property
+    def turn(self) -> Turn:
+        """Whose turn it is to call."""
+        return self.program.turn
+
+    @one_at_a_time(TRAINER)
     def train(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
         """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0.
 
         `following`: the batch of the next step, the same arrays, where it is known; other ranks may not know it. The ranks then agree on it
         during this step, and a loss that is not finite is told one step later, to `train`; other calls ask.
         """
-        return self.numbers(self.advance(batch, following))
+        return self.numbers(self._advance(batch, following))
 
     def numbers(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs of a step, with the numbers of metrics that are made of sums in place of these, and without denominators."""
@@ -122,10 +136,14 @@ class Trainer:
         made = {name: formula(np.asarray(outputs[name], np.float64)) for name, formula in formulas.items()}
         return {**outputs, **made}
 
+    @one_at_a_time(TRAINER)
     def advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
         """One step as `train` takes it, with what puts several steps together: denominators, and the sums that a metric is made of."""
+        return self._advance(batch, following)
+
+    def _advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None) -> Outputs:
         applied = self.step - self.skipped
-        with user_code("the schedule", f"asking for the rate of step {applied}"):
+        with self.turn.lent("the schedule"), user_code("the schedule", f"asking for the rate of step {applied}"):
             self.last_rate = float(self.rate(applied))
         hyper = {**self._hyper, "lr": self.last_rate}
         for name, value in scalars(self._numbers, applied, hyper).items():
@@ -152,15 +170,19 @@ class Trainer:
             bad = loss is not None and not is_finite(loss)
             self._untold.append(PendingLoss(self.step, bad, str(loss) if bad else "", batch))
             if self.manifest.ranks == 1:
-                self.check_last_loss()
+                self._check_last_loss()
         return outputs
 
+    @one_at_a_time(TRAINER)
     def check_last_loss(self) -> None:
         """NonFiniteError on all ranks where the loss of the last step is no finite number and training is to stop; collective.
 
         A rank that gets the loss tells the others by the next agreement on a step that it begins, so that no step waits for one more.
         Every other call of the trainer asks first; so does `close`.
         """
+        self._check_last_loss()
+
+    def _check_last_loss(self) -> None:
         if self._untold:
             bad = any(one.bad for one in self._untold)
             if self.program.any_rank(bad) if self.manifest.ranks > 1 else bad:
@@ -174,6 +196,7 @@ class Trainer:
         self._stop = stopped(self.program, self.record.loss, untold, self.inputs, following or {})
         return self._stop
 
+    @one_at_a_time(TRAINER)
     def evaluate(self, batches: Iterable[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
         """The loss and the metrics over batches, on rank 0; the parameters stay as they are.
 
@@ -182,9 +205,11 @@ class Trainer:
         """
         if self._evaluation is None:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
-        self.check_last_loss()
+        self._check_last_loss()
         totals = Totals(self.record.formulas, self.record.denominators, self.record.sums, adding=True)
-        for number, ((batch, size), following) in enumerate(with_next(batches)):
+        with self.turn.lent("the batches of an evaluation"):
+            source = with_next(batches)
+        for number, ((batch, size), following) in enumerate(self._lent(source)):
             if following is not None:
                 self._evaluation.announce(following[0])
             try:
@@ -193,9 +218,19 @@ class Trainer:
                 raise InputError(f"evaluation after step {self.step}, batch {number}: {error}") from None
         return totals.take()
 
+    def _lent(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """The batches, which the user's code may make."""
+        while True:
+            with self.turn.lent("the batches of an evaluation"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    @one_at_a_time(TRAINER)
     def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
         """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""
-        self.check_last_loss()
+        self._check_last_loss()
         known: dict[str, JsonValue] = {**(meta or {})}
         wrong = not_finite(self.program.state.arrays())
         if self.program.any_rank(bool(wrong)):
@@ -209,6 +244,7 @@ class Trainer:
             known[SKIPPED] = self.skipped
         return self._checkpoints.save(Path(folder), self.step, known, keep)
 
+    @one_at_a_time(TRAINER)
     def claim(self, folder: str | Path) -> None:
         """Takes the lock of a folder for the checkpoints of this run, until the trainer is closed.
 
@@ -216,6 +252,7 @@ class Trainer:
         """
         self._checkpoints.claim(Path(folder))
 
+    @one_at_a_time(TRAINER)
     def load(self, path: str | Path, option: str = "") -> Mapping[str, JsonValue]:
         """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
 
@@ -223,29 +260,33 @@ class Trainer:
         to be as it was written: DamagedError, on all ranks alike, says what is not, and leaves everything as it was. `option` is how
         the user gives another path, for the message.
         """
-        self.check_last_loss()
+        self._check_last_loss()
         index = self._checkpoints.load(Path(path), option)
         self.step = index.step
         skipped = index.meta.get(SKIPPED, 0)
         self.skipped = skipped if isinstance(skipped, int) else 0
         return index.meta
 
+    @one_at_a_time(TRAINER)
     def load_weights(self, path: str | Path, strict: bool = True, option: str = "") -> frozenset[str]:
         """Loads weights from a checkpoint, or from any safetensors file with the same names; the names of the loaded tensors.
 
         Checkpoints are chosen and proven as by `load`; so is a file that `partc checkpoint export` wrote.
         """
-        self.check_last_loss()
+        self._check_last_loss()
         return self._checkpoints.load_weights(Path(path), strict, option)
 
     def close(self) -> None:
-        """Releases sessions and buffers; collective. NonFiniteError as `check_last_loss` raises it."""
-        try:
-            if self.program.usable:
-                self.check_last_loss()
-        finally:
-            self._release()
-            self.program.close()
+        """Releases sessions and buffers, after the call under way; collective. NonFiniteError as `check_last_loss` raises it."""
+        if self.turn.forked or self.turn.ended is not None:
+            return
+        with self.turn.taken(TRAINER, "close()", ending=True):
+            try:
+                if self.program.usable:
+                    self._check_last_loss()
+            finally:
+                self._release()
+                self.program.close()
 
     def _release(self) -> None:
         self._checkpoints.release()
@@ -261,8 +302,11 @@ class Trainer:
         if error is None:
             self.close()
             return
-        self._release()
-        self.program.__exit__(kind, error, trace)
+        self.program.leave(error)
+        if not self.turn.forked and self.turn.ended is None:
+            with self.turn.taken(TRAINER, "close()", ending=True):
+                self._release()
+                self.program.close()
 
 
 def load_trainer(
