@@ -152,19 +152,20 @@ def literal_pattern(path: str) -> str:
 
 
 def nearest(text: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """Up to `n` of the names that are most like the text, the most alike first; none that is only half alike."""
+    """Up to `n` of the names that are most like the text, the most alike first; none that is less than half alike."""
     wanted = _SPECIAL.sub("", text).lower()
     pairs = {wanted[i : i + 2] for i in range(max(1, len(wanted) - 1))}
     scored = (
         (sum(pair in name.lower() for pair in pairs) / (len(pairs) + abs(len(name) - len(wanted))), -i, name)
         for i, name in enumerate(dict.fromkeys(names))
     )
+    least = 0.5 if len(wanted) > 2 else 0.6  # of two letters one is no likeness: 'f1' is not 'l1'
     matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
     ranked: list[tuple[float, int, str]] = []
     for _, position, name in heapq.nlargest(50, scored):
         matcher.set_seq1(name.lower())
         ranked.append((matcher.ratio(), position, name))
-    return [name for ratio, _, name in heapq.nlargest(n, ranked) if ratio > 0.5]
+    return [name for ratio, _, name in heapq.nlargest(n, ranked) if ratio >= least]
 
 
 def wider(text: str, names: Iterable[str]) -> str:
