@@ -71,7 +71,7 @@ def test_several_optimizers_take_torchs_steps(tmp_path: Path) -> None:
     assert record is not None
     assert record.optimizer["others"] == {
         "adagrad": {"type": "adagrad", "initial_accumulator": 0.1, "eps": 1e-10},
-        "adam_2": {"type": "adam", "beta1": 0.6, "beta2": 0.9, "eps": 1e-8},
+        "adam_2": {"type": "adam", "beta1": 0.6, "beta2": 0.9, "eps": 1e-8, "nesterov": False},
         "sgd": {"type": "sgd"},
     }
     assert optimizer_types(record.optimizer) == "adam, adagrad, sgd"
