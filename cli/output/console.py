@@ -25,6 +25,9 @@ WITH_JSON = ("compile", "verify", "check", "run", "eval")
 _SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "simulate", "checkpoint")
 
 
+_LONGEST = 4000
+
+
 @dataclass
 class _Mode:
     json: bool = False
@@ -39,8 +42,19 @@ _mode = _Mode()
 
 
 def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
-    """Prints a text, control characters escaped: it contains names from models, plans and artifacts."""
-    click.echo(printable(str(text)), err=err, nl=nl)
+    """Prints a text, control characters escaped: it contains names from models, plans and artifacts. Long lines of messages are cut."""
+    shown = str(text)
+    if err and len(shown) > _LONGEST:
+        shown = "\n".join(map(_cut, shown.split("\n")))
+    click.echo(printable(shown), err=err, nl=nl)
+
+
+def _cut(line: str) -> str:
+    """A line without its middle, where it is longer than a screen: a name in a file may have a million letters."""
+    if len(line) <= _LONGEST:
+        return line
+    half = _LONGEST // 2
+    return f"{line[:half]} ... {len(line) - 2 * half:,} more characters ... {line[-half:]}"
 
 
 def as_json() -> bool:

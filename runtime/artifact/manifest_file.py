@@ -5,6 +5,8 @@
                   "evaluate": {"inputs": [...], ..., "kept": {"w": ""}}},
      "state": [{"value": "w", ...}], "training": {...}, "files": {...}, ...}
 
+Of a list of records the first that is wrong is told: a short list of empty ones would make a thousand times as many messages.
+
 The first program is the main one. Its rank files have the first values of the state, and it alone replaces anything of it.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, FailFast, Field
 
 from ..files.counted import MOST_PROGRAMS
 from .format import (
@@ -50,10 +52,10 @@ class ProgramRecord(Record):
     output that takes its place, empty where none does. `symbols`, `groups`: those that are not the artifact's.
     """
 
-    inputs: list[Port]
-    outputs: list[Port]
-    transfers: list[Transfer]
-    collectives: list[Collective] = Field([])
+    inputs: Annotated[list[Port], FailFast()]
+    outputs: Annotated[list[Port], FailFast()]
+    transfers: Annotated[list[Transfer], FailFast()]
+    collectives: Annotated[list[Collective], FailFast()] = Field([])
     rank_files: Annotated[Programs, AfterValidator(_all_inside)] = Field([])
     kept: dict[str, str] = Field({})
     symbols: dict[str, SymbolRecord] = Field({})
@@ -71,7 +73,7 @@ class ManifestFile(Record):
     programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(
         min_length=1, max_length=MOST_PROGRAMS
     )
-    state: list[TensorRecord] = Field([])
+    state: Annotated[list[TensorRecord], FailFast()] = Field([])
     training: TrainingRecord | None = None
     files: dict[Annotated[str, AfterValidator(inside)], FileRecord]
     model: SourceRecord

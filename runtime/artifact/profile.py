@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, NonNegativeFloat, ValidationError
 
 from ..errors import UsageError
 from ..files.counted import PROFILE, read_json
@@ -45,7 +45,7 @@ class Profile(_Record):
     """A profile of all ranks, in the same steps."""
 
     profile: Literal[1]
-    ranks: list[RankTimes] = Field(min_length=1)
+    ranks: Annotated[list[RankTimes], FailFast()] = Field(min_length=1)
 
     @property
     def steps(self) -> int:
