@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import sys
 import time
@@ -22,6 +23,9 @@ from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.files.removal import remove_made
 from partc.runtime.files.replace import remove_left
+
+_ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
+"""Variables of schedulers whose allocation may have several machines."""
 
 
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
@@ -53,7 +57,8 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
             before = bar.close if job.training is not None else progress.close
             local = hosts.file is None and hosts.names is None
             environment = launch_environment(launcher, run_dir.folder if local else None, run_dir.memory)
-            return supervise(command, environment, run_dir, where, tick, before, signals, job.stall)
+            here = local and not any(name in os.environ for name in _ALLOCATED)
+            return supervise(command, environment, run_dir, where, tick, before, signals, job.stall, here)
         finally:
             bar.close()
             if job.output is not None:

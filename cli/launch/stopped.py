@@ -1,4 +1,4 @@
-"""Reports stopped processes of a job that no rank can report: the launcher, or all remaining ranks."""
+"""Reports processes that hold a job up and that no rank can report: the launcher, all remaining ranks, or a rank that has not begun."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ _ENDED = ("", "Z", "X")
 
 
 class Stopped:
-    """The watch over a job's processes; `look` is called several times a second."""
+    """The watch over a job's processes; `look` is called several times a second.
 
-    def __init__(self, stall: float) -> None:
+    `local`: whether all ranks are processes of this machine, which note their process ids as the first thing that they do.
+    """
+
+    def __init__(self, stall: float, local: bool = False) -> None:
         self.stall = stall
+        self.local = local
         self._looked = 0.0
         self._since: float | None = None
         self._report = stall
@@ -28,7 +32,7 @@ class Stopped:
         if now - self._looked < _BETWEEN:
             return
         self._looked = now
-        what = _what(launcher, ranks)
+        what = _what(launcher, ranks, self.local)
         if not what:
             self._since, self._report = None, self.stall
             return
@@ -39,9 +43,13 @@ class Stopped:
             console.echo(f"partc: the job has waited {waited:.0f} s: {what}", err=True)
 
 
-def _what(launcher: int, ranks: Sequence[int]) -> str:
+def _what(launcher: int, ranks: Sequence[int], local: bool) -> str:
     if states([launcher]) in [[letter] for letter in _STOPPED]:
         return f"the launcher (process {launcher}) is stopped"
+    missing = [rank for rank, pid in enumerate(ranks) if not pid] if local else []
+    if missing:
+        names = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        return f"{names} not begun: stopped, or still loading Python"
     begun = [(rank, pid) for rank, pid in enumerate(ranks) if pid]
     found = [(rank, pid, state) for (rank, pid), state in zip(begun, states([pid for _, pid in begun]), strict=True)]
     there = [one for one in found if one[2] not in _ENDED]

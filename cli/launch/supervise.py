@@ -84,13 +84,15 @@ def supervise(
     before_output: Callable[[], None],
     signals: Signals,
     stall: float = 30.0,
+    local: bool = False,
 ) -> int:
     """Runs the command to its end and prints the one message of a failure; the exit code, which a signal may have asked for.
 
     `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
-    before a line of the ranks is passed through. Stopped processes are reported after `stall` seconds.
+    before a line of the ranks is passed through. Stopped processes are reported after `stall` seconds, and where all ranks are
+    `local`, of this machine, those that have not begun.
     """
-    heard, stopped = _Heard(), Stopped(stall)
+    heard, stopped = _Heard(), Stopped(stall, local)
     process = subprocess.Popen(
         command,
         env=dict(environment),

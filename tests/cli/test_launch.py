@@ -269,6 +269,31 @@ def test_the_end_of_one_process_is_the_end_of_all(
     assert not any(running(pid) for pid in pids)
 
 
+STOPS = """\
+import os, signal, sys
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@needs_mpi
+def test_a_rank_that_stops_before_it_has_noted_its_process_is_named(
+    build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_inputs(build.parent, [0, 5])
+    (build.parent / "sitecustomize.py").write_text(STOPS)  # runs as Python begins, before anything of partc
+    monkeypatch.setenv("PYTHONPATH", str(build.parent))
+    process = partc("run", "--input", "in.npz", "-o", "never.npz", "--stall", 0.5, cwd=build.parent)
+    assert process.stderr is not None
+    said = ""
+    while "rank 1 has not begun: stopped" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] != 0
+
+
 def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
     words = "prterun has detected an attempt to run as root.\\n\\nYou can override this by adding the --allow-run-as-root\\n"
     with RunDir(2) as run_dir:
