@@ -46,7 +46,11 @@ def restored(model: ir.Model) -> ir.Model:
         if _FOLDED in value.metadata_props:
             _unfold(graph, value, taken)
     outputs = set(graph.outputs)
-    name_by_use(model, [value for value in graph.initializers.values() if _is_made(value) and value not in outputs])
+    made = [value for value in graph.initializers.values() if _is_made(value) and value not in outputs]
+    for value in made:
+        if isinstance(value.const_value, ir.serde.TensorProtoTensor):  # its name is that of the caller's proto
+            value.const_value = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(value.const_value))
+    name_by_use(model, made)
     return model
 
 

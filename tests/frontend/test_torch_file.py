@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from partc.compiler.frontend.onnx_file import load_onnx
+from partc.compiler.frontend.onnx_file import from_proto, load_onnx
 from partc.compiler.frontend.python import load_python
 from partc.compiler.training.trainable import trainable_names
 
@@ -107,3 +108,13 @@ def test_what_metadata_do_not_tell_stays_as_the_file_has_it(tmp_path: Path) -> N
             value.metadata_props["pkg.onnxscript.optimizer.folded_from"] = text
         ir.save(model, path)
         assert not any("\n" in name for name in load_onnx(path).graph.initializers)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_proto_that_is_loaded_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "block.onnx"
+    exported(path, opset_version=18)
+    proto = onnx.load(path)
+    before = proto.SerializeToString(deterministic=True)
+    from_proto(proto, path)
+    assert proto.SerializeToString(deterministic=True) == before
