@@ -71,7 +71,7 @@ def _negative_dim(model: ModelProto) -> None:
         (_branch_missing, "If 'choice' has no attribute 'then_branch', which it needs"),
         (_negative_dim, "dim 1 of input 'x' is -7"),
         (_data_of_no_type, "is not a valid ONNX model: "),
-        (_calls_itself, "its functions cannot be written out where they are called"),
+        (_calls_itself, "its functions cannot be written out: the function 'f' of 'own' calls itself"),
         (_call_with_too_much, "its functions cannot be written out where they are called"),
         (_body_that_is_none, "is not a valid ONNX model: "),
         (_loops_in_loops, "its bodies of If, Loop and Scan lie more than 60 deep in each other, or 6 loops"),
