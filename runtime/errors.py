@@ -137,18 +137,30 @@ def _whose(texts: Sequence[str]) -> str:
     return names.pop() if len(names) == 1 and min(names).endswith("s") else "like it"
 
 
-def _numbers(path: str) -> list[tuple[str, str]]:
+def _numbers(words: str) -> list[tuple[str, str]]:
     """The numbers in a path, each with the name in front of it."""
-    parts = path.split(".")
+    parts = words.split(".")
+    parts = parts[_begin(parts) :]
     return [(before, part) for before, part in zip(["", *parts], parts, strict=False) if part.isdecimal()]
 
 
-def _unnumbered(path: re.Match[str]) -> str:
-    return ".".join("#" if part.isdecimal() else part for part in path[0].split("."))
+def _unnumbered(words: re.Match[str]) -> str:
+    parts = words[0].split(".")
+    begin = _begin(parts)
+    return ".".join([*parts[:begin], *("#" if part.isdecimal() else part for part in parts[begin:])])
 
 
-_PATH = re.compile(r"\w*[A-Za-z_]\w*(?:\.\w+)+|\d+(?=\.\d*[A-Za-z_])(?:\.\w+)+")
-"""A dotted path: at least two parts, and no decimal number."""
+def _begin(parts: Sequence[str]) -> int:
+    """Where a path begins in words with dots between them: at a name, or a number in front of a name; 0.5 is none."""
+    for k, part in enumerate(parts):
+        if _NAME.search(part) or (part.isdecimal() and k + 1 < len(parts) and _NAME.search(parts[k + 1])):
+            return k
+    return len(parts)
+
+
+_PATH = re.compile(r"(?<!\w)\w++(?:\.\w++)+")
+"""Words with dots between them, found in time that is linear in the text."""
+_NAME = re.compile("[A-Za-z_]")
 _LINE_END = re.compile("[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _RARE = re.compile(r"[^ -~\n\t]")
 
