@@ -134,7 +134,7 @@ class Layout:
         return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def layout_of(mesh: Mesh, cuts: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, str], ...] = ()) -> Layout:
     """The layout of these fields; asked for again it is the same object, which need not be checked again."""
     return Layout(mesh, cuts, partial)
