@@ -13,6 +13,7 @@ from typing import TypeAlias
 import pytest
 
 os.environ.setdefault("PARTC_VERIFY_PASSES", "1")  # every compile of a test verifies after every pass
+os.environ.setdefault("PARTC_FILL_FREED", "1")  # memory that no value has holds no number
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules anew
 Golden: TypeAlias = Callable[[str, str], None]
 _SHOWN = 40

@@ -60,7 +60,7 @@ class Profiler:
 
     def watch(self, plan: StepPlan) -> None:
         """Measures the actions of a step plan."""
-        said = _said([(plan.program.steps[index], at in plan.main) for at, (index, _) in enumerate(plan.actions)])
+        said = _said([(plan.program.steps[index], plan.is_step(at)) for at, (index, _) in enumerate(plan.actions)])
         seconds, starts = [0.0] * len(said), [0.0] * len(said)
         plan.actions[:] = [
             (index, _timed(action, seconds, starts, at)) for at, (index, action) in enumerate(plan.actions)
@@ -132,7 +132,7 @@ def _busy(plan: StepPlan) -> dict[str, list[int]]:
         return {}
     found: dict[str, list[int]] = {}
     for target, lane in lanes_of(plan.program).items():
-        places = [at for at, access in enumerate(plan.accesses) if access.lane == lane and at in plan.main]
+        places = [at for at in plan.lanes.order.lanes[lane] if plan.is_step(at)]
         computes = (Segment, Update, Copy)
         found[target] = [at for at in places if isinstance(plan.program.steps[plan.actions[at][0]], computes)]
     return found

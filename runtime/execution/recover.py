@@ -93,7 +93,7 @@ def _failure(schedule: StepPlan, position: int, index: int, error: Exception) ->
     text = str(error)
     if not (isinstance(error, RankError) and text.startswith("rank ")):
         text = f"rank {rank} failed in {program.explain(index, error)}"
-    step = program.steps[index] if position in schedule.main else None
+    step = program.steps[index] if schedule.is_step(position) else None
     refused = isinstance(step, Send | StartCollective) and isinstance(error, StepError)
     refused = refused or (isinstance(step, Send) and isinstance(error, ValueError))
     if isinstance(step, Segment) or refused:
@@ -118,7 +118,7 @@ def _tag(step: Step) -> int:
 def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
     """An action of a step that is given up; `again` is the one that failed, of which nothing has been sent."""
     program, (index, action) = schedule.program, schedule.actions[at]
-    match program.steps[index] if at in schedule.main else None:
+    match program.steps[index] if schedule.is_step(at) else None:
         case Copy() as copy:
             if isinstance(schedule.cells.get(copy.source), Tensor | Remote):
                 action()

@@ -7,13 +7,14 @@ string). Each of the rank's targets has an arena, and where several compute a la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
 from ..artifact.dtypes import BY_NAME, Bytes
+from ..artifact.format import CPU
 from ..artifact.tensor import Tensor, Value, aligned
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import BoundCollective, CollectivePlan, nothing
@@ -30,10 +31,12 @@ from ..program.steps import Copy, PostRecv, Segment, Send, StartCollective, Upda
 from ..program.value_table import Storage
 from .at_large import begin_at_large
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
+from .memory.freed import Freed, fill, fills_freed
+from .memory.proof import refuse_meeting
+from .memory.roles import Kind, Role
 from .rank_program import RankProgram
 from .symbol_bindings import Bindings
 from .targets.counts import switches
-from .targets.dependencies import Access
 from .targets.lanes import Accesses, Lanes, lanes_of
 from .targets.session_calls import SessionCalls
 from .under_way import beside_messages
@@ -73,19 +76,23 @@ class StepPlan:
         self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
-        self.main: set[int] = set()  # indices of actions that are steps, not waits for sends or ends of values
+        self.roles: list[Role] = []
         self.switches = switches(program.step_targets, program.steps)
-        self.accesses: list[Access] = []
         self.lanes: Lanes | None = None
+        self.freed: Freed | None = None
         lanes = lanes_of(program) if together else {}
         lives = [*program.lifetimes(self.shapes), *scratch_lifetimes(program.steps, self.works)]
         waits = self._lay_out(lives)
-        self._plan(waits, Accesses(program, lanes, self.cells, lives, self.scratch) if lanes else None)
-        if lanes:
-            self.lanes = Lanes(self, len(lanes))
+        accesses = Accesses(program, lanes, self.cells, lives, self.scratch) if lanes else None
+        self._plan(waits, accesses)
+        if accesses is not None:
+            self.lanes = Lanes(self, [accesses.of(role) for role in self.roles], len(lanes))
+        refuse_meeting(self)
 
     def take(self, inputs: Mapping[str, Value]) -> None:
         """Bind the inputs of a step."""
+        if self.freed is not None:
+            self.freed.renew()
         self.cells.update(inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor) and self.last.get(name) != (value.pointer, value.shape):
@@ -147,6 +154,15 @@ class StepPlan:
             blocks[target] = Remote(BYTE, (block.size,), block.pointer, self.program.memories[target], block)
             offsets |= there.offsets
         host = Tensor(BYTE, (memory.size,), memory)
+        self.arenas = {
+            target: (one.pointer, one.dtype.bytes_of(one.shape)) for target, one in {CPU: host, **blocks}.items()
+        }
+        if fills_freed():
+            places = {
+                life.name: part(blocks.get(targets.get(life.name, ""), host), offsets[life.name], BYTE, (life.bytes,))
+                for life in lives
+            }
+            self.freed = Freed(lives, places, [host, *blocks.values()])
         for name, shape in self.shapes.items():
             dtype = self.values.dtype(name)
             buffer, at = self.values.flat_places.get(name, (name, 0))
@@ -163,7 +179,7 @@ class StepPlan:
         runs = {run[-1]: run for run in copy_runs(self.program.steps)}
         for index, step in enumerate(self.program.steps):
             for earlier in waits.get(index, ()):
-                self._add(earlier, self._complete(earlier), accesses.of_end(earlier) if accesses else None)
+                self._await_sent(earlier, index)
                 del sends[earlier]
             match step:
                 case Segment():
@@ -187,22 +203,33 @@ class StepPlan:
                     action = self._finish(step)
                 case Update():
                     action = self._update(index)
-            access = accesses.of_steps(runs.get(index, [index])) if accesses else None
             # MPI is called in the first lane alone.
-            beside_it = index in beside and (access is None or access.lane == 0)
-            self.main.add(len(self.actions))
-            self._add(index, self.transport.with_progress(action) if beside_it else action, access)
-            for name in (name for one in runs.get(index, [index]) for name in unused.get(one, ())):
-                self._add(
-                    index, partial(self.cells.pop, name, None), accesses.of_drop(index, name) if accesses else None
-                )
+            beside_it = index in beside and (accesses is None or accesses.lane(index) == 0)
+            done = tuple(runs.get(index, [index]))
+            self._add(Role(Kind.STEPS, done), self.transport.with_progress(action) if beside_it else action)
+            for one in done:
+                for name in unused.get(one, ()):
+                    self._add(Role(Kind.DROPPED, (index,), name), partial(self.cells.pop, name, None))
+                self._free(index, self.freed.after_step(one) if self.freed is not None else ())
         for index in sends:
-            self._add(index, self._complete(index), accesses.of_end(index) if accesses else None)
+            self._await_sent(index, len(self.program.steps))
 
-    def _add(self, index: int, action: Action, access: Access | None) -> None:
-        self.actions.append((index, action))
-        if access is not None:
-            self.accesses.append(access)
+    def _await_sent(self, index: int, now: int) -> None:
+        """Wait for what a step has sent, before the step `now`."""
+        self._add(Role(Kind.SENT, (index,)), self._complete(index))
+        self._free(index, self.freed.after_send(index, now) if self.freed is not None else ())
+
+    def _free(self, index: int, places: Iterable[tuple[str, Placed]]) -> None:
+        for name, place in places:
+            self._add(Role(Kind.FREED, (index,), name, place), partial(fill, place))
+
+    def is_step(self, place: int) -> bool:
+        """Whether an action is a step, not a wait for a send or an end of values."""
+        return place < len(self.roles) and self.roles[place].kind is Kind.STEPS
+
+    def _add(self, role: Role, action: Action) -> None:
+        self.actions.append((role.index, action))
+        self.roles.append(role)
 
     def _update(self, index: int) -> Action:
         """The updates of a step, each of many parameters at once."""

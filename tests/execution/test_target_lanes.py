@@ -118,7 +118,7 @@ def test_independent_branches_run_at_the_same_time(tmp_path: Path, monkeypatch: 
     def meet_inside(self: StepPlan, *given: Any) -> None:
         plan_steps(self, *given)
         for place, (index, action) in enumerate(self.actions):
-            if index in self.program.runners:
+            if self.is_step(place) and index in self.program.runners:
                 self.actions[place] = index, lambda action=action: (meeting.wait(), action())
 
     monkeypatch.setattr(StepPlan, "_plan", meet_inside)

@@ -127,4 +127,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     sys.exit(main())

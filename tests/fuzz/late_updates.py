@@ -10,6 +10,7 @@ plain SGD, whose updates are on time, or one or two steps late.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -131,4 +132,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     sys.exit(main())

@@ -6,6 +6,7 @@ python tests/fuzz/mutations.py 2000 [SEED]        so many mutations of every kin
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -175,5 +176,6 @@ def told(ends: Counter[str]) -> str:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     counted, lost = sweep(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     print("\n".join([*lost, told(counted)]))

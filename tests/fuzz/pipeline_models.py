@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import tempfile
 import time
@@ -240,4 +241,5 @@ def by_torch(source: Source, feeds: Sequence[Mapping[str, np.ndarray]], count: i
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     main()

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeAlias
 
+os.environ.setdefault("PARTC_FILL_FREED", "1")  # memory that no value has holds no number
 sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
 from partc.cli.main import invoke
@@ -240,6 +241,9 @@ def main(work: Work, about: str, *, seconds: float = SECONDS, reason: Callable[[
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="for one case; more where others use the machine, too"
+    )
     parser.add_argument("--case", type=int, help="this one only, in this process")
     parser.add_argument("--log", type=Path, help="a file to which each case is added when it is done")
     given = parser.parse_args()
@@ -248,6 +252,8 @@ def main(work: Work, about: str, *, seconds: float = SECONDS, reason: Callable[[
         print(end, text, sep="\n")
         sys.exit(0 if end in ("ok", "refused") else 1)
     cases = 200 if given.cases == 10**9 and given.minutes is None else given.cases
-    told = sweep(work, given.seed, cases, given.minutes, given.jobs, seconds=seconds, reason=reason, log=given.log)
+    told = sweep(
+        work, given.seed, cases, given.minutes, given.jobs, seconds=given.seconds, reason=reason, log=given.log
+    )
     print(told)
     sys.exit(1 if told.bad else 0)

@@ -11,6 +11,7 @@ the runtime or by `partc check`, different, or a traceback. A wrong case is save
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -213,4 +214,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     main()

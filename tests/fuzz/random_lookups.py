@@ -10,6 +10,7 @@ whole, or microbatches in stages or not, of which some are computed again; updat
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -171,4 +172,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     sys.exit(main())

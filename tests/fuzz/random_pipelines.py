@@ -74,6 +74,10 @@ class Case:
     """Whether a node takes means of the records, which are then those of a microbatch."""
     accumulate: bool = False
     """Whether the plan has `accumulate`, or nothing, instead of `pipeline`."""
+    evaluates: bool = False
+    """Whether the steps' batches are evaluated behind them."""
+    taken: int = 2
+    """How many steps are taken."""
 
     @property
     def linear(self) -> bool:
@@ -214,11 +218,15 @@ def work(chance: random.Random, folder: Path) -> str:
 
 def worked(case: Case, folder: Path) -> str:
     """Runs a case in both ways; gives why it is refused, or ''."""
-    shown = f"{case.net.text}\n{case.plan()}"
+    return refused_or_wrong(lambda: _equal(case, folder), f"{case.net.text}\n{case.plan()}")
+
+
+def refused_or_wrong(compare: Callable[[], None], shown: str) -> str:
+    """Why a comparison is refused, '' where all is equal; Wrong, with the case as it is `shown`, where it is not."""
     if "--case" in sys.argv:
         print(shown)
     try:
-        _equal(case, folder)
+        compare()
     except CompileError as error:
         return f"{error}\n{shown}" if "a bug in partc" in str(error) else str(error)
     except pool.Wrong:
@@ -236,7 +244,7 @@ def worked(case: Case, folder: Path) -> str:
 def _equal(case: Case, folder: Path) -> None:
     net = case.net
     wanted = ["x", *(["ids"] if "ids" in net.read else []), "label" if "label" in case.training else "t"]
-    steps = [{name: batch(net, k, RECORDS, case.ignored)[name] for name in wanted} for k in range(2)]
+    steps = [{name: batch(net, k, RECORDS, case.ignored)[name] for name in wanted} for k in range(case.taken)]
 
     def ran(plan: str, out: str, double: bool = False) -> Run:
         text, at = (_in_doubles(net.text), "float64") if double else (net.text, "float32")
@@ -249,24 +257,24 @@ def _equal(case: Case, folder: Path) -> None:
         given = [
             {name: one.astype(at) if one.dtype.kind == "f" else one for name, one in step.items()} for step in steps
         ]
-        return run(source, plan, folder / out, given)
+        return run(source, plan, folder / out, given, evaluates=case.evaluates)
 
     have = ran(case.plan(), "cut")
-    _checked(folder / "cut")
+    checked(folder / "cut")
     if case.rows and have.program.schedule is not None:
         rows = [line.split(": ", 1)[1] for line in str(have.program.schedule).splitlines()]
         have = ran(case.plan(rows), "rows")
-        _checked(folder / "rows")
+        checked(folder / "rows")
     want = ran(case.whole, "whole")
     try:
-        _same(have, want, LINEAR if case.linear else DIVIDED)
+        same(have, want, LINEAR if case.linear else DIVIDED)
     except AssertionError as error:
         try:
             double = ran(case.plan(), "double", True), ran(case.whole, "double_whole", True)
         except CompileError as why:  # not every op has a kernel of float64
             raise AssertionError(f"{error}\nand in float64: {why}") from error
         exact = STEEP if case.statistics else EXACT
-        _same(*double, CLIPPED if "clip: {norm" in case.training else exact)
+        same(*double, CLIPPED if "clip: {norm" in case.training else exact)
         raise pool.Wrong(pool.ROUNDING, "") from None
 
 
@@ -275,7 +283,8 @@ def _in_doubles(text: str) -> str:
     return text.replace("float", "double").replace("Gelu (", 'Gelu <approximate = "tanh"> (')
 
 
-def _same(have: Run, want: Run, bound: float) -> None:
+def same(have: Run, want: Run, bound: float) -> None:
+    """AssertionError where outputs or tensors differ by more than a part of them."""
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         for name, value in other.items():
             bound = max(bound, 4 * float(np.finfo(value.dtype).eps))  # a loss is float32 in any case
@@ -283,7 +292,8 @@ def _same(have: Run, want: Run, bound: float) -> None:
     same_tensors(have.after, want.after, want.before, bound)
 
 
-def _checked(build: Path) -> None:
+def checked(build: Path) -> None:
+    """Wrong where `partc check` refuses an artifact."""
     if found := check_artifact(build):
         raise pool.Wrong("refused by check", "\n".join(map(str, found[:4])))
 

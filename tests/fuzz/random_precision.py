@@ -12,6 +12,7 @@ rank is.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import traceback
@@ -103,4 +104,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     sys.exit(main())

@@ -13,6 +13,7 @@ against themselves on one rank.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -240,4 +241,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     sys.exit(main())

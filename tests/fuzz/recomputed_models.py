@@ -10,6 +10,7 @@ Networks are the MLP, LeNet, a GPT whose table is tied to its head, with a dropo
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -155,4 +156,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     main()

@@ -160,4 +160,5 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     main()

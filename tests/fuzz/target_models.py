@@ -224,4 +224,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PARTC_FILL_FREED", "1")
     main()

@@ -201,7 +201,7 @@ class Session:
 
     def _watch_actions(self, rank: int, program: Program, schedule: StepPlan) -> None:
         def watched(place: int, index: int, action: Callable[[], object]) -> Callable[[], object]:
-            computes = place in schedule.main and isinstance(program._program.steps[index], Segment)
+            computes = schedule.is_step(place) and isinstance(program._program.steps[index], Segment)
 
             def act() -> object:
                 self.at[rank] = program, index

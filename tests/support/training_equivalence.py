@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from partc.runtime.artifact.format import StateRecord
 from partc.runtime.artifact.lr_schedule import numbers, scalars, schedule
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.in_process import LocalProgram
+from partc.runtime.execution.in_process import _whole as whole_output
+from partc.runtime.execution.inputs import Whole
 from training_models import CrossEntropy, Model
 
 Tensors = dict[str, np.ndarray]
@@ -78,15 +81,35 @@ def run(
     out: Path,
     steps: Sequence[Mapping[str, Any]],
     start: Mapping[str, np.ndarray] | None = None,
+    evaluates: bool = False,
 ) -> Run:
-    """Compiles and takes the steps on in-process ranks; `start` are weights to begin with."""
+    """Compiles and takes the steps on in-process ranks; `start` are weights to begin with.
+
+    `evaluates`: then what the program `evaluate` makes of each step's batch is in the outputs, too.
+    """
     program = compile_source(source, parse_plan(plan, "plan.yaml"), out).program
     with load_local(out, devices={"cuda": "cpu"}) as ranks:
         if start is not None:
             put(ranks, start)
         before = tensors(ranks)
         given = [ranks({**fed(ranks, k), **step}) for k, step in enumerate(steps)]
+        given += evaluated(ranks, steps) if evaluates else []
         return Run(given, before, tensors(ranks), program)
+
+
+def evaluated(ranks: LocalProgram, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the program `evaluate` makes of batches beside a training, twice each: another step plan may use the memory between."""
+    others = ranks._all([partial(one.beside, "evaluate") for one in ranks.ranks])
+    manifest = others[0].manifest
+    cut = {port.name for port in manifest.inputs if port.boxes is not None}
+    found = []
+    for step in [*steps, *steps]:
+        given = {name: Whole(value) if name in cut else value for name, value in step.items()}
+        made = ranks._all([partial(one, given) for one in others])
+        found.append({port.name: whole_output(port, made) for port in manifest.outputs if port.ranks})
+    for one in others:
+        one.release()
+    return found
 
 
 def trained(

@@ -19,6 +19,7 @@ from ...program.memory_plan import Lifetime
 from ...program.steps import Collective, Copy, PostRecv, Segment, Send, Step, Update, WaitRecv
 from ...program.value_table import Storage
 from ..collective_plans import scratch_name
+from ..memory.roles import Kind, Role
 from ..rank_program import RankProgram
 from .dependencies import Access, Range, waits_of
 from .workers import LaneFailed, LanePlan, Workers
@@ -58,7 +59,24 @@ class Accesses:
             if size := sizes[scratch_name(*key)]:
                 self.scratch[scratch_name(*key)] = place.ctypes.data, place.ctypes.data + size
 
-    def of_steps(self, indices: Sequence[int]) -> Access:
+    def of(self, role: Role) -> Access:
+        """What an action accesses."""
+        match role.kind:
+            case Kind.STEPS:
+                return self._of_steps(role.steps)
+            case Kind.SENT:
+                return self._of_end(role.index)
+            case Kind.DROPPED:
+                return Access(self.lane(role.index), (), self._ranges([role.name]))
+            case Kind.FREED:
+                assert role.place is not None
+                begin, size = role.place.pointer, role.place.dtype.bytes_of(role.place.shape)
+                # What lies on the host is filled by the lane that has read it last, so that no other one waits.
+                target = self.values.targets.get(role.name)
+                lane = self.lane(role.index) if target is None else self.lanes[target]
+                return Access(lane, (), ((begin, begin + size),))
+
+    def _of_steps(self, indices: Sequence[int]) -> Access:
         """Those of steps of one lane that are one action."""
         found = [self._of_step(index) for index in indices]
         reads, writes = ([one for access in found for one in some(access)] for some in (_reads, _writes))
@@ -83,17 +101,13 @@ class Accesses:
             case _:
                 return self._of_collective(lane, step)
 
-    def of_end(self, index: int) -> Access:
+    def _of_end(self, index: int) -> Access:
         """Those of the wait for what a step has sent: until then it is read."""
         step = self.program.steps[index]
         if isinstance(step, Send):
             return Access(0, self._ranges([step.value]))
         assert isinstance(step, Collective)
         return self._of_collective(0, step)
-
-    def of_drop(self, index: int, name: str) -> Access:
-        """Those of the end of a value that has memory of its own."""
-        return Access(self.lane(index), (), self._ranges([name]))
 
     def lane(self, index: int) -> int:
         """The lane of a step; a copy is in that of the target that is not the CPU."""
@@ -137,12 +151,12 @@ def _writes(access: Access) -> tuple[Range, ...]:
 class Lanes:
     """The lanes of a step plan, which run at the same time."""
 
-    def __init__(self, plan: StepPlan, count: int) -> None:
+    def __init__(self, plan: StepPlan, accesses: Sequence[Access], count: int) -> None:
         self.plan = plan
         lanes: list[list[int]] = [[] for _ in range(count)]
-        for place, access in enumerate(plan.accesses):
+        for place, access in enumerate(accesses):
             lanes[access.lane].append(place)
-        waits = waits_of(plan.accesses, count)
+        waits = waits_of(accesses, count)
         # The last action of the first lane waits for all others.
         lanes[0].append(len(plan.actions))
         waits.append(tuple((lane, len(places)) for lane, places in enumerate(lanes) if lane and places))

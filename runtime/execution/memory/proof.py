@@ -1,0 +1,245 @@
+"""The proof of a step plan: an action reads what the value's own writer has left there, in every order that lanes allow.
+
+Memory is divided at every end of a place, and each part remembers which value it has. An action must find its operands in all of their
+parts, and what is on its way when the wait for it ends; nothing may be in two places that meet but for what is known to be done in place.
+So two values share bytes only if one is not needed any more when the other begins. Two actions in different lanes, one of which writes
+what the other reads or writes, must be in order by what lanes wait for.
+
+It follows the actions that run, and knows no lifetime: what it proves is not the work of the code that plans memory. A plan that fails is
+a fault of partc, not of the artifact; no step runs with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...artifact.dtypes import BY_NAME
+from ...artifact.tensor import Tensor
+from ...devices.device_memory import Cell, Placed, Remote
+from ...errors import RankError
+from ...program.value_table import Storage
+from ..collective_plans import scratch_name
+from .effects import Effects, at_the_end, effects_of, freed_name
+
+if TYPE_CHECKING:
+    from ..step_plan import StepPlan
+
+_SHOWN = 8
+_HELP = "  help: this is a bug in partc; please report it with the artifact and the sizes of the inputs"
+_NOBODY = 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A value's parts of memory, from one up to another, and what they hold where it is complete; while it comes, less than 0."""
+
+    name: str
+    begin: int
+    end: int
+    held: int
+
+
+def refuse_meeting(plan: StepPlan) -> None:
+    """RankError that names the values of a step plan that share bytes while both are needed."""
+    problems = list(dict.fromkeys(meetings(plan)))
+    if problems:
+        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        law = "  values that are needed at the same time have bytes of their own"
+        where = f"rank {plan.transport.rank}: the memory of a step is planned wrongly"
+        raise RankError("\n".join([f"{where}: {problems[0]}", *problems[1:_SHOWN], *more, law, _HELP]))
+
+
+def meetings(plan: StepPlan) -> Iterator[str]:
+    """What is wrong with the memory of a step plan, a line for each two values that meet."""
+    done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
+    after = list(at_the_end(plan.program))
+    memory = _Memory(plan, [*done, *after])
+    for one in (*done, *after):
+        yield from memory.follow(one)
+    if plan.lanes is not None:
+        yield from _races(plan, memory, done)
+
+
+class _Memory:
+    """The parts of a rank's memory while the actions of a step are followed in the order of the file."""
+
+    def __init__(self, plan: StepPlan, every: Sequence[Effects]) -> None:
+        self.plan = plan
+        self.extra = _without_values(plan)
+        names = dict.fromkeys(name for one in every for name, _ in (*one.checks, *one.sets))
+        spans = {name: span for name in names if (span := self._span(name)) is not None}
+        ends = {end: part for part, end in enumerate(sorted({end for span in spans.values() for end in span}))}
+        self.addresses = list(ends)
+        self.places: dict[str, _Place] = {}
+        for held, name in enumerate(names, 1):
+            if name in spans:
+                begin, end = spans[name]
+                self.places[name] = _Place(name, ends[begin], ends[end], held)
+        loose = (name for name in names if name not in spans and self._is_loose(name))
+        self.count = len(ends)
+        for name in loose:
+            self.places[name] = _Place(name, self.count, self.count + 1, len(names) + 1 + self.count)
+            self.count += 1
+        self.names = {place.held: place.name for place in self.places.values()}
+        self.held = [_NOBODY] * self.count
+        self.writers: dict[int, str] = {}
+        replaced = {record.next for record in plan.program.state.records}
+        storage = plan.values.storage
+        for name, place in self.places.items():
+            if storage.get(name) is Storage.CONSTANT and name not in replaced:
+                self._put(place, place.held)
+
+    def follow(self, one: Effects) -> Iterator[str]:
+        """What is wrong with an action, which is then done."""
+        checks = [(self.places[name], coming) for name, coming in one.checks if name in self.places]
+        sets = [(self.places[name], coming) for name, coming in one.sets if name in self.places]
+        if one.in_place and sets:
+            checks = [(place, coming) for place, coming in checks if coming or not self._came(one, place)]
+        sound = []
+        for place, coming in checks:
+            if self._has(place, -place.held if coming else place.held):
+                sound.append((place, coming))
+            else:
+                yield self._lost(one, place, coming)
+        if not sets:
+            return
+        for place, coming in sets:
+            held = _NOBODY if one.frees else -place.held if coming else place.held
+            self._put(place, held)
+            self.writers[place.held] = one.text
+        if one.frees:
+            return
+        made = {place.name for place, _ in sets}
+        for place, coming in sets:
+            if not self._has(place, -place.held if coming else place.held):
+                yield self._twice(one, place, "makes")
+        for place, coming in sound:
+            there = place.name in made or self._has(place, -place.held if coming else place.held)
+            if not there and self._instead(one, place) is None:
+                yield self._twice(one, place, "reads")
+
+    def _came(self, one: Effects, place: _Place) -> bool:
+        """Whether what a collective reads has become what it makes, in its place."""
+        other = self._instead(one, place)
+        return other is not None and self._has(other, -other.held)
+
+    def _instead(self, one: Effects, place: _Place) -> _Place | None:
+        """What an action makes of what it reads, in its place."""
+        other = self.places.get(one.in_place.get(place.name, ""))
+        return other if other is not None and (place.begin, place.end) == (other.begin, other.end) else None
+
+    def _has(self, place: _Place, held: int) -> bool:
+        size = place.end - place.begin
+        return self.held[place.begin] == held if size == 1 else self.held[place.begin : place.end].count(held) == size
+
+    def _put(self, place: _Place, held: int) -> None:
+        if place.end - place.begin == 1:
+            self.held[place.begin] = held
+        else:
+            self.held[place.begin : place.end] = [held] * (place.end - place.begin)
+
+    def _lost(self, one: Effects, place: _Place, coming: bool) -> str:
+        """Why an action does not find what it needs."""
+        wanted = -place.held if coming else place.held
+        parts = [part for part in range(place.begin, place.end) if self.held[part] != wanted]
+        other = self.held[parts[0]]
+        parts = [part for part in parts if self.held[part] == other]
+        said, bytes = _said(place.name), self._bytes(place, parts)
+        if abs(other) == place.held:
+            return f"{said}: {one.text} needs it before it is there"
+        if other == _NOBODY:
+            known = place.held in self.writers
+            return f"{said}{bytes} {'has been given up' if known else 'has not been made'} when {one.text} needs it"
+        name, writer = _said(self.names[abs(other)]), self.writers.get(abs(other), "the state")
+        return f"{said} and {name} share{bytes}: {writer} writes {name} before {one.text} needs {said}"
+
+    def _twice(self, one: Effects, place: _Place, does: str) -> str:
+        """Why an action that makes or reads a value must not make another one."""
+        parts = [part for part in range(place.begin, place.end) if abs(self.held[part]) != place.held]
+        name = _said(self.names[abs(self.held[parts[0]])])
+        return f"{_said(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"
+
+    def _bytes(self, place: _Place, parts: Sequence[int]) -> str:
+        """Where parts are, from the begin of the arena or value in which they lie."""
+        if not parts or place.begin >= len(self.addresses):
+            return ""
+        begin, end = self.addresses[parts[0]], self.addresses[parts[-1] + 1]
+        for target, (base, size) in self.plan.arenas.items():
+            if base <= begin < base + size:
+                return f" bytes {begin - base} to {end - base} of the arena of {target}"
+        return f" {end - begin} bytes outside of the arenas"
+
+    def _span(self, name: str) -> tuple[int, int] | None:
+        """The addresses of a value of a fixed place that has bytes."""
+        plan = self.plan
+        place: Cell | None
+        if name in self.extra:
+            place = self.extra[name]
+        elif plan.values.storage.get(name) in (Storage.SLOT, Storage.CONSTANT):
+            place = plan.cells.get(name)
+        else:
+            return None
+        if not isinstance(place, Tensor | Remote):
+            return None
+        size = place.dtype.bytes_of(place.shape)
+        return (place.pointer, place.pointer + size) if size else None
+
+    def _is_loose(self, name: str) -> bool:
+        return self.plan.values.storage.get(name) in (Storage.TENSOR, Storage.OBJECT)
+
+
+def _without_values(plan: StepPlan) -> dict[str, Placed]:
+    """Places that are no value's: those where collectives pack, and those that are filled."""
+    found: dict[str, Placed] = {freed_name(role.name): role.place for role in plan.roles if role.place is not None}
+    for tag, work in plan.works.items():
+        for side, size in (("out", work.packed), ("in", work.landing)):
+            found[scratch_name(tag, side)] = Tensor(BY_NAME["uint8"], (size,), plan.scratch[tag, side][:size])
+    return found
+
+
+def _said(name: str) -> str:
+    """A value as messages name it; what a collective packs has no name of its own."""
+    tag, _, side = name.removesuffix("\n").partition(" ")
+    return f"what collective {tag} packs ({side})" if name.endswith("\n") else f"'{name}'"
+
+
+def _races(plan: StepPlan, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
+    """Actions of two lanes that meet and may run at the same time."""
+    assert plan.lanes is not None
+    order = plan.lanes.order
+    lanes = len(order.lanes)
+    turn = {place: (lane, count) for lane, places in enumerate(order.lanes) for count, place in enumerate(places, 1)}
+    known = [[0] * lanes for _ in range(lanes)]
+    after: list[list[list[int]]] = [[] for _ in range(lanes)]
+    written = [(0, 0, -1)] * memory.count
+    read = [[0] * memory.count for _ in range(lanes)]
+    for place, one in enumerate(done):
+        lane, count = turn[place]
+        mine = known[lane]
+        for other, needed in order.waits[place]:
+            if needed > len(after[other]):
+                yield f"{one.text} waits for what comes after it in the lanes"
+                return
+            mine = [max(pair) for pair in zip(mine, after[other][needed - 1], strict=True)]
+        mine[lane] = count
+        known[lane] = [*mine]
+        after[lane].append([*mine])
+        for name, writes in (*((name, False) for name, _ in one.checks), *((name, True) for name, _ in one.sets)):
+            if (at := memory.places.get(name)) is None:
+                continue
+            for part in range(at.begin, at.end):
+                who, when, before = written[part]
+                late = when > mine[who]
+                if not late and writes:
+                    for other in range(lanes):
+                        late = late or read[other][part] > mine[other]
+                if late:
+                    met = done[before].text if when > mine[who] else "an earlier reader"
+                    yield f"{_said(name)}: {one.text} does not wait for {met}, which is in another lane and uses the same bytes"
+                    break
+                if writes:
+                    written[part] = lane, count, place
+                else:
+                    read[lane][part] = max(read[lane][part], count)
