@@ -197,7 +197,7 @@ def _problem(detail: ErrorDetails, document: Document) -> Problem:
     if isinstance(violation, Violation):
         at = (*steps, violation.key) if violation.key else steps
         problem = violation.at(document.where(*at), subject)
-        device = meant_target(detail["input"]) if steps[0] == "placement" else ""
+        device = meant_target(detail["input"]) if steps[:1] == ("placement",) else ""
         return (
             replace(problem, help=f"write target: {{{steps[1]}: {device}}}; a placement is a rank")
             if device
