@@ -238,7 +238,9 @@ def compared(schedule: Schedule, costs: Costs, profile: Profile) -> Compared:
     steps = range(profile.steps)
     measured = [profile.measured(step) for step in steps]
     simulated = [simulate(schedule, with_times(costs, _in_ms(profile.times(step)))).total / 1e3 for step in steps]
-    ratio = statistics.median(one / other for one, other in zip(measured, simulated, strict=True))
+    ratio = statistics.median(
+        one / other if other else math.nan for one, other in zip(measured, simulated, strict=True)
+    )
     return Compared(len(steps), statistics.median(measured), statistics.median(simulated), ratio)
 
 

@@ -69,8 +69,11 @@ def _refuse_other(path: str | Path, mode: int) -> None:
 
 
 def lies_outside(path: str | Path, folder: str | Path) -> bool:
-    """Whether a file, links followed, is not inside of a folder."""
-    return not Path(path).resolve().is_relative_to(Path(folder).resolve())
+    """Whether a file, links followed, is not inside of a folder; a link that leads around to itself is nowhere."""
+    try:
+        return not Path(path).resolve().is_relative_to(Path(folder).resolve())
+    except (OSError, RuntimeError):  # pathlib raises either, by version
+        return True
 
 
 def read_regular(path: str | Path, most: int | None = None) -> bytes:

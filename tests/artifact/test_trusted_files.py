@@ -58,6 +58,21 @@ def test_links_of_an_artifact_that_leave_it(folder: Path, file: str, capsys: pyt
     assert check_artifact(folder) != []
 
 
+def test_a_manifest_that_is_a_link_to_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "manifest.json"
+    path.unlink()
+    path.symlink_to(path.name)
+    assert "the path 'manifest.json' leaves the folder" in said(capsys, "inspect", str(folder))
+
+
+def test_a_profile_of_no_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = {f"{stage}{kind}{k}": [0.0] for stage in "01" for kind in "FB" for k in range(4)}
+    rank = {"rank": 0, "step": [0.0], "tasks": tasks, "waits": {}, "kinds": {}, "arena": 0}
+    (folder.parent / "times.json").write_text(json.dumps({"profile": 1, "ranks": [rank]}))
+    invoke(["simulate", str(folder), "--times", str(folder.parent / "times.json")])
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)

@@ -39,6 +39,6 @@ def check_onnx(file: str, model: ModelProto) -> list[Violation]:
     register()
     try:
         onnx.checker.check_model(as_plain_onnx(model))
-    except (onnx.checker.ValidationError, UnicodeDecodeError) as error:
+    except (onnx.checker.ValidationError, UnicodeDecodeError, TypeError) as error:
         return [Violation(file, f"onnx.checker refuses it: {' '.join(str(error).split())}")]
     return []
