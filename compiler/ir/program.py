@@ -210,6 +210,14 @@ class Program:
         return tuple((part, tuple(ranks)) for part, ranks in found.values())
 
     @cached_property
+    def means(self) -> dict[ir.Node, ir.Node]:
+        """By node that makes the divisor of a mean, for those who add means up, the node that makes the mean: they stand together."""
+        divisors = self.training.denominators if self.training is not None else {}
+        made = {value.name: value.producer() for value in self.model.graph.outputs}
+        pairs = ((made.get(divisor), made.get(mean)) for mean, divisor in divisors.items())
+        return {divisor: mean for divisor, mean in pairs if divisor is not None and mean is not None}
+
+    @cached_property
     def around(self) -> dict[ir.Node, tuple[ir.Value, ...]]:
         """Per node of the main graph, the distinct values that its bodies read from outside; they may be its operands, too."""
         return {node: tuple(dict.fromkeys(captured_by(node))) for node in self.model.graph}

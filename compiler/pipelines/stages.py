@@ -105,4 +105,7 @@ def _depths(program: Program) -> dict[ir.Node, dict[Group, int]]:
             sent = node in outputs or any(there.keys().isdisjoint(depths[node]) for there in at)
             if later and not sent:
                 depths[node][group] = max(depths[node][group], min(later))
+    for divisor, mean in program.means.items():
+        for group in depths[divisor].keys() & depths[mean].keys():
+            depths[divisor][group] = max(depths[divisor][group], depths[mean][group])
     return depths

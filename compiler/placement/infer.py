@@ -130,6 +130,9 @@ class _Settler:
                 self.home[node] = self.home[reader]
                 self.reasons[node] = f"follows its reader {self.program.paths[reader]}"
                 continue
+            if (mean := self.program.means.get(node)) in self.home:
+                self.home[node], self.reasons[node] = self.home[mean], f"follows {self.program.paths[mean]}"
+                continue
             wanted = [groups[0] for out in node.outputs if (groups := self.delivered.get(out))]
             follows = wanted and len(self.default) == 1
             self.home[node] = wanted[0] if follows else self.default

@@ -125,11 +125,6 @@ def test_models_learn_alike(
     models: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    if "ranks: 4" in plan and name == "gpt":
-        pytest.xfail(
-            "the divisor of the loss, a number of records, is placed on all ranks and is then a stage of its own"
-        )
-
     def training(optimizer: str) -> str:
         return train(MODELS[name][2], 1, optimizer, "  clip: {norm: 1.0}\n")
 
