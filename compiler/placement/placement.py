@@ -68,9 +68,7 @@ def place(program: Program) -> Program:
     if named is not None:
         _check_order(program, named)
     to = {value: ranks for value, (ranks, _) in delivered.items()}
-    # stages of a pipeline are groups of their own: what a module's line places there stays there
-    around = _by_module(program, said, in_stages) if program.plan.pipeline is None else set[ir.Node]()
-    inferred = _infer(program, fixed, around, floating, to, default, named)
+    inferred = _infer(program, fixed, _by_module(program, said, in_stages), floating, to, default, named)
     placement = {node: _placed(node, rules, inferred, floating, program) for node in graph}
     if problems := list(against_stages(program, said, inferred.stages)) if staged else []:
         raise CompileError(problems)
