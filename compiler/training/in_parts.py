@@ -25,7 +25,7 @@ from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetSpec, OutputRule
 from partc.compiler.training.labels import labels_of
-from partc.compiler.training.spread import EVERY, SUM, Rows, Spread, needed_for, spread
+from partc.compiler.training.spread import EVERY, OWN, SUM, Rows, Spread, needed_for, spread
 
 PART = "part"
 """The graph's input that says which part of a batch it is, counted from 0."""
@@ -47,7 +47,12 @@ def in_parts(program: Program) -> Program:
     training = replace(training, totals=tuple(str(value.name) for value in found.totals))
     if training.part is ProgramKind.TOTALS:
         return replace(program, training=training)
-    summed = [str(value.name) for value in program.model.graph.outputs if found.state(value) is SUM]
+    divisors = {divisor.outputs[0] for divisor in program.means}
+    summed = [
+        str(value.name)
+        for value in program.model.graph.outputs  # a part's number of positions is its own, and a term of the batch's
+        if found.state(value) is SUM or (found.state(value) is OWN and value in divisors)
+    ]
     summed += [str(value.name) for value in found.totals if found.states[value] is SUM]
     training = replace(training, summed=frozenset(summed))
     paths, values = dict(program.paths), dict(program.values)

@@ -43,6 +43,7 @@ def test_random_trainings_are_as_those_of_torch() -> None:
     [
         (21, 27),  # a rank hands on, within a task, what the stage's own ranks read again
         (31, 183),  # auto splits the backward passes of some microbatches
+        (77, 13),  # the number of positions that a loss is divided by was that of one microbatch
         (31, 402),  # the gradient of a loss is once a step, and no forward op to repeat
     ],
 )
