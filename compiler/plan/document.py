@@ -27,7 +27,7 @@ MOST_VALUES = 100_000
 """So many values a file has at most once its aliases are written out, its own not counted."""
 
 LARGEST_PLAN = 1 << 19
-MOST_ENTRIES, DEEPEST, LONGEST_TEXT, LARGEST_NUMBER = 200_000, 64, 10_000, (1 << 63) - 1
+MOST_ENTRIES, DEEPEST, LONGEST_TEXT, LARGEST_NUMBER = 100_000, 64, 10_000, (1 << 63) - 1
 """The most that a plan may have: bytes; commas, colons and lines; lists and mappings within each other; letters of one text; and what
 its whole numbers may be, up and down. Beyond them reading alone would take minutes, or all of the memory."""
 _TAG = "tag:yaml.org,2002:"

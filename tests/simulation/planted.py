@@ -170,7 +170,7 @@ PLANTED = (
     Planted("no wait for a receive", "placed", "", _no_wait_for_a_receive),
     Planted("no wait for a collective", "data parallel", "", _no_wait_for_a_collective),
     Planted("no wait for a send", "placed", "never waited for", _no_wait_for_a_send),
-    Planted("memory of sends is shared", "placed", "before its send was complete", _memory_of_sends_is_shared),
+    Planted("memory of sends is shared", "placed", "before end of the Send", _memory_of_sends_is_shared),
     Planted("memory of receives is shared", "placed", "", _memory_of_receives_is_shared),
     Planted("tags are swapped", "few tags", "", _tags_are_swapped),
     Planted("collectives are swapped", "data parallel", "different collectives", _collectives_are_swapped),
