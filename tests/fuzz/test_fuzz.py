@@ -21,12 +21,13 @@ def test_whatever_is_given_ends_well(name: str) -> None:
     assert re.search(rf"{CASES[name]} cases: (\d+ ok, )?\d+ refused", ended.stdout)
 
 
-def test_random_pipelines_are_as_the_whole() -> None:
-    path = Path(__file__).parent / "random_pipelines.py"
-    asked = [sys.executable, str(path), "--cases", "5", "--seed", "3"]
+@pytest.mark.parametrize("name", ["random_pipelines", "random_targets"])
+def test_random_trainings_are_as_the_whole(name: str) -> None:
+    path = Path(__file__).parent / f"{name}.py"
+    asked = [sys.executable, str(path), "--cases", "4", "--seed", "3"]
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^5 cases: [2-5] ok", ended.stdout, re.MULTILINE), ended.stdout
+    assert re.search(r"^4 cases: [2-4] ok", ended.stdout, re.MULTILINE), ended.stdout
 
 
 def test_random_trainings_are_as_those_of_torch() -> None:

@@ -107,8 +107,7 @@ def evaluated(ranks: LocalProgram, steps: Sequence[Mapping[str, Any]]) -> list[d
         given = {name: Whole(value) if name in cut else value for name, value in step.items()}
         made = ranks._all([partial(one, given) for one in others])
         found.append({port.name: whole_output(port, made) for port in manifest.outputs if port.ranks})
-    for one in others:
-        one.release()
+    ranks._all([one.release for one in others])
     return found
 
 
