@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Mesh axes by name, with their sizes, major first."""
 
+MOST_AXES = 64
 _LAW = "a mesh is the grid of all ranks, or, where it has another size, of every group in 'placement'"
 
 
@@ -121,6 +122,9 @@ def axes_of(mesh: Axes, ranks: int, group: tuple[int, ...]) -> Axes:
 
 def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
     """The mesh, if its size is that of all ranks or of a group in `placement`."""
+    if len(mesh) > MOST_AXES:
+        fact = f"the mesh has {len(mesh):,} axes"
+        raise Violation(fact, f"a mesh has at most {MOST_AXES}", "leave out axes of size 1")
     frame, size = _frame(info), math.prod(mesh.values())
     if not mesh or frame.ranks is None or size == frame.ranks or size in frame.groups:
         return mesh

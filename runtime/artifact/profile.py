@@ -98,4 +98,7 @@ def read_profile(path: Path) -> Profile:
             raise UsageError(
                 f"{path}: the times of rank {one.rank} are of different numbers of steps\n  help: measure again"
             )
+    for step in range(found.steps):
+        if not found.measured(step):
+            raise UsageError(f"{path}: step {step} took no time on any rank\n  help: measure again")
     return found

@@ -6,14 +6,15 @@ rank 1:  Recv(h.0) 1F0 Recv(h.1) 1B0 Send(h.0.grad) 1F1 ...     the main graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
 from .cells import Kind, Task, parse
-from .format import DOMAIN, TAG
+from .format import DOMAIN, TAG, ranks_of
 from .tasks import Call, bodies_of, calls_of
 
 if TYPE_CHECKING:
@@ -93,23 +94,75 @@ def _task(call: Call) -> Task | None:
         return None
 
 
-def rows_of_text(text: str) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """The number of microbatches and by home (`rank 0`, `ranks 2-3`) the cells, of a text of rows such as `ir/schedule.txt`.
+@dataclass(frozen=True)
+class RowsText:
+    """What a text of rows states: the number of microbatches, and by rank its cells."""
 
-    ArtifactError where it is none.
+    microbatches: int
+    rows: Mapping[int, tuple[str, ...]]
+
+
+_HEAD = re.compile(r"# Schedule: .*   Stages: (\d{1,9})   Microbatches: (\d{1,9})", re.ASCII)
+_STAGE = re.compile(r"# Stage (\d{1,9}): ranks? ([\d,-]+)(   .*)?", re.ASCII)
+_ROW = re.compile(r"ranks? ([\d,-]+):( .*)?", re.ASCII)
+
+
+def rows_of_text(text: str) -> RowsText:
+    """What a text of rows such as `ir/schedule.txt` states; ArtifactError, with a line's number, where it is none or contradicts itself.
+
+    Cells are tasks of the stages and microbatches that its head counts, a rank has one row, and a stage is on the ranks whose rows have
+    its tasks.
     """
-    count, rows = 0, dict[str, tuple[str, ...]]()
-    for line in text.splitlines():
-        head, colon, cells = line.partition(":")
-        if line.startswith("# Schedule:"):
-            words = line.split()
-            number = words[-1] if words[-2:-1] == ["Microbatches:"] else ""
-            count = int(number) if number.isascii() and number.isdecimal() and len(number) < 10 else 0
-        elif colon and head.startswith("rank") and not line.startswith("#"):
-            rows[head] = tuple(cells.split())
-    if count < 1 or not rows:
-        raise ArtifactError("it has no number of microbatches, or no rows")
-    return count, rows
+    counts: tuple[int, int] | None = None
+    stages, homes, rows = dict[int, str](), dict[int, list[str]](), dict[int, tuple[str, ...]]()
+    for number, line in enumerate(text.splitlines(), 1):
+        if head := _HEAD.fullmatch(line):
+            counts = int(head[1]), int(head[2])
+        elif placed := _STAGE.fullmatch(line):
+            stages[int(placed[1])] = placed[2]
+        elif counts is not None and (row := _ROW.fullmatch(line)):
+            cells, ranks = tuple((row[2] or "").split()), _ranks(row[1])
+            if twice := sorted(rows.keys() & ranks):
+                raise ArtifactError(f"line {number}: rank {twice[0]} has two rows")
+            rows |= dict.fromkeys(ranks, cells)
+            for one in _stages(cells, *counts, f"line {number}"):
+                homes.setdefault(one, []).append(row[1])
+    if counts is None or counts[1] < 1 or not rows:
+        raise ArtifactError("it has no number of stages and microbatches, or no rows")
+    on = cache(lambda texts: sorted({rank for one in texts for rank in _ranks(one)}))
+    for one in sorted({*range(min(counts[0], len(stages) + 1)), *stages, *homes}):
+        said, have = (stages[one],) if one in stages else (), tuple(homes.get(one, ()))
+        if one >= counts[0] or not said or on(said) != on(have):
+            where = f"on {'ranks ' + said[0] if said else 'no rank'} by its head, which counts {counts[0]} stages"
+            raise ArtifactError(
+                f"stage {one} is {where}; its tasks are in the rows of {' and '.join(have) or 'no rank'}"
+            )
+    return RowsText(counts[1], rows)
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        return ranks_of(text)
+    except ValueError as error:
+        raise ArtifactError(str(error)) from None
+
+
+def _stages(cells: Sequence[str], stages: int, microbatches: int, where: str) -> set[int]:
+    """The stages of a row's tasks; ArtifactError where a cell is no task of these stages and microbatches."""
+    found = set[int]()
+    for at, cell in enumerate(cells, 1):
+        try:
+            task = parse(cell)
+        except ValueError as error:
+            raise ArtifactError(f"{where}, cell {at}: '{cell[:_LONGEST]}' is not a task: {error}") from None
+        if task.stage >= stages or task.microbatch >= microbatches:
+            fact = f"{task}, and its head counts {stages} stages and {microbatches} microbatches"
+            raise ArtifactError(f"{where}, cell {at}: {fact}")
+        found.add(task.stage)
+    return found
+
+
+_LONGEST = 20
 
 
 @dataclass(frozen=True)

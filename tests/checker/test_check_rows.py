@@ -208,10 +208,55 @@ def test_a_deadlock_shows_where_each_row_waits(built: Path, tmp_path: Path) -> N
     assert "\n  rank 0:\n    0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3\n    ^^^\n  rank 1:\n    1F0 1B0" in found
 
 
+def restated(built: Path, folder: Path, change: Callable[[str], str]) -> str:
+    """What the checker says of an artifact whose text of rows is another."""
+    text = (shutil.copytree(built, folder) / SCHEDULE).read_text()
+    (folder / SCHEDULE).write_text(change(text))
+    assert change(text) != text
+    correct(folder)
+    return "\n".join(map(str, check_artifact(folder)))
+
+
 def test_calls_of_other_stages_than_those_of_its_row(built: Path, tmp_path: Path) -> None:
     """A rank takes part in a task of other ranks where their values reach it: the text has the tasks of its own stages alone."""
-    folder = shutil.copytree(built, tmp_path / "build")
-    text = (folder / SCHEDULE).read_text()
-    (folder / SCHEDULE).write_text(re.sub(r"rank 1: 1F0.*", "rank 1: 2F0", text))
-    correct(folder)
-    assert check_artifact(folder) == []
+
+    def other_homes(text: str) -> str:
+        text = text.replace("Stages: 2", "Stages: 3").replace(
+            "# Stage 1: rank 1", "# Stage 1: rank 0\n# Stage 2: rank 1"
+        )
+        rank_1 = re.search(r"rank 1: (1F0.*)", text)
+        assert rank_1 is not None
+        return text.replace(rank_1[0], "rank 1: 2F0").replace("rank 0: 0F0", f"rank 0: {rank_1[1]} 0F0")
+
+    assert restated(built, tmp_path / "build", other_homes) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ((r"rank 1: 1F0.*", "rank 1: x"), "line 12, cell 1: 'x' is not a task"),
+        (
+            (r"rank 1: 1F0.*", "rank 1:"),
+            "stage 1 is on ranks 1 by its head, which counts 2 stages; its tasks are in the",
+        ),
+        ((r"\nrank 1: 1F0.*", ""), "its tasks are in the rows of no rank"),
+        ((r"\nrank 1: 1F0.*", "\nrank 0: 1F0"), "line 12: rank 0 has two rows"),
+        ((r"rank 1: 1F0", "rank 0-70000: 1F0"), "are more than 65536 ranks"),
+        ((r"Stages: 2", "Stages: 1"), "line 12, cell 1: 1F0, and its head counts 1 stages and 4 microbatches"),
+        ((r"Stages: 2", "Stages: 3"), "stage 2 is on no rank by its head, which counts 3 stages"),
+        ((r"# Stage 1: rank 1", "# Stage 1: rank 0"), "stage 1 is on ranks 0 by its head"),
+        ((r"# Stage 1: rank 1", "# Stage 2: rank 1"), "stage 1 is on no rank by its head"),
+        ((r"# Stage 1: rank 1", "# Stage 1: rank 1\n# Stage 2: rank 1"), "stage 2 is on ranks 1 by its head"),
+        ((r"Microbatches: 4", "Microbatches: 3"), "0F3, and its head counts 2 stages and 3 microbatches"),
+        ((r"Microbatches: 4", "Microbatches: 5"), "0F4 1F4 are missing|0F4 0B4 are missing"),
+        ((r"Microbatches: 4", "Microbatches: x"), "it has no number of stages and microbatches, or no rows"),
+        ((r"(?s)rank 0: 0F0.*", ""), "it has no number of stages and microbatches, or no rows"),
+        ((r"(?s)Stages: 2(.*)\n# Stage 1: [^\n]*(.*)\nrank 1: 1F0[^\n]*", r"Stages: 1\1\2"), "1F0 is in no row"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_a_text_that_contradicts_itself_or_leaves_out(
+    change: tuple[str, str], told: str, built: Path, tmp_path: Path
+) -> None:
+    found = restated(built, tmp_path / "build", lambda text: re.sub(*change, text, count=1))
+    assert any(one in found for one in told.split("|")), found

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-CASES = {"plans": 24, "schema_plans": 12, "models": 16, "manifests": 14, "rank_files": 10, "checkpoints": 7}
+CASES = {
+    "plans": 24,
+    "schema_plans": 12,
+    "models": 16,
+    "manifests": 14,
+    "rank_files": 10,
+    "checkpoints": 7,
+    "bombs": 10,
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -28,6 +28,11 @@ VALUES = {
         "write keep: [head]",
     ],
     "target: {a: tpu, b: cuda:1, c: 7}": ["'tpu' is no target", "write cuda; the number", "the number 7"],
+    f"mesh: {{{', '.join(f'a{k}: 1' for k in range(65))}}}": [
+        "the mesh has 65 axes",
+        "at most 64",
+        "leave out axes of size 1",
+    ],
     "roles: [1]": ["'roles': expected a mapping", "help: write roles: {ps: [2, 3]}"],
 }
 PARAMETERS = {

@@ -122,6 +122,7 @@ def test_a_profile_that_is_none(tmp_path: Path) -> None:
         ([], "it is no profile: ranks"),
         ([{**one, "tasks": {"0F0": [-1.0]}}], "ranks.0.tasks.0F0.0"),
         ([{**one, "tasks": {"0F0": [1.0, 2.0]}}], "times of rank 0 are of different numbers of steps"),
+        ([{**one, "step": [0.0]}], "step 0 took no time on any rank"),
     ):
         file.write_text(json.dumps({"profile": 1, "ranks": ranks}))
         with pytest.raises(UsageError, match=words):

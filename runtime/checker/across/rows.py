@@ -5,7 +5,7 @@
 3. A stage's F of a microbatch comes before its B, and B before W.
 4. Ranks that share stages run their tasks in one order.
 5. A task reads what tasks of its own microbatch make. Sums of gradients alone go on from one call of a function to its next.
-6. `ir/schedule.txt`, by which people know the rows, has the same ones.
+6. `ir/schedule.txt`, by which people know the rows, has the same ones: each task of a rank's stages, and no task of a rank is in no row.
 
 That messages meet, and that rows do not wait for each other, is proven of all communication (`ordering.py`).
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from partc.runtime.artifact.cells import Kind, Task, marked
-from partc.runtime.artifact.format import SCHEDULE, dump_file, ranks_of, ranks_text
+from partc.runtime.artifact.format import SCHEDULE, dump_file, ranks_text
 from partc.runtime.artifact.onnx_graph import addends
 from partc.runtime.artifact.rows import Row, rows_of_text
 from partc.runtime.artifact.tasks import Call
@@ -35,6 +35,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 _ORDER = "of one stage and microbatch F comes before B, and B before W"
 _ALIKE = "ranks that share stages run their tasks in one order"
 _OWN = "a task reads what tasks of its own microbatch make; a sum goes from one call of a function to its next"
+_ONE = "the rows of people and of ranks are one"
 _AGAIN = "compile the model again"
 _SHOWN = 6
 
@@ -66,12 +67,13 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
     found = [_File(file, tuple(ranks), subject.rows[ranks[0]]) for file, ranks in files.items()]
     if not found:
         return
-    stated: Mapping[str, tuple[str, ...]] = {}
+    stated: Mapping[int, tuple[str, ...]] = {}
     count = 1 + max((task.microbatch for one in found for task in one.row.tasks if task), default=0)
     text = dump_file(SCHEDULE, subject.manifest.prefix)
     if text in subject.manifest.files and text not in subject.wrong:
         try:
-            count, stated = rows_of_text(read_text(subject.folder / text, SCHEDULE_BYTES))
+            read = rows_of_text(read_text(subject.folder / text, SCHEDULE_BYTES))
+            count, stated = read.microbatches, read.rows
         except (ArtifactError, OSError, UnicodeDecodeError) as error:
             yield Violation(text, str(error), help=_AGAIN)
     wrong = [violation for one in found for violation in _wrong_cells(one, count)]
@@ -143,15 +145,15 @@ def _first_unlike(one: _File, other: _File) -> Violation | None:
     return None
 
 
-def _not_as_stated(files: Sequence[_File], stated: Mapping[str, tuple[str, ...]], text: str) -> Iterator[Violation]:
+def _not_as_stated(files: Sequence[_File], stated: Mapping[int, tuple[str, ...]], text: str) -> Iterator[Violation]:
     """The first cell that is not the one of the file `text`, which has the tasks of a rank's own stages.
 
     A rank has no call of a task in which it has nothing to do, and may have calls of other stages, whose values it takes part in.
     """
-    by_rank = {rank: cells for label, cells in stated.items() for rank in _ranks(label)}
-    for one in files if by_rank else ():
+    every = {cell for cells in {*stated.values()} for cell in cells}
+    for one in files if stated else ():
         for rank in one.ranks:
-            cells = [cell for cell in by_rank.get(rank, ()) if _body(cell) in one.row.functions]
+            cells = [cell for cell in stated.get(rank, ()) if _body(cell) in one.row.functions]
             own = {_body(cell)[1:] for cell in cells}
             row = [at for at, task in enumerate(one.row.tasks) if task is not None and str(task.stage) in own]
             pairs = zip_longest(row, cells)
@@ -160,15 +162,12 @@ def _not_as_stated(files: Sequence[_File], stated: Mapping[str, tuple[str, ...]]
                 at = len(one.row.cells) if wrong[0] is None else wrong[0]
                 stands = "its end" if wrong[0] is None else one.row.cells[at]
                 fact = f"{stands} stands where {text} has {wrong[1] or 'no task'}"
-                yield one.wrong(at, fact, "the rows of people and of ranks are one")
+                yield one.wrong(at, fact, _ONE)
                 break
-
-
-def _ranks(label: str) -> list[int]:
-    try:
-        return ranks_of(label.partition(" ")[2])
-    except ValueError:
-        return []
+        else:
+            absent = next((at for at, cell in enumerate(one.row.cells) if cell not in every), None)
+            if absent is not None:
+                yield one.wrong(absent, f"{one.row.cells[absent]} is in no row of {text}", _ONE)
 
 
 def _body(cell: str) -> str:
