@@ -5,8 +5,8 @@ a dim, or is the same in every microbatch: weights, the shape of the batch, and 
 factor, which all its operands that have it must be cut along, and passes them to its outputs. What reduces over this factor, needs
 all of it, or needs to know which of the records it has, cannot be done by microbatches.
 
-A dim may hold records apart from each other: (seq, batch, 8) as (seq*batch, 8) has those of a record at every batch-th place. A Reshape
-makes such dims and takes them apart, and what goes by rows may stand between.
+A dim may hold records apart from each other (`analysis/record_dims.py`). A Reshape makes such dims and takes them apart, and what goes
+by rows may stand between.
 
 A value that is the same in every microbatch, but is read along the factor of the records, is cut where all its records are alike, as
 those of an Expand, a ConstantOfShape or a constant of zeros.
@@ -15,13 +15,11 @@ those of an Expand, a ConstantOfShape or a constant of zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx_ir as ir
-import sympy
+from partc.compiler.analysis.record_dims import KEEPS_ORDER, Rows, dim_of, reshaped, together
 from partc.compiler.dims.facts import Facts
-from partc.compiler.dims.normal import is_whole, normal
-from partc.compiler.dims.reading import read
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
@@ -29,18 +27,9 @@ from partc.compiler.ops.rule import WHOLE, Rule
 
 TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
 """By op the operand of which only the type is read."""
-_ROW, _ONE = "r", sympy.Integer(1)
+_ROW = "r"
 _LARGEST = 1 << 20
 """The most elements of a constant whose records are compared."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The records of the batch along `dim`: `apart` times, one behind the other, all `size` of them."""
-
-    dim: int
-    size: sympy.Expr
-    apart: sympy.Expr = _ONE
 
 
 class Records:
@@ -55,7 +44,7 @@ class Records:
         self.known: Mapping[str, Facts] = {name: info.facts for name, info in program.symbols.items()}
         self.alike: dict[ir.Value, Rows] = {}
         """Values that are cut although they are the same in every microbatch, for their records are alike; and further inputs."""
-        self.given = {value: Rows(dim, _size(value, dim)) for value, dim in given.items()}
+        self.given = {value: Rows(dim, dim_of(value, dim)) for value, dim in given.items()}
         while not self._walk():
             pass
 
@@ -93,14 +82,14 @@ class Records:
     def _passed(self, node: ir.Node, at: Mapping[int, Rows]) -> str:
         """Passes records on along the one factor that names them."""
         first = next(iter(at.values()))
-        if node.op_type == "Reshape" and 0 in at:
+        if node.op_type in KEEPS_ORDER and 0 in at:
             return self._reshaped(node, first)
         rule = rule_of(node)
         letters = {_letter(rule.inputs[k] if k < len(rule.inputs) else None, rows.dim) for k, rows in at.items()}
         letter = letters.pop()
         if letters or letter == WHOLE or letter in rule.replicated or letter in rule.units:
             return "may bring records of the batch together"
-        if any(rows.apart != first.apart for rows in at.values()):
+        if together(at.values()) is None or not passes(node, rule, letter, first):
             return "may bring records of the batch together"
         for k, operand in enumerate(rule.inputs):
             value = node.inputs[k] if k < len(node.inputs) else None
@@ -122,8 +111,6 @@ class Records:
                 return "may bring records of the batch together"
             if made is not None and letter in made:
                 self.rows[out] = replace(rows, dim=made.index(letter))
-                if rows.apart != 1 and _dim(out, made.index(letter)) != _dim_like(node, rule, letter):
-                    return "may bring records of the batch together"
             elif out.name and rule.reduce.get(letter) != "":  # as of Shape and Size, whose local form gives the whole
                 how = {"sum": "a sum", "max": "the largest", "min": "the smallest"}.get(rule.reduce.get(letter, ""), "")
                 return f"takes {how or 'something'} over the records of the batch"
@@ -131,28 +118,19 @@ class Records:
         return ""
 
     def _reshaped(self, node: ir.Node, rows: Rows) -> str:
-        """Records stand as far apart in memory as before: so many times, so many of them, with so many elements each."""
-        source, target = (_dims(value) for value in (node.inputs[0], node.outputs[0]))
-        if source is None or target is None:
+        """What changes how elements are grouped into dims, and moves none."""
+        source, out = node.inputs[0], node.outputs[0]
+        made = reshaped(rows, source, out, self.known)
+        if made is None or source is None or source.shape is None or out.shape is None:
             return "may bring records of the batch together"
-        before = sympy.prod(source[: rows.dim]) * rows.apart
-        ahead = _ONE
-        for k, dim in enumerate(target):
-            apart = normal(before / ahead, self.known) if ahead != 0 else ahead
-            if ahead != 0 and self._whole(apart) and self._whole(normal(dim / (apart * rows.size), self.known)):
-                made = replace(rows, dim=k, apart=apart)
-                self.rows[node.outputs[0]] = made
-                inputs, outputs = (
-                    "".join(_ROW if at == one else WHOLE for at in range(len(side)))
-                    for side, one in ((source, rows.dim), (target, k))
-                )
-                self.cut[node] = replace(rule_of(node), inputs=(inputs, WHOLE), outputs=(outputs,)), _ROW
-                return ""
-            ahead *= dim
-        return "may bring records of the batch together"
-
-    def _whole(self, expression: sympy.Expr) -> bool:
-        return expression != 0 and is_whole(sympy.expand(expression), self.known)
+        self.rows[out] = made
+        inputs, outputs = (
+            "".join(_ROW if at == one else WHOLE for at in range(len(side)))
+            for side, one in ((source.shape, rows.dim), (out.shape, made.dim))
+        )
+        rule = rule_of(node)
+        self.cut[node] = replace(rule, inputs=(inputs, *(WHOLE for _ in rule.inputs[1:])), outputs=(outputs,)), _ROW
+        return ""
 
     def _asks_where(self, node: ir.Node, rule: Rule, letter: str) -> bool:
         """Whether the op's local form, cut along a factor, depends on which of its shards is meant."""
@@ -173,7 +151,7 @@ class Records:
     def _alike(self, value: ir.Value, rows: Rows) -> Iterator[tuple[ir.Value | None, Rows | None]]:
         """The values that are cut if this one is; None among them where that cannot be."""
         node, fails = value.producer(), (None, None)
-        if value in self.rows or value in self.alike or _dim(value, rows.dim) != rows.size:
+        if value in self.rows or value in self.alike or dim_of(value, rows.dim) != rows.size:
             yield fails if self.rows.get(value, self.alike.get(value)) != rows else (value, rows)
             return
         yield value, rows
@@ -239,32 +217,13 @@ def _same_records(value: ir.Value, dim: int, count: int) -> bool:
     return all((array.take(range(k * size, (k + 1) * size), dim) == first).all() for k in range(1, count))
 
 
-def _dims(value: ir.Value | None) -> list[sympy.Expr] | None:
-    if value is None or value.shape is None:
-        return None
-    found = [
-        read(str(dim.value)) if isinstance(dim, ir.SymbolicDim) else sympy.Integer(dim) for dim in value.shape.dims
-    ]
-    return None if None in found else found
-
-
-def _dim(value: ir.Value | None, dim: int) -> sympy.Expr | None:
-    dims = _dims(value)
-    return None if dims is None or dim >= len(dims) else dims[dim]
-
-
-def _dim_like(node: ir.Node, rule: Rule, letter: str) -> sympy.Expr | None:
-    """The size of the dim of a factor in the first operand that has it."""
-    for value, letters in zip(node.inputs, rule.inputs, strict=False):
-        if letters and letter in letters:
-            return _dim(value, letters.index(letter))
-    return None
-
-
-def _size(value: ir.Value, dim: int) -> sympy.Expr:
-    found = _dim(value, dim)
-    assert found is not None
-    return found
+def passes(node: ir.Node, rule: Rule, letter: str, rows: Rows) -> bool:
+    """Whether records along a factor stand in the outputs as in the inputs: apart from each other only where all dims are of one size."""
+    if rows.apart == 1:
+        return True
+    operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
+    sizes = {dim_of(value, letters.index(letter)) for value, letters in operands if letters and letter in letters}
+    return len(sizes) == 1 and None not in sizes
 
 
 def _letter(letters: str | None, dim: int) -> str:

@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.part_symbols import training_records
+from partc.compiler.analysis.record_dims import Rows
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import take_out
 from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
@@ -25,7 +26,7 @@ from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetSpec, OutputRule
 from partc.compiler.training.labels import labels_of
-from partc.compiler.training.spread import EVERY, OWN, SUM, Rows, Spread, needed_for, spread
+from partc.compiler.training.spread import EVERY, OWN, SUM, Spread, needed_for, spread
 
 PART = "part"
 """The graph's input that says which part of a batch it is, counted from 0."""

@@ -3,7 +3,7 @@
 The law is that of a cut along the batch, `ops/rule.py`, in time instead of over ranks. In each part a value is
 
     EVERY      the same as in the whole batch: weights, and what is made of them
-    Rows(d)    the records of the part along dim d
+    Rows(d)    the records of the part along dim d, maybe apart from each other (`analysis/record_dims.py`)
     SUM        a term of the whole batch's: those of the parts are added
     MEAN       a term where each part counts alike: the mean of those of the parts
     OWN        the part's own, which the whole batch's does not follow from: the number of its records, its largest loss
@@ -17,11 +17,12 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import onnx_ir as ir
 from onnx_shape_inference import SYM_DATA_KEY
+from partc.compiler.analysis.record_dims import KEEPS_ORDER, Rows, dim_of, reshaped, together
 from partc.compiler.analysis.records import OF_PIECES, batch_symbols
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.program import Program
@@ -30,6 +31,7 @@ from partc.compiler.ops.families.pool import scaled
 from partc.compiler.ops.registry import draws, rule_of
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.sharding.records import passes
 
 _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the parts."""
@@ -42,13 +44,6 @@ class Lies(enum.Enum):
     SUM = "sum"
     MEAN = "mean"
     OWN = "own"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The records of the part, along a dim."""
-
-    dim: int
 
 
 State: TypeAlias = Lies | Rows
@@ -77,7 +72,7 @@ def spread(program: Program, records: Mapping[ir.Value, None]) -> Spread:
     """Maps every value to how it relates to the whole batch's, where `records` are split along their first dim."""
     found = _Walk(program, frozenset(batch_symbols(records)))
     for value in records:
-        found.states[value] = Rows(0)
+        found.states[value] = Rows(0, dim_of(value, 0))
     for node in program.model.graph:
         found.node(node)
     return Spread(found.states, found.totals, found.shares, found.mixing)
@@ -88,6 +83,7 @@ class _Walk(Spread):
         super().__init__()
         assert program.training is not None
         self.program, self.batch = program, batch
+        self.known = {name: info.facts for name, info in program.symbols.items()}
         changing = {*program.training.parameters, *program.training.statistics}
         weights = program.model.graph.initializers.values()
         given = (value for value in program.model.graph.inputs if value.name not in program.training.scalars)
@@ -157,7 +153,7 @@ class _Walk(Spread):
     def _rows(self, node: ir.Node, rule: Rule) -> None:
         """How the outputs lie where records enter a node."""
         places = [(k, self.state(value)) for k, value in enumerate(node.inputs) if value is not None]
-        at = [(k, state.dim) for k, state in places if isinstance(state, Rows)]
+        at = {k: state for k, state in places if isinstance(state, Rows)}
         around = any(isinstance(self.state(value), Rows) for value in self.program.around[node])
         if not at and not around:
             own = any(self.state(value) is OWN for value in self.program.reads[node])
@@ -166,16 +162,22 @@ class _Walk(Spread):
         if node.meta.get(OF_PIECES):
             self.states[node.outputs[0]] = Rows(1)
             return
-        letters = {_letter(rule.inputs[k], dim) for k, dim in at}
+        if node.op_type in KEEPS_ORDER and 0 in at:
+            grouped = reshaped(at[0], node.inputs[0], node.outputs[0], self.known)
+            if grouped is not None:
+                self.states[node.outputs[0]] = grouped
+                return
+        letters = {_letter(rule.inputs[k], rows.dim) for k, rows in at.items()}
         letter = letters.pop() if len(letters) == 1 and not around else WHOLE
-        if letter == WHOLE or letter in rule.replicated:
+        rows = together(at.values())
+        if letter == WHOLE or letter in rule.replicated or rows is None or not passes(node, rule, letter, rows):
             if not all(_is_integer(out) for out in node.outputs):
                 self.mixing.setdefault(node, "may bring records of a batch together")
             self._guess(node, EVERY if at else OWN)
             return
         for out, made in zip(node.outputs, rule.outputs, strict=False):
             if made is not None and letter in made:
-                self.states[out] = Rows(made.index(letter))
+                self.states[out] = replace(rows, dim=made.index(letter))
                 continue
             reduce = rule.reduce.get(letter, "")
             self.states[out] = (MEAN if rule.local in (scaled, local_mean) else SUM) if reduce == "sum" else OWN

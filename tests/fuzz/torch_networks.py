@@ -75,6 +75,23 @@ class Attention(nn.Module):
         return x + self.o(y.transpose(1, 2).flatten(2))
 
 
+class Multihead(nn.Module):
+    """Self-attention by torch's own module, which merges tokens and records, and records and heads; tokens or records first."""
+
+    def __init__(self, width: int, heads: int, causal: bool, records_first: bool) -> None:
+        super().__init__()
+        self.causal, self.records_first = causal, records_first
+        self.norm = nn.LayerNorm(width, eps=1e-2)
+        self.attention = nn.MultiheadAttention(width, heads, bias=False, batch_first=records_first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        h = h if self.records_first else h.transpose(0, 1)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().logical_not() if self.causal else None
+        y = self.attention(h, h, h, attn_mask=hidden, need_weights=False)[0]
+        return x + (y if self.records_first else y.transpose(0, 1))
+
+
 class Conv(nn.Module):
     """A convolution with what goes with it."""
 
@@ -292,8 +309,11 @@ def _tokens(chance: random.Random) -> Network:
     words, width, length = chance.choice([12, 18]), chance.choice([12, 24]), 8
     blocks: list[nn.Module] = []
     for _ in range(chance.randint(1, 2)):
-        if chance.random() < 0.8:
+        kind = chance.random()
+        if kind < 0.4:
             blocks.append(Attention(width, chance.choice([2, 3, 6]), chance.random() < 0.6, chance.random() < 0.4))
+        elif kind < 0.8:
+            blocks.append(Multihead(width, chance.choice([2, 3, 6]), chance.random() < 0.6, chance.random() < 0.5))
         blocks += _flat(chance, width, 1, False)
     tied = chance.random() < 0.3
     head = None if tied else nn.Linear(width, words, bias=chance.random() < 0.5)

@@ -1,0 +1,81 @@
+"""How the records of a batch lie along a dim, and where they lie after a reshape.
+
+A dim of size apart * size * rest holds all `size` records `apart` times, one behind the other, each with `rest` elements:
+
+    (batch, heads*8)       records along dim 0: apart 1, rest 1
+    (batch*heads, 8)       apart 1, rest heads
+    (seq*batch, 8)         apart seq: the elements of a record are at every batch-th place
+
+A reshape moves no element, so the records stand as far apart in memory as before: the product of the dims in front of them times
+`apart` stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+import sympy
+from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.normal import is_whole, normal
+from partc.compiler.dims.reading import read
+
+ONE = sympy.Integer(1)
+KEEPS_ORDER = ("Reshape", "Flatten")
+"""Ops that merge dims and take them apart, and keep the elements in their order."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The records of a batch along `dim`: `apart` times, one behind the other, all `size` of them.
+
+    `size` is None where the dims of the records are not known, and `apart` None where records are alike, so that it may be any number.
+    """
+
+    dim: int
+    size: sympy.Expr | None = None
+    apart: sympy.Expr | None = ONE
+
+
+def reshaped(rows: Rows, source: ir.Value | None, target: ir.Value | None, known: Mapping[str, Facts]) -> Rows | None:
+    """How the records of `source` lie in `target`, which has the same elements in the same order; None where no dim has them."""
+    here, there = dims_of(source), dims_of(target)
+    if here is None or there is None or rows.size is None or rows.apart is None:
+        return None
+    before, ahead = sympy.prod(here[: rows.dim]) * rows.apart, ONE
+    for k, dim in enumerate(there):
+        if ahead == 0:
+            return None
+        apart = normal(before / ahead, known)
+        if _is_count(apart, known) and _is_count(normal(dim / (apart * rows.size), known), known):
+            return replace(rows, dim=k, apart=apart)
+        ahead *= dim
+    return None
+
+
+def together(rows: Iterable[Rows]) -> Rows | None:
+    """How operands that are read by one factor hold records, all alike; None where they do not."""
+    found = [*rows]
+    told = [one for one in found if one.apart is not None] or found[:1]
+    return told[0] if told and all(one.apart == told[0].apart for one in told) else None
+
+
+def dims_of(value: ir.Value | None) -> Sequence[sympy.Expr] | None:
+    """The dims of a value as expressions; None where one of them is not known."""
+    if value is None or value.shape is None:
+        return None
+    found = [
+        read(str(dim.value)) if isinstance(dim, ir.SymbolicDim) else sympy.Integer(dim) for dim in value.shape.dims
+    ]
+    return None if None in found else found
+
+
+def dim_of(value: ir.Value | None, dim: int) -> sympy.Expr | None:
+    """One dim of a value as an expression; None where it is not known."""
+    dims = dims_of(value)
+    return None if dims is None or dim >= len(dims) else dims[dim]
+
+
+def _is_count(expression: sympy.Expr, known: Mapping[str, Facts]) -> bool:
+    return expression != 0 and is_whole(sympy.expand(expression), known)
