@@ -16,6 +16,7 @@ FOR_THE_COMPILER = (
     "partc.runtime.program.ort",
     "partc.runtime.data.npy",
     "partc.runtime.files",
+    "partc.runtime.units",
 )
 """What the compiler knows of the runtime: the contract, the checker of what was written, and how
 files are opened and replaced."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import click
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
+from partc.runtime.units import parse_bytes
 
 
 def byte_count(text: str) -> int:
     """The number of bytes of a text such as 8GB, 512MiB, 1.5G or 1000000; click.BadParameter for other texts."""
-    found = _SIZE.fullmatch(text.strip())
+    found = parse_bytes(text)
     if found is None:
         raise click.BadParameter(f"'{text}' is not a size such as 8GB, 512MiB or 1000000")
-    scale: int = (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper())
-    return round(float(found[1]) * scale)
+    return found
 
 
 def _given(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:

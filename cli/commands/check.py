@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 from partc.cli.output import console
-from partc.cli.output.units import count
+from partc.runtime.units import count
 
 
 @click.command()

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.cli.output.units import count, size
 from partc.runtime.errors import printable
+from partc.runtime.units import count, size_text
 
 _PATH = click.Path(path_type=Path)
 
@@ -58,14 +58,14 @@ def show(path: Path, as_json: bool) -> int:
         return 0
     table = Table(["tensor", "dtype", "shape", "kind", ">shards", ">bytes"])
     for name, one in index.tensors.items():
-        table.add(printable(name), one.dtype, list(one.shape), one.kind, len(one.pieces), size(one.bytes))
+        table.add(printable(name), one.dtype, list(one.shape), one.kind, len(one.pieces), size_text(one.bytes))
     table.show()
     console.echo()
     for key, value in index.meta.items():
         console.echo(printable(f"{key}: {value if isinstance(value, str) else json.dumps(value)}"))
     total = sum(one.bytes for one in index.tensors.values())
     console.echo(
-        f"{checkpoint.path}: step {index.step}, {count(len(index.tensors), 'tensor')}, {size(total)}, "
+        f"{checkpoint.path}: step {index.step}, {count(len(index.tensors), 'tensor')}, {size_text(total)}, "
         f"written by {count(index.ranks, 'rank')} in {count(len(index.files), 'file')}"
     )
     return 0
@@ -149,5 +149,7 @@ def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
     if model is not None:
         console.echo(f"{out}: {model.name} with {count(number, 'weight')} of step {checkpoint.index.step}")
     else:
-        console.echo(f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size(out.stat().st_size)}")
+        console.echo(
+            f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size_text(out.stat().st_size)}"
+        )
     return 0

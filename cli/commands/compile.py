@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.cli.output.units import count, seconds, size
+from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -200,11 +200,11 @@ def ranks_table(folder: Path) -> Table:
     readable = all(len(some.text) <= _READABLE for one in stats for some in (one.received, one.sent))
 
     def text(some: Moved) -> str:
-        return some.text if readable else size(some.bytes) + ("+?" if some.unknown else "")
+        return some.text if readable else size_text(some.bytes) + ("+?" if some.unknown else "")
 
     chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
     title = "" if readable else f"bytes are for {chosen}; those of each message are in step_parallel_end.ir"
     table = Table([">rank", ">nodes", ">weights", ">bytes received", ">bytes sent"], title=title)
     for one in stats:
-        table.add(one.rank, one.nodes, size(one.weights), text(one.received), text(one.sent))
+        table.add(one.rank, one.nodes, size_text(one.weights), text(one.received), text(one.sent))
     return table

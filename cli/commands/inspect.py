@@ -13,7 +13,7 @@ import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table, show_tables
-from partc.cli.output.units import count, size
+from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -124,10 +124,10 @@ def _ranks(stats: Sequence[RankStats]) -> Table:
         [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
     )
     for one in stats:
-        peak = size(one.peak) + ("+?" if one.unknown_values else "")
+        peak = size_text(one.peak) + ("+?" if one.unknown_values else "")
         moves = f"in {one.received.text}, out {one.sent.text}"
         received, sent = _moved(one.received), _moved(one.sent)
-        table.add(one.rank, one.nodes, one.segments, size(one.weights), peak, received, sent, moves)
+        table.add(one.rank, one.nodes, one.segments, size_text(one.weights), peak, received, sent, moves)
     return table
 
 
@@ -165,7 +165,7 @@ def _pipeline(pipeline: Pipeline | None, stats: Sequence[RankStats], sizes: Mapp
         ranks = schedule.stages.label(home).partition(" ")[2]
         most = f"{one.microbatches:.4g}"
         sessions = stats[pipeline.homes[home][0]].sessions
-        at = size(one.at(sizes)) + ("+?" if one.unknown else "")
+        at = size_text(one.at(sizes)) + ("+?" if one.unknown else "")
         table.add(ranks, stages, len(row.cells), sessions, most, largest_text(one.bytes), at)
     yield table
 
@@ -186,14 +186,14 @@ def _training(stats: Sequence[TrainingStats], artifact: Artifact) -> Iterator[Ta
     for one in stats:
         kept = [one.parameters, one.optimizer]
         kept += [one.statistics] if statistics else []
-        buckets = f"{one.buckets}, {size(one.bucket_bytes)}" if one.buckets else "none"
-        table.add(one.rank, one.forward, one.backward, one.update, *map(size, kept), buckets)
+        buckets = f"{one.buckets}, {size_text(one.bucket_bytes)}" if one.buckets else "none"
+        table.add(one.rank, one.forward, one.backward, one.update, *map(size_text, kept), buckets)
     if stats:
         yield table
 
 
 def _moved(moved: Moved) -> str:
-    return size(moved.bytes) + ("+?" if moved.unknown else "")
+    return size_text(moved.bytes) + ("+?" if moved.unknown else "")
 
 
 def _largest_transfers(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
@@ -204,7 +204,7 @@ def _largest_transfers(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator
     title = "transfers" if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} transfers"
     table = Table([">from", ">to", "value", "type", ">bytes", ">at this size", "cause"], title=title)
     for bytes, transfer in measured[:_LARGEST]:
-        at = "?" if bytes.unknown else size(bytes.bytes)
+        at = "?" if bytes.unknown else size_text(bytes.bytes)
         kind = _type_text(transfer.type, transfer.shape)
         table.add(transfer.source, transfer.target, transfer.value, kind, transfer.bytes, at, transfer.cause)
     if measured:
@@ -220,7 +220,7 @@ def _largest_collectives(artifact: Artifact, sizes: Mapping[str, int]) -> Iterat
     title = "collectives" if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} collectives"
     table = Table(["op", "ranks", "value", "type", ">bytes per rank", ">at this size", "cause"], title=title)
     for bytes, one in measured[:_LARGEST]:
-        at = "?" if bytes.unknown else size(bytes.bytes)
+        at = "?" if bytes.unknown else size_text(bytes.bytes)
         ranks = _lists_text(manifest.groups[one.group])
         table.add(one.op, ranks, one.value, _type_text(one.type, one.shape), one.bytes, at, one.cause)
     if measured:

@@ -13,7 +13,7 @@ from partc.cli.commands.byte_count import max_bytes
 from partc.cli.commands.run import device_option, parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.cli.output.units import count
+from partc.runtime.units import count
 
 if TYPE_CHECKING:
     from partc.cli.comparison.verdict import Verdict

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 
 from partc.cli.output import console
-from partc.cli.output.units import count, seconds
 from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import refuse_other, write_text
+from partc.runtime.units import count, seconds
 
 
 def refuse_profile(path: str | None) -> None:

@@ -22,12 +22,13 @@ from partc.cli.job.processes import end_with_parent
 from partc.cli.job.profile import refuse_profile, write_profile
 from partc.cli.output import console
 from partc.cli.output.failures import INTERRUPTED, described
+from partc.cli.output.step_times import timing
 from partc.cli.output.targets import counted, line
-from partc.cli.output.units import count, size, timing
 from partc.runtime.communication.leaving import said
 from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
 from partc.runtime.files.replace import refuse_other
 from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
+from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -247,7 +248,7 @@ def finish(
     if job.output is None:
         console.echo(summary(arrays).plain())
     else:
-        console.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size(path.stat().st_size)}")
+        console.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size_text(path.stat().st_size)}")
     console.echo(timing(loaded, times))
     if counts:
         console.echo(line(counts, mpi_memory()))

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from partc.cli.output.console import detail, is_quiet
-from partc.cli.output.units import seconds
+from partc.runtime.units import seconds
 
 if TYPE_CHECKING:
     from rich.status import Status

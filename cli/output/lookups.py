@@ -1,6 +1,6 @@
 """What the ranks of a job have looked up in a step in tables of several ranks, as they have counted it.
 
-lookups: in a step and on a rank up to 3,328 ids, 1,012 rows pulled (66.4 KB received), 1,012 rows pushed (32.1 KB received)
+lookups: in a step and on a rank up to 3,328 ids, 1,012 rows pulled (64.8 KiB received), 1,012 rows pushed (31.3 KiB received)
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from partc.cli.output.units import size
+from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
     from partc.runtime.lookups.lookup import Moved
@@ -43,7 +43,7 @@ def line(counts: Mapping[str, Any]) -> str:
     """The same as a line."""
     words = {_PULL: "pulled", _PUSH: "pushed"}
     some = [
-        f"{one['rows']:,.0f} rows {words.get(op, op)} ({size(round(one['bytes']))} received)"
+        f"{one['rows']:,.0f} rows {words.get(op, op)} ({size_text(round(one['bytes']))} received)"
         for op, one in counts.items()
     ]
     ids = max(one["ids"] for one in counts.values())

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from partc.cli.output.stats import largest_live_set, tensor_bytes, updated_in_place
 from partc.cli.output.table import Table
-from partc.cli.output.units import size
 from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import CPU, DEVICE, TARGET, Manifest
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.onnx_graph import reads
 from partc.runtime.artifact.targets import target_made_on, target_of
 from partc.runtime.artifact.tasks import unrolled
+from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -117,7 +117,7 @@ def memory_table(memory: Sequence[TargetMemory]) -> Iterator[Table]:
     columns = [">rank", "target", ">parameters", ">optimizer", ">between segments", ">peak memory"]
     table = Table(columns, title="memory by target")
     for one in memory:
-        arena = "?" if one.arena is None else size(one.arena)
-        peak = size(one.peak) + ("+?" if one.unknown else "")
-        table.add(one.rank, one.target, size(one.parameters), size(one.optimizer), arena, peak)
+        arena = "?" if one.arena is None else size_text(one.arena)
+        peak = size_text(one.peak) + ("+?" if one.unknown else "")
+        table.add(one.rank, one.target, size_text(one.parameters), size_text(one.optimizer), arena, peak)
     yield table

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from partc.cli.output.stats import Moved, moved
 from partc.cli.output.table import Table
-from partc.cli.output.units import size
 from partc.runtime.artifact.format import BYTES, DOMAIN
 from partc.runtime.artifact.targets import is_copy, target_made_on, target_of
+from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -76,6 +76,6 @@ def targets_table(stats: Sequence[TargetStats]) -> Iterator[Table]:
     columns = [">rank", "target", ">ops", ">copies to it", "bytes copied a step", ">at this size"]
     table = Table([*columns, ">switches from it"], title="targets")
     for one in stats:
-        at = size(one.copied.bytes) + ("+?" if one.copied.unknown else "")
+        at = size_text(one.copied.bytes) + ("+?" if one.copied.unknown else "")
         table.add(one.rank, one.target, one.ops, one.copies, one.copied.text, at, one.switches)
     yield table

@@ -1,6 +1,6 @@
 """What the targets of a job's ranks have done in a step, as ranks have counted it: copies, their bytes, switches.
 
-targets: in a step 6 copies to cpu (1.2 KB), 4 to cuda (400 B), 2 switches on 2 ranks
+targets: in a step 6 copies to cpu (1.17 KiB), 4 to cuda (400 B), 2 switches on 2 ranks
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from partc.cli.output.units import count, size
+from partc.runtime.units import count, size_text
 
 
 def counted(ranks: Sequence[str]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def counted(ranks: Sequence[str]) -> dict[str, Any]:
 def line(counts: dict[str, Any], memory: str = "") -> str:
     """The same as a line; `memory`: the kinds of memory of which MPI says that it takes operands from there."""
     to = [
-        f"{count(round(one['copies']), 'copy', 'copies') if not k else round(one['copies'])} to {target} ({size(round(one['bytes']))})"
+        f"{count(round(one['copies']), 'copy', 'copies') if not k else round(one['copies'])} to {target} ({size_text(round(one['bytes']))})"
         for k, (target, one) in enumerate(counts["to"].items())
     ]
     switches = count(round(counts["switches"]), "switch", "switches")

@@ -14,12 +14,12 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from partc.cli.output import console, lookups
 from partc.cli.output.training_stats import trained_tensors
-from partc.cli.output.units import count, size
 from partc.runtime.artifact.metric_formula import Undefined, told
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.files.counted import PROGRESS, read_json
 from partc.runtime.files.replace import write_text
 from partc.runtime.files.writers import open_to_append
+from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
     from partc.runtime.data import Loader
@@ -122,7 +122,7 @@ class TrainingLog:
         total = sum(file.stat().st_size for file in path.iterdir())
         here = Path.cwd()
         shown = path.relative_to(here) if path.is_relative_to(here) else path
-        self._print(f"wrote {shown}: {size(total)}")
+        self._print(f"wrote {shown}: {size_text(total)}")
 
     def targets(self, line: str) -> None:
         """Prints what the targets of ranks have done."""

@@ -5,7 +5,6 @@ Every dim's entry is checked where it stands, and a rule as a whole for its one 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, TypeAlias
 
 from partc.compiler.plan.groups import Frame
@@ -14,6 +13,7 @@ from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
 from partc.compiler.plan.styles import MEANINGS, PLAIN, STYLES, Style
 from partc.compiler.plan.violation import Violation, is_integer, shown
+from partc.runtime.units import FORMS, parse_bytes
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,9 +24,6 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.ASCII)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def _dim_spec(value: object, info: ValidationInfo) -> DimSpec | None:
@@ -181,19 +178,17 @@ def _styled(value: object) -> object:
 
 
 def _bytes(value: object) -> int | None:
-    law = "a size is a number of bytes, or a text such as 64MB, 1.5GB or 512KiB"
+    law = f"a size is {FORMS}"
     if value is None:
         return None
     if isinstance(value, int) and is_integer(value):
         if value < 0:
             raise Violation(f"the size {value} is negative", law)
         return value
-    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
+    found = parse_bytes(value) if isinstance(value, str) else None
     if found is None:
         raise Violation(f"expected a size in bytes, but got {shown(value)}", law)
-    unit = found[2] or ""
-    scale: int = (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[:1]]
-    return round(float(found[1]) * scale)
+    return found
 
 
 ShardingForm: TypeAlias = Annotated[

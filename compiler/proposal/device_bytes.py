@@ -25,9 +25,9 @@ from partc.compiler.ir.rank_program import (
     made_names,
     read_names,
 )
-from partc.compiler.proposal.starting_plan import shown_size
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import CPU
+from partc.runtime.units import size_text
 
 Types = Mapping[str, tuple[ir.Value, Shape | None]]
 
@@ -36,7 +36,7 @@ Types = Mapping[str, tuple[ir.Value, Shape | None]]
 class DeviceBytes:
     """The bytes of a rank on a target: of what it holds by the weight's name, of the state by kind, and of the values alive at the peak.
 
-    `every`: all weights of the rank, on whichever target. As text: `cuda: at most 9.2 MB on a rank: weights 1.4 MB, optimizer 2.8 MB, ...`.
+    `every`: all weights of the rank, on whichever target. As text: `cuda: at most 9.2 MiB on a rank: weights 1.4 MiB, ...`.
     """
 
     rank: int
@@ -48,8 +48,8 @@ class DeviceBytes:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "optimizer": self.state, "values of a step": self.values}
-        sizes = [f"{what} {shown_size(sum(some.values()))}" for what, some in parts.items() if some]
-        return f"{self.target}: at most {shown_size(self.needed)} on a rank{': ' if sizes else ''}{', '.join(sizes)}"
+        sizes = [f"{what} {size_text(sum(some.values()))}" for what, some in parts.items() if some]
+        return f"{self.target}: at most {size_text(self.needed)} on a rank{': ' if sizes else ''}{', '.join(sizes)}"
 
     @property
     def needed(self) -> int:

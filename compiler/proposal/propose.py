@@ -25,12 +25,13 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
-from partc.compiler.proposal.starting_plan import Proposed, counted, key, starting_plan
+from partc.compiler.proposal.starting_plan import Proposed, key, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.budget import largest_first
+from partc.runtime.units import count
 
 _ROUNDS = 8
 _FILE = "plan.yaml"
@@ -270,7 +271,7 @@ def _missing(degrees: Degrees, cut: TensorParallel | None, stages: list[Stage]) 
     if cut is not None and not cut.groups:
         yield f"no layer can be sharded into {degrees.tp} over the axis tp; all its ranks would do the same work"
     if stages and len(stages) < degrees.stages:
-        have = counted(len(stages), "part")
+        have = count(len(stages), "part")
         yield f"{degrees.stages} stages: the model has {have} with weights in its order; the last ranks have nothing to do"
 
 

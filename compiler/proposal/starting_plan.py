@@ -19,6 +19,7 @@ import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.schema import is_dim_name
+from partc.runtime.units import count, size_text
 
 MOST_LINES = 200
 RUNS = 100
@@ -81,7 +82,7 @@ def starting_plan(
     """
     graph = model.graph
     sizes = [_bytes(value) for value in graph.initializers.values()]
-    counts = f"{counted(len(graph), 'node')}, {counted(len(sizes), 'parameter')}, {shown_size(sum(sizes))}"
+    counts = f"{count(len(graph), 'node')}, {count(len(sizes), 'parameter')}, {size_text(sum(sizes))}"
     chosen = given or _examples_of(graph, paths, ranks)
     lines = [
         f"# A plan for {_shown(name)}: {counts}.",
@@ -250,7 +251,7 @@ def _tree(graph: ir.Graph, paths: Mapping[ir.Node, str], total: int) -> Iterator
         yield from _loose(loose, total)
     unused = len(graph.initializers) - len(used)
     if unused:
-        yield f"# No node uses {counted(unused, 'parameter')} of the model, not listed here."
+        yield f"# No node uses {count(unused, 'parameter')} of the model, not listed here."
 
 
 def _module(part: _Part, depth: int, total: int) -> Iterator[str]:
@@ -258,7 +259,7 @@ def _module(part: _Part, depth: int, total: int) -> Iterator[str]:
     listed = [value for value in part.parameters if not _is_arithmetic(value)]
     for value in listed:
         label = (value.name or "").removeprefix(part.path + ".")
-        yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {shown_size(_bytes(value))}"
+        yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {size_text(_bytes(value))}"
     for inner in part.inside.values():
         yield from _module(inner, depth + 1, total)
 
@@ -279,7 +280,7 @@ def _loose(nodes: list[tuple[str, ir.Node, list[ir.Value]]], total: int) -> Iter
         yield _line(part.label, part, total, alone=len(run) == 1)
         if length == 1:
             yield from (
-                f"#       . {_shown(v.name or '')}  {_type(v)}  {shown_size(_bytes(v))}" for v in part.parameters
+                f"#       . {_shown(v.name or '')}  {_type(v)}  {size_text(_bytes(v))}" for v in part.parameters
             )
     yield "#"
 
@@ -288,8 +289,8 @@ def _line(label: str, part: _Part, total: int, alone: bool = False) -> str:
     kinds = [f"{op} {n}" if n > 1 else op for op, n in part.ops.most_common(4)]
     more = f", and {len(part.ops) - 4} more" if len(part.ops) > 4 else ""
     share = f"{100 * part.bytes / total:5.1f} %" if total and part.bytes else " " * 7
-    nodes = "" if alone else counted(part.nodes, "node")
-    weights = shown_size(part.bytes) if part.bytes else ""
+    nodes = "" if alone else count(part.nodes, "node")
+    weights = size_text(part.bytes) if part.bytes else ""
     return f"#   {label:<{WIDEST}} {nodes:>11} {weights:>10} {share}  {', '.join(kinds)}{more}"
 
 
@@ -362,15 +363,3 @@ def _shown(text: str) -> str:
 
 def _escaped(found: re.Match[str]) -> str:
     return f"\\U{ord(found[0]):08x}"
-
-
-def shown_size(count: int) -> str:
-    """Bytes for people; 1 KB is 1000 bytes."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.{1 if count < 100 * factor else 0}f} {unit}"
-    return f"{count} B"
-
-
-def counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -19,8 +19,9 @@ from partc.compiler.ir.program import Program
 from partc.compiler.proposal.cuda_kernels import without_kernel
 from partc.compiler.proposal.device_bytes import DeviceBytes, device_bytes, shape_bytes, sizes_of
 from partc.compiler.proposal.names import among, patterns
-from partc.compiler.proposal.starting_plan import key, shown_size
+from partc.compiler.proposal.starting_plan import key
 from partc.runtime.artifact.format import CPU, CUDA
+from partc.runtime.units import size_text
 
 LARGE = 16 * 10**6
 """Bytes of a table that is worth a copy of the rows that a step reads."""
@@ -120,7 +121,7 @@ def _tables(program: Program) -> Iterator[_Group]:
         looked_up = sum(shape_bytes(program, one, program.values[one].shape, sizes) for one in rows)
         if size >= max(LARGE, SHARE * looked_up) and looked_up:
             at = ", ".join(f"{symbol}={number}" for symbol, number in sizes.items())
-            reason = f"{value.name}: a table of {shown_size(size)}, of which a step reads {shown_size(looked_up)}"
+            reason = f"{value.name}: a table of {size_text(size)}, of which a step reads {size_text(looked_up)}"
             yield _Group(reason + (f" ({at})" if at else ""), [program.paths[node] for node in readers])
 
 
@@ -159,14 +160,14 @@ def _not_fitting(program: Program, over: Sequence[DeviceBytes], limit: int, move
             if name not in moved:
                 moved.add(name)
                 what = "a table" if name in tables else "a weight"
-                reason = f"{name}: {what} of {shown_size(size)} on a rank; with it {shown_size(part.needed)} of {shown_size(limit)}"
+                reason = f"{name}: {what} of {size_text(size)} on a rank; with it {size_text(part.needed)} of {size_text(limit)}"
                 yield _Group(reason, [program.paths[node] for node in readers[name]])
             excess -= size
 
 
 def _too_large(part: DeviceBytes, limit: int, name: str) -> Problem:
-    largest = ", ".join(f"{what} {shown_size(size)}" for what, size in part.largest[:_TOLD])
-    fact = f"rank {part.rank} needs {shown_size(part.needed)} of its GPU, but has {shown_size(limit)}"
+    largest = ", ".join(f"{what} {size_text(size)}" for what, size in part.largest[:_TOLD])
+    fact = f"rank {part.rank} needs {size_text(part.needed)} of its GPU, but has {size_text(limit)}"
     help = "propose more ranks or stages (--tp, --dp, --stages), bound the sizes of dynamic dims in the plan, or take a larger GPU"
     return Problem(
         name,

@@ -10,51 +10,50 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
 from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.units import parse_bytes, size_text
 
-_LIMIT = re.compile(r"(\d+(?:\.\d+)?) ?(B|[kMGT]B|[KMGT]iB|microbatch(?:es)?)")
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)}
+_MICROBATCHES = re.compile(r"(\d+(?:\.\d+)?) ?microbatch(?:es)?")
 TOLERANCE = 1e-9
 """Relative difference below which sums of times or sizes count as equal."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How much every home may keep of saved values, in bytes or in microbatches."""
+    """How much every home may keep of saved values, in bytes or in microbatches; `text` is how it was written."""
 
     amount: float
     unit: str = BYTES
+    text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return amount_text(self.amount, self.unit)
+        return self.text or amount_text(self.amount, self.unit)
 
 
 def parse_limit(text: str | int) -> Limit:
     """The limit of `4GB`, `512MiB`, a number of bytes, or `2.5 microbatches`; ValueError, with the forms, for anything else."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        found, amount, unit = True, float(text), "B"
+    written = str(text).strip()
+    if match := _MICROBATCHES.fullmatch(written):
+        limit = Limit(float(match[1]), MICROBATCHES, written)
+    elif isinstance(text, int) and not isinstance(text, bool):
+        limit = Limit(float(text), BYTES)
     else:
-        match = _LIMIT.fullmatch(str(text).strip())
-        found, amount, unit = match is not None, float(match[1]) if match else 0.0, match[2] if match else ""
-    if not found or amount <= 0:
+        limit = Limit(float(0 if written.isdecimal() else parse_bytes(written) or 0), BYTES, written)
+    if limit.amount <= 0:
         raise ValueError("a limit is an amount above 0 with its unit, such as 4GB, 512MiB or '2.5 microbatches'")
-    if unit.startswith("microbatch"):
-        return Limit(amount, MICROBATCHES)
-    return Limit(amount * _UNITS[unit], BYTES)
+    return limit
 
 
 def amount_text(amount: float, unit: str) -> str:
-    """An amount of saved values as people read it: `2.5 microbatches`, `1.25 GB`."""
+    """An amount of saved values: `2.5 microbatches`, `1.25 GiB`."""
     if unit == MICROBATCHES:
         return f"{amount:.6g} {'microbatch' if amount == 1 else 'microbatches'}"
-    name = next((name for name in ("TB", "GB", "MB", "kB") if amount >= _UNITS[name]), "B")
-    return f"{amount / _UNITS[name]:.6g} {name}"
+    return size_text(amount)
 
 
 def change(task: Task, split: bool, costs: Costs) -> float:

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from partc.compiler.schedulers.interleaved import interleaved
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.compiler.schedulers.zbv import zbv
+from partc.runtime.units import size_text
 
 _SHOWN = 12
 
@@ -193,8 +193,7 @@ def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, sch
 
 def _remedy(limit: Limit, stages: Stages, costs: Costs) -> str:
     least = max(one + costs.kept_besides(home) for home, one in enumerate(one_microbatch(stages, costs)))
-    digits = 10.0 ** (math.floor(math.log10(least)) - 3) if least > 0 else 1.0
-    enough = f"raise the limit: from {amount_text(math.ceil(least / digits * (1 - TOLERANCE)) * digits, limit.unit)} on there is a schedule"
-    return (
-        enough if limit.unit == MICROBATCHES else f"take more and smaller microbatches, recompute layers, or {enough}"
-    )
+    if limit.unit == MICROBATCHES:
+        return f"raise the limit: from {amount_text(least, MICROBATCHES)} on there is a schedule"
+    enough = size_text(least * (1 - TOLERANCE), at_least=True)
+    return f"take more and smaller microbatches, recompute layers, or raise the limit: from {enough} on there is a schedule"

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import numpy as np
 from partc.cli.output.targets import counted, line
-from partc.cli.output.units import size
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.devices.devices import devices_from, refuse_missing
 from partc.runtime.errors import PartcError
+from partc.runtime.units import size_text
 from training_equivalence import fed, source_of, tensors
 from training_models import Model, dlrm, gpt, mlp, resnet
 
@@ -95,7 +95,7 @@ def memory() -> str:
         return ""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-    return size(sum(int(one) for one in found if one.isdecimal()) << 20)
+    return size_text(sum(int(one) for one in found if one.isdecimal()) << 20)
 
 
 def tried(case: Case, scratch: Path, count: int, cuda: str) -> bool:

@@ -11,9 +11,10 @@ from partc.cli.commands import compile as compile_command
 from partc.cli.commands.compile import ranks_table
 from partc.cli.comparison.compare import compare
 from partc.cli.output.stats import moved
+from partc.cli.output.step_times import timing
 from partc.cli.output.table import Table
-from partc.cli.output.units import count, seconds, size, timing
 from partc.runtime.artifact.format import Transfer
+from partc.runtime.units import count, seconds, size_text
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_table_keeps_every_digit_and_wraps_words_only() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [size(number) for number in (0, 1023, 1024, 31_457_280, 5 * 2**40)] == [
+    assert [size_text(number) for number in (0, 1023, 1024, 31_457_280, 5 * 2**40)] == [
         "0 B",
         "1023 B",
         "1.00 KiB",

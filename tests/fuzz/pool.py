@@ -39,6 +39,7 @@ ROUNDING = "rounding"
 """How a case ends whose results differ by rounding alone."""
 _ROUND = 250
 _LONG = 4_000
+_PATIENCE = 20
 
 Work: TypeAlias = Callable[[random.Random, Path], str]
 """Makes what chance says in an empty folder, and gives what partc says of it: '' where all is well."""
@@ -163,7 +164,7 @@ class _Worker:
         self.work, self.seed, self.seconds = work, seed, seconds
         self.case: int | None = None
         self.done = 0
-        self.begun = 0.0
+        self.begun = self.worked = 0.0
         self.pipe, self.process = self._fork()
 
     def _fork(self) -> tuple[Connection, multiprocessing.process.BaseProcess]:
@@ -180,7 +181,7 @@ class _Worker:
         if self.done == _ROUND:
             self.stop()
             self.pipe, self.process = self._fork()
-        self.case, self.begun = case, time.monotonic()
+        self.case, self.begun, self.worked = case, time.monotonic(), self._work_done()
         self.done += 1
         self.pipe.send(case)
 
@@ -194,14 +195,22 @@ class _Worker:
             except EOFError:
                 self.process.join()
                 end, text = "died", f"exit code {self.process.exitcode}"
-        elif spent > self.seconds:
-            end, text = "too long", f"more than {self.seconds:.0f} s"
+        elif self._work_done() - self.worked > self.seconds or spent > _PATIENCE * self.seconds:
+            end, text = "too long", f"more than {self.seconds:.0f} s of work, or {_PATIENCE} times as long without"
         if end:
             case, self.case = self.case, None
             if end in ("died", "too long"):
                 self.stop()
                 self.pipe, self.process = self._fork()
             yield case, end, text, spent
+
+    def _work_done(self) -> float:
+        """Seconds that a processor has worked for the process: a busy machine makes no case too long."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        if not stat.exists():
+            return time.monotonic() - self.begun
+        fields = stat.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
         """Ends the process."""
@@ -241,9 +250,7 @@ def main(work: Work, about: str, *, seconds: float = SECONDS, reason: Callable[[
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument(
-        "--seconds", type=float, default=seconds, help="for one case; more where others use the machine, too"
-    )
+    parser.add_argument("--seconds", type=float, default=seconds, help="of work for one case")
     parser.add_argument("--case", type=int, help="this one only, in this process")
     parser.add_argument("--log", type=Path, help="a file to which each case is added when it is done")
     given = parser.parse_args()

@@ -94,13 +94,22 @@ def test_a_plan_that_says_nothing_of_cuts() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("0", 0), ("4096", 4096), ("1.5GB", 1_500_000_000), ("512 KiB", 524_288), ("7B", 7), ("2TB", 2 * 10**12)],
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1.5GB", 1_500_000_000),
+        ("512 KiB", 524_288),
+        ("7B", 7),
+        ("2TB", 2 * 10**12),
+        ("64mb", 64_000_000),
+        ("64M", 64_000_000),
+    ],
 )
 def test_sizes_in_bytes(text: str, count: int) -> None:
     assert read(f"ranks: 2\nmax_reshard_bytes: {text}\n").max_reshard_bytes == count
 
 
-@pytest.mark.parametrize("text", ["64mb", "MB", "1e3", "-1", "true", "[1]", "1.5", "64M"])
+@pytest.mark.parametrize("text", ["MB", "1e3", "-1", "true", "[1]", "64 MBs"])
 def test_what_is_no_size(text: str) -> None:
     assert "a size is a number of bytes, or a text such as 64MB" in said(f"ranks: 2\nmax_reshard_bytes: {text}\n")
 

@@ -62,7 +62,7 @@ def test_ops_without_a_kernel_and_large_tables_are_on_the_cpu() -> None:
     text, _ = propose(wide(pick="Hardmax"), "model.onnx", Degrees(), Device())
     assert proposed(text) == [("**", "cuda"), ("pick.Hardmax", "cpu"), ("embed.Gather", "cpu")]
     assert "# onnxruntime's CUDA provider has no kernel for Hardmax" in text
-    assert "# table: a table of 25.6 MB, of which a step reads 192 B (batch=1)" in text
+    assert "# table: a table of 24.4 MiB, of which a step reads 192 B (batch=1)" in text
 
 
 def test_a_small_table_stays() -> None:
@@ -104,7 +104,7 @@ def test_what_cannot_fit_is_refused_with_figures() -> None:
         of_training(FLOW, 15_000)
     text = str(caught.value)
     assert "model.onnx: rank 0 needs" in text
-    assert "of its GPU, but has 15.0 KB" in text
+    assert "of its GPU, but has 14.6 KiB" in text
     assert "the largest parts left are '" in text
     assert "help: propose more ranks or stages" in text
 

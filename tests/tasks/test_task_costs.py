@@ -97,12 +97,12 @@ def test_a_limit_in_bytes() -> None:
     with pytest.raises(CompileError) as caught:
         analysed(f"schedule: 1f1b, memory: 1MB, {THREE}")
     text = str(caught.value)
-    assert text.startswith("plan.yaml:3: schedule: 1f1b does not keep to memory: 1 MB: rank 0 keeps")
+    assert text.startswith("plan.yaml:3: schedule: 1f1b does not keep to memory: 1MB: rank 0 keeps")
     assert "rank 1 keeps" in text
     assert "(2 microbatches, and" in text
     least = text.rpartition("from ")[2].partition(" on")[0]
     with pytest.raises(
-        CompileError, match=r"(?s)no schedule keeps to memory: 1 MB: rank 1 keeps .*1 microbatch, and .*from"
+        CompileError, match=r"(?s)no schedule keeps to memory: 1MB: rank 1 keeps .*1 microbatch, and .*from"
     ):
         analysed(f"schedule: auto, memory: 1MB, {THREE}")
     program = analysed(f"schedule: auto, memory: {least}, {THREE}")

@@ -1,0 +1,41 @@
+"""Amounts as people write and read them: sizes in bytes, durations, counts with their noun."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE | re.ASCII)
+FORMS = "a number of bytes, or a text such as 64MB, 1.5GB or 512KiB"
+"""What `parse_bytes` takes, for messages."""
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes of `8GB` (1000^3), `512MiB` (1024^2), `1.5g` or `1000000`, in any case; None for a text that is no size."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return None
+    scale: int = (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper())
+    return round(float(found[1]) * scale)
+
+
+def size_text(count: float, at_least: bool = False) -> str:
+    """Bytes with three digits and a binary unit: `812 B`, `1.25 KiB`, `30.0 MiB`. `at_least`: rounded up, not to the nearest."""
+    if count < 1024:
+        return f"{math.ceil(count) if at_least else count:.4g} B"
+    power = min(len(_UNITS) - 1, (int(count).bit_length() - 1) // 10)
+    value, unit = count / 1024**power, _UNITS[power]
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{math.ceil(value * 10**digits) / 10**digits if at_least else value:.{digits}f} {unit}"
+
+
+def seconds(duration: float) -> str:
+    """A duration with three digits and a unit: `1.23 s`, `45.6 ms`, `789 us`."""
+    scale, unit = (1.0, "s") if duration >= 1 else (1e-3, "ms") if duration >= 1e-3 else (1e-6, "us")
+    return f"{duration / scale:.3g} {unit}" if duration / scale < 999.5 else f"{duration / scale:.0f} {unit}"
+
+
+def count(number: int, word: str, words: str = "") -> str:
+    """A number with its word in the right form: `1 rank`, `5 ranks`."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {words or word + 's'}"
