@@ -11,7 +11,8 @@ and runs with its readers.
 
 from __future__ import annotations
 
-import heapq
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def along(program: Program, modules: Sequence[tuple[str, list[ir.Node]]]) -> tup
     """The units in order, without shares, and the place of the unit of every node but those that run wherever they are read."""
     index = {node: k for k, node in enumerate(program.model.graph)}
     floating = floats(program)
-    named = {path: [node for node in nodes if node not in floating] for path, nodes in modules}
+    named = {path: some for path, nodes in modules if (some := [node for node in nodes if node not in floating])}
     read = weights_read(program)
     weights = {
         path: sum(map(weight_bytes, {value: None for node in nodes for value in read.get(node, ())}))
@@ -62,7 +63,7 @@ def along(program: Program, modules: Sequence[tuple[str, list[ir.Node]]]) -> tup
             break
         named = {path: nodes for path, nodes in named.items() if path not in small}
     first = {path: min(map(index.__getitem__, nodes), default=0) for path, nodes in named.items()}
-    groups = _in_order([sorted(circle, key=first.__getitem__) for circle in _circles(edges)], edges, first)
+    groups = _in_order([sorted(circle, key=first.__getitem__) for circle in _circles(edges)], edges, first, weights)
     place = {path: k for k, group in enumerate(groups) for path in group}
     units = [Unit(tuple(group)) for group in groups] or [Unit()]
     return units, _places(program, {node: place[path] for node, path in of.items()}, floating)
@@ -156,26 +157,32 @@ def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return found
 
 
-def _in_order(groups: list[list[str]], edges: Mapping[str, Iterable[str]], first: Mapping[str, int]) -> list[list[str]]:
-    """The groups behind what they read; of several that could be next the first of the file."""
+def _in_order(
+    groups: list[list[str]], edges: Mapping[str, Iterable[str]], first: Mapping[str, int], weights: Mapping[str, int]
+) -> list[list[str]]:
+    """The groups behind what they read, and as close as can be: of what a group reads the one with more weights behind it comes first.
+
+    So a table stands before its reader, not at the head of the file, and of two towers the smaller is done when both are read.
+    """
     of = {path: k for k, group in enumerate(groups) for path in group}
     reads = [{of[source] for path in group for source in edges[path]} - {k} for k, group in enumerate(groups)]
-    readers: dict[int, list[int]] = {}
+    behind: list[int] = []  # bit sets; circles come in an order in which what is read stands before its readers
     for k, some in enumerate(reads):
-        for source in some:
-            readers.setdefault(source, []).append(k)
-    waits = [len(some) for some in reads]
-    ready = [(first[groups[k][0]], k) for k, count in enumerate(waits) if not count]
-    heapq.heapify(ready)
-    found = []
-    while ready:
-        k = heapq.heappop(ready)[1]
-        found.append(groups[k])
-        for reader in readers.get(k, ()):
-            waits[reader] -= 1
-            if not waits[reader]:
-                heapq.heappush(ready, (first[groups[reader][0]], reader))
-    return found
+        behind.append(functools.reduce(operator.or_, (behind[source] for source in some), 1 << k))
+    own = [sum(weights[path] for path in group) for group in groups]
+    heavy = [sum(size for j, size in enumerate(own) if bits >> j & 1) for bits in behind]
+    begins = [first[group[0]] for group in groups]
+    last = sorted(set(range(len(groups))).difference(*reads), key=lambda k: (-heavy[k], begins[k]))
+    found: dict[int, None] = {}
+    waiting = [(k, False) for k in reversed(last)]
+    while waiting:
+        k, done = waiting.pop()
+        if done:
+            found[k] = None
+        elif k not in found:
+            waiting.append((k, True))
+            waiting += [(j, False) for j in sorted(reads[k], key=lambda j: (heavy[j], -begins[j])) if j not in found]
+    return [groups[k] for k in found]
 
 
 def _places(program: Program, own: Mapping[ir.Node, int], floating: set[ir.Node]) -> dict[ir.Node, int]:

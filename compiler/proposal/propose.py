@@ -176,7 +176,7 @@ def _placement(
     for k, stage in enumerate(stages):
         yield f"  # stage {k}: {stage.reason}"
         where = f"{{pp: {k}}}" if degrees.mesh else str(k)
-        yield from (f"  {key(pattern)}: {where}" for pattern in stage.lines())
+        yield from (f"  {key(pattern)}: {where}" for pattern in stage.lines() if pattern not in moved)
         behind = [path for path, at in moved.items() if at == k]
         yield from (f"  {key(pattern)}: {where}" for pattern in patterns(behind, lambda pattern: False))
     yield ""

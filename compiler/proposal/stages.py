@@ -4,13 +4,14 @@ The law. The model falls into units: modules, and what is inside of them where o
 which stay together while they fit into a stage. Units stand in an order in which each reads of earlier ones alone (`flow.py`), so a stage
 does. A unit weighs the mean of its share of the weights and of the operations at middling sizes. Stages are within a tenth of equal
 costs where runs of units allow that, else the heaviest is as light as they allow; within that the stages are as even as can be (the sum
-of squares), where fewer bytes that go over a cut count a little. Only modules with weights are named: the rest joins them.
+of squares), where fewer bytes that go over a cut count a little. If whole members of lists leave them uneven, a member is cut in parts,
+but only where no more bytes go over than between members. Only modules that read weights are named: the rest joins them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,20 +25,24 @@ from partc.compiler.proposal.names import patterns
 EVEN = 0.1
 """By how much of an equal cost a stage may differ."""
 _BYTES = 0.05
+"""How much the bytes over a cut count where they are as many as over most: attention in its midst hands on far more than a layer."""
 _FINEST = 4
+_GAIN = 0.01
+"""The share of all cost by which the heaviest stage must be lighter for a member of a list to be cut."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Units that run together, the bytes that arrive from the stages before at middling sizes, and all nodes that run there."""
+    """Units that run together, the paths that name them, the bytes that arrive at middling sizes, and all nodes that run there."""
 
     units: tuple[Unit, ...]
+    paths: tuple[str, ...]
     arriving: int
     nodes: tuple[ir.Node, ...] = ()
 
     def lines(self) -> Iterator[str]:
-        """The patterns of its units."""
-        yield from patterns([path for unit in self.units for path in unit.paths], lambda pattern: False)
+        """The patterns of its paths."""
+        yield from patterns(self.paths, lambda pattern: False)
 
     @property
     def cost(self) -> float:
@@ -54,25 +59,78 @@ class Stage:
 def balanced_stages(program: Program, count: int) -> list[Stage]:
     """The stages in order; fewer than `count` where the model has fewer units with weights."""
     costs = _Costs(program)
-    units, at = along(program, _units(program, costs, count))
-    for node, k in at.items():
-        costs.add(units[k], node)
-    crossing = _crossing(program, at, len(units))
-    cuts = _partition([unit.cost for unit in units], crossing, min(count, len(units)))
-    ends = [*cuts, len(units)]
-    return [
-        Stage(
-            tuple(units[begin:end]),
-            crossing[begin] if begin else 0,
-            tuple(node for node, k in at.items() if begin <= k < end),
-        )
-        for begin, end in zip([0, *cuts], ends, strict=True)
-    ]
+    whole = _Way.of(program, costs, _units(program, costs, count, in_parts=False))
+    stages = whole.stages(_partition(whole.costs, whole.crossing, min(count, len(whole.units))))
+    if not uneven(stages):
+        return stages
+    parts = _Way.of(program, costs, _units(program, costs, count, in_parts=True))
+    most = max(whole.crossing)
+    cuts = _partition(parts.costs, [size if size <= most else math.inf for size in parts.crossing], count)
+    members = {path for unit in whole.units for path in unit.paths}
+    apart = parts.stages(cuts, members)
+    lighter = _heaviest(apart) + _GAIN < _heaviest(stages) and len(apart) >= len(stages)
+    return apart if lighter else stages
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Units along the data's way, with the place of every node and the bytes that go over a cut before each unit."""
+
+    units: list[Unit]
+    at: dict[ir.Node, int]
+    crossing: list[int]
+
+    @classmethod
+    def of(cls, program: Program, costs: _Costs, modules: Sequence[tuple[str, list[ir.Node]]]) -> _Way:
+        units, at = along(program, modules)
+        for node, k in at.items():
+            costs.add(units[k], node)
+        return cls(units, at, _crossing(program, at, len(units)))
+
+    @property
+    def costs(self) -> list[float]:
+        return [unit.cost for unit in self.units]
+
+    def stages(self, cuts: Sequence[int], members: Collection[str] = ()) -> list[Stage]:
+        """The stages that begin at these units; parts of `members` that lie on one stage are named as one."""
+        ends = [*zip([0, *cuts], [*cuts, len(self.units)], strict=True)]
+        paths = [[path for unit in self.units[begin:end] for path in unit.paths] for begin, end in ends]
+        if members:
+            paths = [_joined(own, [p for rest in paths if rest is not own for p in rest], members) for own in paths]
+        return [
+            Stage(
+                tuple(self.units[begin:end]),
+                tuple(own),
+                self.crossing[begin] if begin else 0,
+                tuple(node for node, k in self.at.items() if begin <= k < end),
+            )
+            for own, (begin, end) in zip(paths, ends, strict=True)
+        ]
+
+
+def _joined(own: Sequence[str], others: Sequence[str], members: Collection[str]) -> list[str]:
+    """The paths of a stage, for all that lies in one module of it the module, up to whole members of lists."""
+    apart = {module for path in others for module in _around(path)}
+    found = []
+    for path in own:
+        around = [module for module in _around(path) if any(m in members for m in _around(module))]
+        found.append(next((module for module in around if module not in apart), path))
+    return list(dict.fromkeys(found))
+
+
+def _around(path: str) -> list[str]:
+    """The modules around a path, the outermost first, and the path."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def uneven(stages: Sequence[Stage]) -> bool:
     """Whether a stage costs more than a tenth above its equal share."""
-    return bool(stages) and max(stage.cost for stage in stages) * len(stages) > 1 + EVEN + 1e-9
+    return _heaviest(stages) * len(stages) > 1 + EVEN + 1e-9
+
+
+def _heaviest(stages: Sequence[Stage]) -> float:
+    return max((stage.cost for stage in stages), default=0.0)
 
 
 class _Costs:
@@ -80,8 +138,9 @@ class _Costs:
 
     def __init__(self, program: Program) -> None:
         self.program, self.sizes = program, Middling(program)
+        self.read = weights_read(program)
         first: dict[ir.Value, ir.Node] = {}
-        for node, weights in weights_read(program).items():
+        for node, weights in self.read.items():
             for value in weights:
                 first.setdefault(value, node)
         self.bytes: dict[ir.Node, int] = {}
@@ -105,10 +164,11 @@ class _Costs:
         unit.work += self.operations[node] / self.all_operations
 
     def is_heavy(self, node: ir.Node) -> bool:
-        return self.bytes.get(node, 0) * HEAVY > self.all_bytes
+        """Whether it reads large weights; of one that several nodes read, each must be named, wherever the weight counts."""
+        return sum(map(weight_bytes, self.read.get(node, ()))) * HEAVY > self.all_bytes
 
 
-def _units(program: Program, costs: _Costs, count: int) -> list[tuple[str, list[ir.Node]]]:
+def _units(program: Program, costs: _Costs, count: int, in_parts: bool) -> list[tuple[str, list[ir.Node]]]:
     """The modules and nodes that are placed as one and have weights: each with its path."""
     found: list[tuple[str, list[ir.Node]]] = []
     waiting = [("", list(program.model.graph))]
@@ -124,7 +184,7 @@ def _units(program: Program, costs: _Costs, count: int) -> list[tuple[str, list[
             for node in some:
                 costs.add(unit, node)
             single = sum(node in costs.products for node in some) < 2
-            listed = path.rpartition(".")[2].isdigit() and unit.cost <= (1 + EVEN) / count
+            listed = not in_parts and path.rpartition(".")[2].isdigit() and unit.cost <= (1 + EVEN) / count
             if not (single or listed or unit.cost <= 1 / (_FINEST * count)):
                 waiting.append((path, some))
             elif any(map(costs.is_heavy, some)):
@@ -149,19 +209,32 @@ def _crossing(program: Program, at: dict[ir.Node, int], count: int) -> list[int]
     return found
 
 
-def _partition(costs: Sequence[float], crossing: Sequence[int], count: int) -> list[int]:
-    """The indices at which runs begin, except the first."""
+def _partition(costs: Sequence[float], crossing: Sequence[float], count: int) -> list[int]:
+    """The indices at which runs begin, except the first; none begins where the bytes are infinite.
+
+    An equal cost is one of all costs, as `uneven` has it: what runs wherever it is read is no stage's.
+    """
+    upto, toll = _sums(costs), _toll(crossing)
+    if close := _runs(upto, toll, count, ((1 - EVEN) / count, (1 + EVEN) / count)):
+        return close
     n = len(costs)
-    upto = np.concatenate([[0.0], np.cumsum(costs)])
-    toll = _BYTES * np.array(crossing, float) / max(1, *crossing)
     least = np.full((count + 1, n + 1), math.inf)
     least[0, 0] = 0.0
     for k in range(1, count + 1):
         for end in range(k, n + 1):
-            least[k, end] = np.maximum(least[k - 1, :end], upto[end] - upto[:end]).min()
-    equal = upto[n] / count
-    close = _runs(upto, toll, count, ((1 - EVEN) * equal, (1 + EVEN) * equal))
-    return close or _runs(upto, toll, count, (0.0, max(float(least[count, n]), (1 + EVEN) * equal)))
+            heaviest = np.maximum(least[k - 1, :end], upto[end] - upto[:end])
+            least[k, end] = np.where(np.isfinite(toll[:end]), heaviest, math.inf).min()
+    return _runs(upto, toll, count, (0.0, max(float(least[count, n]), (1 + EVEN) / count)))
+
+
+def _sums(costs: Sequence[float]) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(costs)])
+
+
+def _toll(crossing: Sequence[float]) -> np.ndarray:
+    """What a cut before each unit costs beside unevenness; infinite where the bytes are."""
+    usual = float(np.median([size for size in crossing[1:] if size < math.inf] or [0]))
+    return _BYTES * np.array(crossing, float) / max(1.0, usual)
 
 
 def _runs(upto: np.ndarray, toll: np.ndarray, count: int, allowed: tuple[float, float]) -> list[int]:

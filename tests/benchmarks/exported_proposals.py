@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from exported_models import export, reference
-from exported_zoo import PROPOSED, ZOO, Case
+from exported_zoo import ZOO, Case, proposed
 
 DEGREES = {"tp 2": (2, 1), "stages 2": (1, 2), "tp 2, stages 2": (2, 2)}
 
@@ -75,7 +75,7 @@ def main() -> int:
                 for title in options.proposals.split(";"):
                     tp, stages = DEGREES[title]
                     path, case = export(name, opset, sizes == "dynamic", options.cache)
-                    ideal = collections.Counter(PROPOSED[name][title])
+                    ideal = collections.Counter(proposed(name, title, sizes == "dynamic"))
                     head = f"{name:14} {opset:5} {sizes:8} {title:15} {told(ideal)};"
                     try:
                         counts, shares, error = proposed_and_compared(path, case, tp, stages, options.plans)

@@ -258,16 +258,24 @@ _REDUCED = dict.fromkeys(ZOO, 2 * LAYERS + 1) | {"t5": 5 * LAYERS + 2, "vit": 2 
 """Two a layer and one for the rows of a table (T5 looks its table up twice, and its decoder's layers have three; CLIP has two towers)."""
 _GATHERED = {name: {} if name in ("vit", "clip") else {"Exchange": 1} for name in ZOO}
 """Logits of which each rank has a part; classifiers have too few classes."""
-PROPOSED: dict[str, dict[str, Mapping[str, int]]] = {
-    name: {
-        "tp 2": {"AllReduce": reduced, **_GATHERED[name]},
-        "stages 2": {"Send": 2},
-        "tp 2, stages 2": {"AllReduce": reduced, **_GATHERED[name], "Send": 2 if _GATHERED[name] else 3},
-    }
-    for name, reduced in _REDUCED.items()
-}
-PROPOSED["clip"]["tp 2, stages 2"] = {"AllReduce": 4 * LAYERS, "ReduceScatter": 1, "Exchange": 1, "Send": 1}
-"""What a proposal must send in a step: of stages what one hands on, on each of its ranks, and the result to rank 0.
+_IN_PARTS = {"t5", "clip"}
+"""Models of two layers whose stages are even at dynamic sizes only if a layer is cut behind its attention, and two values cross.
 
-Of CLIP's tower of images the next stage reads one token alone, in shards: its last sum is a ReduceScatter, in half the bytes.
+T5's decoder begins before its encoder's output is read; the tower of text that CLIP cuts is read beside that of images.
 """
+
+
+def proposed(name: str, title: str, dynamic: bool) -> dict[str, int]:
+    """What a proposal must send in a step: of stages what one hands on, on each of its ranks, and the result to rank 0.
+
+    Of CLIP's tower of images the next stage reads one token alone, in shards: its last sum is a ReduceScatter, in half the bytes.
+    """
+    tensor = {"AllReduce": _REDUCED[name], **_GATHERED[name]}
+    crossing = 2 if dynamic and name in _IN_PARTS else 1
+    if title == "tp 2":
+        return tensor
+    if title == "stages 2":
+        return {"Send": crossing + 1}
+    if (name, dynamic) == ("clip", False):
+        return {"AllReduce": 4 * LAYERS, "ReduceScatter": 1, "Exchange": 1, "Send": 1}
+    return {**tensor, "Send": 2 * crossing + (not _GATHERED[name])}

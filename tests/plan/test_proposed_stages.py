@@ -15,8 +15,9 @@ from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.propose import Degrees, propose
-from partc.compiler.proposal.stages import _partition
+from partc.compiler.proposal.flow import Unit
+from partc.compiler.proposal.propose import Degrees, _placement, propose
+from partc.compiler.proposal.stages import Stage, _partition
 from test_proposal import WIDTH, WORDS, _Graph, source
 
 HEADS, SIZE = 2, WIDTH // 2
@@ -201,12 +202,13 @@ def test_modules_that_are_called_in_turn_are_one_unit(op: str) -> None:
 def test_stages_are_within_a_tenth_of_equal_where_layers_allow_it(count: int) -> None:
     random = np.random.default_rng(count)
     for _ in range(100):
-        costs = list(random.random(12) + 0.2)
+        costs = random.random(12) + 0.2
+        costs = list(costs / costs.sum())
         crossing = [0, *map(int, random.integers(1, 100, 11))]
         begins = [0, *_partition(costs, crossing, count), 12]
         heaviest = max(sum(costs[a:b]) for a, b in itertools.pairwise(begins))
         least = _least(costs, count)
-        assert heaviest <= max(least, 1.1 * sum(costs) / count) + 1e-9
+        assert heaviest <= max(least, 1.1 / count) + 1e-9
 
 
 def _least(costs: list[float], count: int) -> float:
@@ -230,6 +232,69 @@ def test_a_weight_that_is_turned_counts_where_it_is_read() -> None:
     text, _ = propose(source(proto), "model.onnx", Degrees(stages=2))
     assert text.count("50 % of the cost: 50 % of the weights, 50 % of the operations") == 2
     assert placed(text) == {"layers.[0-1]": (0,), "layers.[2-3]": (1,)}
+
+
+def test_a_layer_is_cut_only_where_no_more_crosses() -> None:
+    """Whole layers are two thirds to one; behind the first sum of layer 0 stages are equal, and one value crosses as between layers."""
+    g = _Graph()
+
+    def product(name: str, x: str) -> str:
+        return g.node(f"{name}.MatMul", "MatMul", x, g.weight(f"{name}.weight", WIDTH, WIDTH))
+
+    x = product("stem.b", product("stem.a", "x"))
+    for k in range(2):
+        for part in ("mix", "mlp"):
+            x = g.node(f"layers.{k}.{part}_sum", "Add", x, product(f"layers.{k}.{part}", x))
+    rows = ["batch", WIDTH]
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, rows) for name in ("x", x)]
+    graph = helper.make_graph(g.nodes, "g", ports[:1], ports[1:], g.weights)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    text, _ = propose(source(proto), "model.onnx", Degrees(stages=2))
+    assert placed(text) == {
+        "stem.a": (0,),
+        "stem.b": (0,),
+        "layers.0.mix": (0,),
+        "layers.0.mlp": (1,),
+        "layers.1": (1,),
+    }
+    rows = np.random.default_rng(0).standard_normal((3, WIDTH), np.float32)
+    assert len(same_as_whole(proto, text, {"x": rows}, rtol=1e-4, atol=1e-4).events) == 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_each_reader_of_a_shared_table_has_a_stage(tp: int) -> None:
+    """An encoder and a decoder look their rows up in one table: the decoder's stand where they are read, first in the file or not."""
+    g = _Graph()
+    table = g.weight("table", WORDS, WIDTH)
+    second = g.node("decoder.embed.Gather", "Gather", table, "more")
+    first = g.node("encoder.embed.Gather", "Gather", table, "ids")
+    for k in range(2):
+        first = g.node(f"encoder.add_{k}", "Add", first, g.linear(f"encoder.layers.{k}.mlp", first, WIDTH, WIDTH))
+    x = g.node("decoder.join", "Add", second, first)
+    for k in range(2):
+        x = g.node(f"decoder.add_{k}", "Add", x, g.linear(f"decoder.layers.{k}.mlp", x, WIDTH, WIDTH))
+    fed = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch"]) for name in ("ids", "more")]
+    out = helper.make_tensor_value_info(x, TensorProto.FLOAT, ["batch", WIDTH])
+    proto = helper.make_model(
+        helper.make_graph(g.nodes, "g", fed, [out], g.weights),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    text, _ = propose(source(proto), "model.onnx", Degrees(tp=tp, stages=2))
+    random = np.random.default_rng(0)
+    program = same_as_whole(
+        proto, text, {name: random.integers(0, WORDS, 3) for name in ("ids", "more")}, rtol=1e-4, atol=1e-4
+    )
+    at = {program.paths[node]: one.groups for node, one in program.placement.items() if node.op_type == "Gather"}
+    stages = [tuple(range(k * tp, k * tp + tp)) for k in range(2)]
+    assert at == {"encoder.embed.Gather": (stages[0],), "decoder.embed.Gather": (stages[1],)}
+    assert "Reduce" not in [event.op_type for event in program.events]
+
+
+def test_a_node_that_must_follow_is_placed_once() -> None:
+    stages = [Stage((Unit(("a",)),), ("a", "b"), 0), Stage((Unit(("c",)),), ("c",), 4)]
+    lines = [*_placement(Degrees(stages=2), stages, {"b": 1}, {})]
+    assert [line.strip() for line in lines if ":" in line and "#" not in line] == ["a: 0", "c: 1", "b: 1"]
 
 
 def test_uneven_stages_are_said() -> None:
