@@ -80,9 +80,13 @@ def starting_plan(
     `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them. `given` is
     what is proposed in place of the examples, `ranks` the number of ranks that the model's own placement needs.
     """
+    from partc.compiler.training.shared import parameter_sizes
+
     graph = model.graph
     sizes = [_bytes(value) for value in graph.initializers.values()]
-    counts = f"{count(len(graph), 'node')}, {count(len(sizes), 'parameter')}, {size_text(sum(sizes))}"
+    elements = parameter_sizes(model, paths)
+    parameters = f"{count(len(elements), 'parameter')} of {count(sum(elements), 'element')}"
+    counts = f"{count(len(graph), 'node')}, {parameters}, {size_text(sum(sizes))}"
     chosen = given or _examples_of(graph, paths, ranks)
     lines = [
         f"# A plan for {_shown(name)}: {counts}.",
@@ -251,7 +255,7 @@ def _tree(graph: ir.Graph, paths: Mapping[ir.Node, str], total: int) -> Iterator
         yield from _loose(loose, total)
     unused = len(graph.initializers) - len(used)
     if unused:
-        yield f"# No node uses {count(unused, 'parameter')} of the model, not listed here."
+        yield f"# No node uses {count(unused, 'weight')} of the model, not listed here."
 
 
 def _module(part: _Part, depth: int, total: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ any other stays what ONNX says it is, one tensor. The plan has the last word: `p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from onnxscript import nn
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
-from partc.compiler.training.trainable import TRAINABLE
+from partc.compiler.training.trainable import TRAINABLE, trainable_names
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 _NAMED = 3
@@ -62,6 +63,15 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
             own.append(_free(f"{module}.{name.rpartition('.')[2]}", f"{name}.{module}", taken))
         found.append(Shared(name, tuple(readers), tuple(own), of_file and _repeats(weights[name])))
     return found
+
+
+def parameter_sizes(model: ir.Model, paths: Mapping[ir.Node, str] | None = None) -> list[int]:
+    """The elements of each parameter that a training has if the plan says nothing of parameters."""
+    names = trainable_names(model)
+    copies = {one.name: len(one.names) for one in shared_weights(model, names, paths) if one.repeats}
+    shapes = {name: model.graph.initializers[name].shape for name in names}
+    sizes = {name: math.prod(shape.numpy()) if shape is not None else 0 for name, shape in shapes.items()}
+    return [sizes[name] for name in names for _ in range(copies.get(name, 1))]
 
 
 def give_own(

@@ -56,7 +56,7 @@ def test_the_starting_plan_of_modules() -> None:
     }
     squeezed = [" ".join(line.split()) for line in text.splitlines()]
     for line in [
-        "# A plan for net.onnx: 4 nodes, 6 parameters, 716 B.",
+        "# A plan for net.onnx: 4 nodes, 4 parameters of 315 elements, 716 B.",
         '"x:0": [batch, 1, 28, null] # float32 [batch, 1, 28, ?]',
         "mask: [batch, null, a.b] # bool [batch, 2*h, a.b]",
         "# conv1 1 node 624 B 87.2 % Conv",
@@ -67,7 +67,7 @@ def test_the_starting_plan_of_modules() -> None:
         "# block.0.act 1 node 36 B 5.0 % If",
         "# . block.0.scale float32 [9] 36 B",
         r'# "odd\\*na\\[me\\]" Mul',
-        "# No node uses 2 parameters of the model, not listed here.",
+        "# No node uses 2 weights of the model, not listed here.",
     ]:
         assert line in squeezed, line
     assert not any(line.startswith("# . s ") for line in squeezed)

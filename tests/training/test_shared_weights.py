@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from onnx import numpy_helper
 from partc.cli.commands.compile import command as compile_command
 from partc.cli.commands.plan import command as plan_command
+from partc.cli.commands.train import command as train_command
 from partc.cli.comparison.checkpoint_model import export_model
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
@@ -123,3 +125,23 @@ def test_a_tied_weight_that_an_exporter_parted_is_told(tied: bool, tmp_path: Pat
     report = compile_source(Source(from_proto(model, Path("net.onnx"))), plan, tmp_path / "build")
     told = [line for line in report.warnings if "'folded' has the numbers of 'table' transposed" in line]
     assert bool(told) == tied
+
+
+def test_plan_compile_and_train_state_one_number(tmp_path: Path) -> None:
+    """A scale that three norms share is three parameters; a constant is none, whatever the file lists as initializers."""
+    model = proto("ones", "ones", "ones")
+    model.graph.node.append(onnx.helper.make_node("Reshape", ["y", "sizes"], ["z"], "Reshape"))
+    model.graph.output[0].name = "z"
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 4], np.int64), "sizes"))
+    onnx.save(model, tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", **steps()[0])
+    text = f"ranks: 1\n{TRAIN}  data: data.npz\n  batch: 3\n  steps: 1\n".replace("prediction: y", "prediction: z")
+    (tmp_path / "plan.yaml").write_text(text)
+    names = [str(tmp_path / name) for name in ("model.onnx", "plan.yaml", "build")]
+    said = [
+        CliRunner().invoke(plan_command, names[:1]).output,
+        CliRunner().invoke(compile_command, [names[0], "--plan", names[1], "-o", names[2]]).output,
+        CliRunner().invoke(train_command, [names[2], "--plan", names[1], "--in-process"]).output,
+    ]
+    found = [re.search(r"(\d+) parameters(?: of |, )(\d+) elements", one) for one in said]
+    assert [one and one.groups() for one in found] == [("4", "28")] * 3, said
