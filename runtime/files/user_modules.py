@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 
 IMPORTING = RLock()
 """Held by who runs a file of the user's: the module path, the known modules and what imports remember belong to the whole process."""
-_LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib"))
+_LIBRARIES = tuple(os.path.join(sysconfig.get_path(kind), "") for kind in ("purelib", "platlib", "stdlib"))
 
 
 def module_names(folder: Path) -> set[str]:
@@ -27,7 +28,8 @@ def lies_in(module: ModuleType | None, folder: Path) -> bool:
         return False
     origin = getattr(module, "__file__", None)
     places = [origin] if origin else list(getattr(module, "__path__", []))
-    return any(Path(place).is_relative_to(folder) for place in places)
+    below = os.path.join(folder, "")  # text, not paths: every module of the process is asked
+    return any(os.path.join(place, "").startswith(below) for place in places)
 
 
 def forget_namesakes(folder: Path) -> None:
@@ -40,4 +42,4 @@ def forget_namesakes(folder: Path) -> None:
 
 def _is_library(module: ModuleType | None) -> bool:
     origin = getattr(module, "__file__", None)
-    return origin is not None and any(Path(origin).is_relative_to(library) for library in _LIBRARIES)
+    return origin is not None and origin.startswith(_LIBRARIES)
