@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 from partc.cli.output.training_stats import kept_bytes
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.dtypes import BY_CODE
-from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, TAG, Collective, Manifest
+from partc.runtime.artifact.format import ALL_REDUCE, BYTES, DOMAIN, OPTIMIZER, TAG, Collective, Manifest
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.onnx_graph import reads
+from partc.runtime.artifact.row_function import MERGE
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.execution.symbol_bindings import smallest
 
@@ -181,6 +182,9 @@ def largest_live_set(model: ModelProto, sizes: Mapping[str, int], apart: Collect
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer} | {*apart}
     known = {port.name: _value_bytes(port, sizes) for port in [*graph.value_info, *graph.input, *graph.output]}
+    for node in graph.node:
+        if node.domain == OPTIMIZER and node.op_type == MERGE:  # at most as many distinct rows as there are rows
+            known |= {made: known.get(source) for source, made in zip(node.input, node.output, strict=True)}
     end = len(graph.node)
     last = {port.name: end for port in graph.output}
     for at, node in enumerate(graph.node):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 from partc.compiler.emit.dump import begin_text, end_text, rank_text
+from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.laws import with_laws
 from partc.compiler.emit.manifest import manifest_of, program_name
 from partc.compiler.emit.rank_model import RankModels
@@ -88,7 +89,8 @@ def _write_ranks(
     locations: Mapping[Stored, Location],
 ) -> list[str]:
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
-    models, texts = RankModels(program, locations), RankTexts(shown)
+    helpers = HelperTypes(program)
+    models, texts = RankModels(program, locations, helpers), RankTexts(shown, helpers)
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
         data = models.of(part).SerializeToString(deterministic=True)

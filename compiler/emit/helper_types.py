@@ -1,7 +1,7 @@
 """Types of the values that no pass has typed in a rank's program: bounds of slices, masks, sums of gradients, and the like.
 
-The passes type the values of the model. What stands between them is typed here, for the dumps, by each op's own shape inference from
-what it reads; where that says nothing of an output, it has no type.
+The passes type the values of the model. What stands between them is typed here, for rank files and dumps, by each op's own shape
+inference from what it reads; where that says nothing of an output, it has no type.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ class HelperTypes:
     def __init__(self, program: Program) -> None:
         self._opsets = program.model.graph.opset_imports
         self._found: dict[Hashable, dict[str, onnx.TypeProto]] = {}
+        self._of: dict[Hashable, dict[str, onnx.TypeProto]] = {}
 
-    def of(self, part: RankProgram, body: TaskBody | None = None) -> dict[str, str]:
-        """By name the types of a part's values, or of those in the body of a task, that no pass has typed, as the dumps write them."""
+    def of(self, part: RankProgram, body: TaskBody | None = None) -> dict[str, onnx.TypeProto]:
+        """By name the types of a rank program's values, or of those in the body of a task, that no pass has typed."""
+        key = part.likeness, body
+        if key not in self._of:
+            self._of[key] = self._typed(part, body)
+        return self._of[key]
+
+    def _typed(self, part: RankProgram, body: TaskBody | None) -> dict[str, onnx.TypeProto]:
         known: dict[str, onnx.TypeProto] = {}
         if body is not None:
             part = replace(part, steps=body.steps, types=body.types)
@@ -36,7 +43,9 @@ class HelperTypes:
                     made = self._outputs(part, step, known)
                     known |= {name: made[name] for name in untyped if name in made}
         return {
-            name: _text(kind) for name, kind in known.items() if name not in part.types and name not in part.constants
+            name: kind
+            for name, kind in known.items()
+            if name not in part.types and name not in part.constants and name not in part.scalars
         }
 
     def _outputs(
@@ -85,7 +94,8 @@ def _tensor(dtype: ir.DataType, shape: Shape | Iterable[int] | None) -> onnx.Typ
     return onnx.helper.make_tensor_type_proto(dtype.value, None if shape is None else list(shape))
 
 
-def _text(kind: onnx.TypeProto) -> str:
+def helper_type_text(kind: onnx.TypeProto) -> str:
+    """A type as the dumps write it: `<tensor(int64), (batch, 2)>`."""
     tensor = kind.tensor_type
     name = type_text(ir.TensorType(ir.DataType(tensor.elem_type)))
     if not tensor.HasField("shape"):

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from partc.compiler.emit.choice_text import cut_text
+from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.weights import Location, Stored, is_inline, shard_of, shard_text, stored
 from partc.compiler.ir.program import Program, Shape
 from partc.compiler.ir.rank_program import (
@@ -39,6 +40,7 @@ class RankModels:
 
     program: Program
     locations: Mapping[Stored, Location]
+    helpers: HelperTypes
     _nodes: dict[ComputeOp, onnx.NodeProto] = field(default_factory=dict)
     _types: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
 
@@ -127,6 +129,8 @@ class RankModels:
             _name_apart(function.node[-1], named)
         typed = (name for name, (value, _) in body.types.items() if value.type)
         function.value_info.extend(self._type(body.types, name) for name in typed)
+        helpers = self.helpers.of(part, body).items()
+        function.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in helpers)
         return function
 
     def _add_ports(self, graph: onnx.GraphProto, part: RankProgram) -> None:
@@ -145,6 +149,10 @@ class RankModels:
         listed.update(name for step in part.steps if isinstance(step, TaskCall) for name in step.outputs)
         graph.value_info.extend(
             self._type(part.types, name) for name, (value, _) in part.types.items() if name not in listed and value.type
+        )
+        helpers = self.helpers.of(part).items()
+        graph.value_info.extend(
+            onnx.ValueInfoProto(name=name, type=kind) for name, kind in helpers if name not in listed
         )
 
     def _type(self, types: Mapping[str, tuple[ir.Value, Shape | None]], name: str) -> onnx.ValueInfoProto:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.emit.choice_text import cut_text, strategies
-from partc.compiler.emit.helper_types import HelperTypes
+from partc.compiler.emit.helper_types import HelperTypes, helper_type_text
 from partc.compiler.emit.node_text import node_text
 from partc.compiler.emit.shard_text import part_of
 from partc.compiler.emit.value_text import value_text
@@ -32,9 +32,9 @@ from partc.runtime.artifact.law import law_text
 class RankTexts:
     """The texts of a program's rank programs; the lines of an op that several ranks have with the same types are written once."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, helpers: HelperTypes | None = None) -> None:
         self.program = program
-        self.helpers = HelperTypes(program)
+        self.helpers = helpers or HelperTypes(program)
         self._ops: dict[Hashable, list[str]] = {}
         self._values: dict[tuple[ir.Value, Shape | None], str] = {}
 
@@ -126,7 +126,7 @@ class _Kinds:
         self._of = texts
         self._part = part
         self._types = part.types if body is None else body.types
-        self._texts = texts.helpers.of(part, body)
+        self._texts = {name: helper_type_text(kind) for name, kind in texts.helpers.of(part, body).items()}
         self._texts |= dict.fromkeys(part.scalars, "<tensor(float), ()>")
         self._texts[""] = "<>"
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from conftest import Golden
+from partc.cli.output.stats import rank_stats, typical_sizes
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.manifest import open_artifact
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -80,6 +82,10 @@ def hold(golden: Golden, name: str, build: Path) -> None:
             if file.is_file():
                 golden(f"{name}/{program or 'step'}/{file.name}", file.read_text(encoding="utf-8"))
     golden(f"{name}/step/{fmt.MANIFEST}", index_text(build / fmt.MANIFEST))
+    artifact = open_artifact(build)
+    sizes = typical_sizes(artifact.manifest)
+    unknown = {rank: rank_stats(artifact, rank, sizes).unknown_values for rank in range(artifact.manifest.ranks)}
+    assert not any(unknown.values()), f"values without a type and a shape, by rank: {unknown}"
 
 
 def index_text(path: Path) -> str:
