@@ -110,8 +110,8 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
             if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                 raise
             continue
-        if stages and (back := _backward(done, degrees)).keys() - moved.keys():
-            moved |= back
+        if stages and (astray := _astray(done, degrees)).keys() - moved.keys():
+            moved |= astray
             continue
         if device is None:
             return text(_head(degrees, done, cut, stages, missing)), missing
@@ -182,12 +182,21 @@ def _placement(
     yield ""
 
 
-def _backward(done: Program, degrees: Degrees) -> dict[str, int]:
-    """By path the nodes that read from a later stage than theirs, with that stage."""
+def _astray(done: Program, degrees: Degrees) -> dict[str, int]:
+    """By path the nodes that read from a later stage than theirs, with that stage, and those of no one stage, with their first reader's.
+
+    A node that `sharding` alone names and that reads inputs alone would run on all ranks.
+    """
     found: dict[str, int] = {}
     each = degrees.ranks // degrees.stages
-    at = {node: placed.groups[0][0] // each for node, placed in done.placement.items() if not placed.follows}
-    for node in done.model.graph:
+    own = {node: placed.groups[0] for node, placed in done.placement.items() if not placed.follows}
+    at = {node: group[0] // each for node, group in own.items()}
+    nodes = list(done.model.graph)
+    for node in reversed(nodes):
+        if node in own and len(own[node]) > each:
+            readers = [at[use.node] for out in node.outputs for use in out.uses() if use.node in at]
+            at[node] = found[done.paths[node]] = min(readers, default=0)
+    for node in nodes:
         before = [at[p] for value in done.reads[node] if (p := value.producer()) in at]
         if node in at and at[node] < (latest := max(before, default=0)):
             at[node] = found[done.paths[node]] = latest

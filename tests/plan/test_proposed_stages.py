@@ -349,3 +349,27 @@ def test_a_line_of_the_model_that_decides_must_name_ranks_that_are_there(tmp_pat
     with pytest.raises(CompileError, match=r"model.py:11: place of 'relu': rank 2, but there are 2 ranks") as error:
         compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
     assert len(error.value.problems) == 1
+
+
+def test_a_small_layer_that_is_sharded_has_a_stage() -> None:
+    """Too small to be a unit of its own, its sharding alone would put it on all ranks, since it reads inputs alone."""
+    g = _Graph()
+    x = g.node("body.0.MatMul", "MatMul", "x", g.weight("body.0.weight", 96, 96))
+    x = g.node("body.1.MatMul", "MatMul", x, g.weight("body.1.weight", 96, 96))
+    up = g.node("small.up.MatMul", "MatMul", "z", g.weight("small.up.weight", 4, 6))
+    z = g.node("small.down.MatMul", "MatMul", g.node("small.act", "Relu", up), g.weight("small.down.weight", 6, 4))
+    x = g.node("join", "Concat", x, z, axis=1)
+    x = g.node("body.2.MatMul", "MatMul", x, g.weight("body.2.weight", 100, 96))
+    x = g.node("body.3.MatMul", "MatMul", x, g.weight("body.3.weight", 96, 96))
+    ports = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 96), ("z", 4), (x, 96))
+    ]
+    graph = helper.make_graph(g.nodes, "g", ports[:2], ports[2:], g.weights)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    text, _ = propose(source(proto), "model.onnx", Degrees(tp=2, stages=2))
+    assert "small.up" in text.partition("sharding:")[2].partition("# outputs")[0]
+    random = np.random.default_rng(0)
+    fed = {"x": random.standard_normal((3, 96), np.float32), "z": random.standard_normal((3, 4), np.float32)}
+    program = same_as_whole(proto, text, fed, rtol=1e-3, atol=1e-3)
+    assert {len(placed.groups[0]) for node, placed in program.placement.items() if node.op_type == "MatMul"} == {2}
