@@ -31,6 +31,7 @@ from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.plan.rules import Dataset
+from partc.compiler.rewrite.counted_indices import counted_indices
 from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
@@ -66,6 +67,7 @@ PASSES: tuple[Pass, ...] = (
     shapes,
     repeat_tables,
     straighten,
+    counted_indices,
     unpack,
     serve,
     precision,
