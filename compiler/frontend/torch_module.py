@@ -82,7 +82,7 @@ def export(
     program = _by_torch(module, arguments, where, recorder)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
-    model: ir.Model = program.model
+    model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
     _name_weights(model.graph, module)
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
