@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it the model runs on one rank.")
 @click.option("--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY|NAME=0.5", help="Inputs; may be repeated.")
 @click.option(
-    "--random", type=int, metavar="SEED", help="Seed of random values for the other inputs; 0 if there is no --input."
+    "--random", type=int, default=0, metavar="SEED", help="Seed of the random values of all other inputs; 0 by default."
 )
 @click.option("--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option("--mpi", is_flag=True, help="Run the compiled model over MPI, as `partc run` does.")
@@ -37,7 +37,7 @@ def command(
     model: Path,
     plan: Path | None,
     inputs: tuple[str, ...],
-    random: int | None,
+    random: int,
     sizes: Mapping[str, int],
     mpi: bool,
     devices: Mapping[str, str],
@@ -46,6 +46,8 @@ def command(
     atol: float | None,
 ) -> int:
     """Compile MODEL and compare every output with that of the unsharded model on the same inputs.
+
+    Inputs that --input leaves out, labels too, have random values, in the sizes of those that are given.
 
     An element passes if |compiled - unsharded| <= atol + rtol * |unsharded|. With a plan that trains, two steps are taken and the
     gradients, parameters and optimizer state are compared too; there, atol is a thousandth of the largest change in a step. If an
@@ -66,9 +68,11 @@ def command(
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileWatch() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch)
-        seed = random if random is not None or inputs else 0
         asked = of_batch(report.manifest)
-        values = open_inputs(asked, inputs, seed, sizes, max_bytes).read(port.name for port in asked.inputs)
+        reader = open_inputs(asked, inputs, random, sizes, max_bytes)
+        values = reader.read(port.name for port in asked.inputs)
+        if inputs and (made := reader.generated()):
+            console.echo(f"random values, seed {random}: {', '.join(made)}", err=True)
         case = Case(model, plan, report, values, Path(scratch), mpi, devices)
         if report.program.plan.train is not None:
             return _show(model, report.manifest, verify_training.verdict(case, rtol, atol), mpi, "tensor")

@@ -1,15 +1,16 @@
 """Reads a run's inputs: members of an .npz, single .npy files, or random values; each rank reads only its own inputs.
 
 All errors in files, names and sizes of symbols are reported together, before any value is read. Random values depend on the seed
-and the input's name alone, so that all ranks generate the same. A sequence `s` is stored as the members `s.0`, `s.1` and so on; types
-that numpy cannot store (bfloat16, float8, int4) are stored as float32, int8 or uint8. A sequence or an optional without value is empty.
+and the input's name alone, so that all ranks generate the same; where a file binds a symbol they have its size. A sequence `s` is stored
+as the members `s.0`, `s.1` and so on; types that numpy cannot store (bfloat16, float8, int4) are stored as float32, int8 or uint8. A
+sequence or an optional without value is empty.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,36 @@ class InputReader:
         assert self.seed is not None
         return _random(port, self.seed, self.sizes, self.memory)
 
+    def generated(self) -> list[str]:
+        """The inputs that get random values."""
+        return [name for name in self.ports if not self.has(name) and self.ports[name].type.startswith("tensor(")]
+
+    def bound(self, symbols: Mapping[str, SymbolRecord]) -> dict[str, tuple[int, str]]:
+        """The sizes of symbols by the shapes that the given inputs have, each with its input."""
+        found: dict[str, tuple[int, str]] = {}
+        for name, port in self.ports.items():
+            shape = self._shape(name) if port.shape is not None else ()
+            for dim, size in zip(port.shape or (), shape, strict=False):
+                if dim in symbols:
+                    found.setdefault(str(dim), (size, name))
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether an input is given."""
+        return name in self.literals or name in self.members or f"{name}.0" in self.members
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a given tensor; () where there is none, or where its file tells none, which reading it then says."""
+        if name in self.literals:
+            return self.literals[name].shape
+        if name not in self.members:
+            return ()
+        path, member = self.members[name]
+        try:
+            return read_array(path).shape if member is None else Archive(path, self.memory).shape(member)
+        except BROKEN:
+            return ()
+
     def _items(self, name: str) -> list[str]:
         found: list[str] = []
         while f"{name}.{len(found)}" in self.members:
@@ -99,25 +130,29 @@ def open_inputs(
             elif name in members:
                 problems.append(f"{source[0]}: input '{name}' is already read from {members[name][0]}")
             members[name] = source
+    given = InputReader(ports, members, seed, {}, literals, Memory(max_bytes))
     chosen: dict[str, int] = {}
     if seed is not None:
         chosen, wrong = choose_sizes(manifest.symbols, sizes)
         problems.extend(wrong)
+        for name, (size, port) in given.bound(manifest.symbols).items() if given.generated() else ():
+            if sizes.get(name, size) != size:
+                problems.append(f"--set {name}={sizes[name]}: it is {size} by input '{port}'")
+            chosen[name] = size
     elif sizes:
         problems.append("--set is the size of random inputs: add --random SEED")
-    given = {name for name in ports if name in members or name in literals or f"{name}.0" in members}
-    for name in (name for name in ports if name not in given):
-        port = ports[name]
-        if port.type.startswith(("optional(", "seq(")):
+    for name in (name for name in ports if not given.has(name)):
+        missing = ports[name]
+        if missing.type.startswith(("optional(", "seq(")):
             continue
         if seed is None:
-            problems.append(f"input '{name}' ({describe(port)}) has no value")
-        elif not port.type.startswith("tensor(") or port.shape is None:
-            problems.append(f"input '{name}' ({describe(port)}) cannot be random: its shape is not known")
+            problems.append(f"input '{name}' ({describe(missing)}) has no value")
+        elif not missing.type.startswith("tensor(") or missing.shape is None:
+            problems.append(f"input '{name}' ({describe(missing)}) cannot be random: its shape is not known")
     if problems:
         help = "  help: use --input x.npz or --input name=file.npy for every input, or --random SEED for all"
         raise UsageError("\n".join([*problems, help]))
-    return InputReader(ports, members, seed, chosen, literals, Memory(max_bytes))
+    return replace(given, sizes=chosen)
 
 
 def _literal(spec: str, ports: Mapping[str, Port]) -> dict[str, Array] | None:
@@ -224,11 +259,16 @@ def _random(port: Port, seed: int, sizes: Mapping[str, int], memory: Memory) -> 
     wanted = np.dtype(element.wide) if element.wide else element.numpy
     if wanted.kind == "b":
         return generator.integers(0, 2, size=shape).astype(wanted)
-    if wanted.kind in "iu":
-        return generator.integers(0, _INTEGERS_BELOW, size=shape).astype(element.numpy)
-    if port.labels is not None:
-        return generator.integers(0, min(port.labels.classes or 2, _INTEGERS_BELOW), size=shape).astype(element.numpy)
+    if wanted.kind in "iu" or port.labels is not None:
+        return generator.integers(0, _below(port), size=shape).astype(element.numpy)
     values = generator.standard_normal(size=shape)
     if wanted.kind == "c":
         return (values + 1j * generator.standard_normal(size=shape)).astype(wanted)
     return values.astype(wanted).astype(element.numpy)
+
+
+def _below(port: Port) -> int:
+    """What random integers of an input are below: of labels the number of classes, of ids no more rows than the tables have."""
+    if port.labels is not None and port.labels.classes:
+        return port.labels.classes
+    return min([_INTEGERS_BELOW, *(one.rows for one in port.ids)])

@@ -84,6 +84,11 @@ class Archive:
                 self.memory.take(count, f"'{name}'")
                 return _filled(member, count, shape, fortran, dtype)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the header of an array says."""
+        with open_regular(self.path) as file, zipfile.ZipFile(file) as archive, archive.open(self.entries[name]) as one:
+            return _header(one)[0]
+
     def _stored(self, file: IO[bytes], entry: zipfile.ZipInfo) -> Array:
         size = os.fstat(file.fileno()).st_size
         file.seek(entry.header_offset)

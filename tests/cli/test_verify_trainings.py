@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from partc.cli.main import invoke
 
@@ -53,3 +54,27 @@ def test_statistics_of_microbatches_are_of_the_same_records(tmp_path: Path, caps
     (tmp_path / "plan.yaml").write_text(OF_MICROBATCHES)
     asked = ["verify", str(tmp_path / "model.py"), "--plan", str(tmp_path / "plan.yaml"), "--set", "batch=16"]
     assert invoke(asked) == 0, capsys.readouterr().out
+
+
+PLAIN = """ranks: 2
+symbols: {batch: {divisor: 2}}
+dataset: data_parallel
+train:
+  loss: {type: softmax_cross_entropy, logits: y, labels: label}
+  optimizer: {type: sgd, lr: 0.1}
+"""
+
+
+def test_what_input_leaves_out_is_random_in_the_sizes_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Labels among the classes, as many as there are records in the file; a size that the file does not have is refused."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "plan.yaml").write_text(PLAIN)
+    np.savez_compressed(tmp_path / "x.npz", x=np.random.default_rng(1).standard_normal((12, 6)).astype(np.float32))
+    asked = ["verify", str(tmp_path / "model.py"), "--plan", str(tmp_path / "plan.yaml")]
+    given = [*asked, "--input", str(tmp_path / "x.npz")]
+    assert invoke(given) == 0
+    shown = capsys.readouterr()
+    assert "random values, seed 0: label" in shown.err
+    assert "equal to the unsharded model's" in shown.out
+    assert invoke([*given, "--set", "batch=4"]) == 2
+    assert "--set batch=4: it is 12 by input 'x'" in capsys.readouterr().err

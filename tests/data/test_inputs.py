@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from partc.cli.job.inputs import choose_sizes, open_inputs
 from partc.cli.job.outputs import flatten, write
 from partc.cli.output.stats import typical_sizes
-from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
+from partc.runtime.artifact.format import IdsRecord, LabelRecord, Manifest, Port, SymbolRecord
 from partc.runtime.errors import UsageError
 from partc.runtime.execution.symbol_bindings import smallest
 
@@ -137,3 +138,26 @@ def test_a_number_is_given_as_it_is(tmp_path: Path) -> None:
         UsageError, match=r"input 'trips': float64 \[\] is given|input 'trips': 0.5 is given|input 'trips': \[0.5\]"
     ):
         open_inputs(manifest, ["t=1", "trips=0.5", "go=false", "size=[1]"], None, {})
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_random_inputs_have_the_sizes_of_those_given(save: Callable[..., None], tmp_path: Path) -> None:
+    """Random labels are among the classes, and ids among the rows."""
+    any_size = SymbolRecord(min=1, max=None, divisor=1, remainder=0)
+    labels = LabelRecord(classes=7)
+    ports = [
+        Port(name="x", type="tensor(float)", shape=["n", 3], ranks=[0]),
+        Port(name="y", type="tensor(int64)", shape=["n", "m"], ranks=[0], labels=labels),
+        Port(name="ids", type="tensor(int64)", shape=["n"], ranks=[0], ids=[IdsRecord(table="t", rows=1)]),
+    ]
+    manifest = small_manifest(ports, n=any_size, m=any_size)
+    save(tmp_path / "x.npz", x=np.zeros((64, 3), np.float32))
+    reader = open_inputs(manifest, [str(tmp_path / "x.npz")], 2, {"m": 5})
+    assert reader.generated() == ["y", "ids"]
+    found = {name: np.asarray(value) for name, value in reader.read(["y", "ids"]).items()}
+    assert found["y"].shape == (64, 5)
+    assert {*found["y"].ravel().tolist()} == {*range(7)}
+    assert found["ids"].tolist() == [0] * 64
+    with pytest.raises(UsageError, match="--set n=3: it is 64 by input 'x'"):
+        open_inputs(manifest, [str(tmp_path / "x.npz")], 2, {"n": 3})
+    assert open_inputs(manifest, ["x=[[1.0, 2.0, 3.0]]"], 2, {}).sizes["n"] == 1
