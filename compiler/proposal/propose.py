@@ -263,7 +263,7 @@ def _head(
         yield f"#   {event.op_type} of '{event.name}', {event.bytes} bytes to a rank: {_plain(event.cause)}"
     if uneven(stages):
         costs = ", ".join(f"{100 * stage.cost:.0f} %" for stage in stages)
-        yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since modules stay whole: {costs}."
+        yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
     if cut is not None and cut.whole:
         yield "# Not sharded by tp, so replicated on its ranks:"
         yield from (f"#   {line}" for line in cut.whole)

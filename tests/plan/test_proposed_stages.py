@@ -298,7 +298,7 @@ def test_a_node_that_must_follow_is_placed_once() -> None:
 
 
 def test_uneven_stages_are_said() -> None:
-    said = "# The stages are not within 10 % of equal cost, since modules stay whole: "
+    said = "# The stages are not within 10 % of equal cost, since no closer cut sends as little: "
     assert said in propose(source(decoder(3)), "model.onnx", Degrees(stages=2))[0]
     assert said not in propose(source(decoder(4)), "model.onnx", Degrees(stages=2))[0]
 
