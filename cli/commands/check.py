@@ -9,6 +9,8 @@ import click
 from partc.cli.output import console
 from partc.runtime.units import count
 
+_SHOWN = 100
+
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
@@ -33,8 +35,10 @@ def command(folder: Path) -> int:
     if checked.microbatches:
         document |= {"microbatches": checked.microbatches, "kept": [dataclasses.asdict(one) for one in checked.kept]}
     console.result(document)
-    for violation in checked.violations:
-        console.echo(str(violation), err=True)
+    for text in found[:_SHOWN]:
+        console.echo(text, err=True)
+    if len(found) > _SHOWN:
+        console.echo(f"... and {len(found) - _SHOWN:,} more, which --json lists", err=True)
     if checked.violations:
         console.echo(f"{folder}: {count(len(checked.violations), 'violation')}", err=True)
         return 1

@@ -59,20 +59,10 @@ def check_source(settings: Settings) -> None:
 
 def check_batch(batch: int, manifest: Manifest) -> None:
     """Raises UsageError for a global batch size that the model's inputs cannot have."""
-    from partc.runtime.execution.symbol_bindings import is_legal, refusal
+    from partc.runtime.artifact.legal_sizes import wrong_batch
 
-    assert manifest.training is not None
-    problems: dict[str, str] = {}
-    own = {*manifest.training.fixed, *manifest.training.scalars}
-    for port in (port for port in manifest.inputs if port.name not in own):
-        dim = port.shape[0] if port.shape else ""
-        law = manifest.symbols.get(dim) if isinstance(dim, str) else None
-        if law is not None and not is_legal(batch, law):
-            problems.setdefault(str(dim), refusal(f"the batch, '{dim}' of input '{port.name}',", batch, str(dim), law))
-        elif isinstance(dim, int) and dim != batch:
-            problems[port.name] = f"the batch is {batch}, and input '{port.name}' was compiled for {dim}"
-    if problems:
-        raise UsageError("\n".join(problems.values()))
+    if problems := [*wrong_batch(batch, manifest)]:
+        raise UsageError("\n".join(problems))
 
 
 class Settings:

@@ -19,6 +19,7 @@ from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import RankProgram
 from partc.compiler.schedule.grid import schedule_text
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.legal_sizes import wrong_batch
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.replace_folder import obstacle, replacing_folder
 from partc.runtime.errors import printable
@@ -75,9 +76,20 @@ def _write_all(
         manifest_of(program, files, sources, names, program is programs[0])
         for program, names in zip(programs, rank_files, strict=True)
     ]
+    _refuse_batch(programs[0], manifests[0])
     index = ManifestFile.of(manifests)
     write_new(folder / fmt.MANIFEST, f"{index.model_dump_json(indent=1)}\n".encode())
     return manifests[0]
+
+
+def _refuse_batch(program: Program, manifest: fmt.Manifest) -> None:
+    """CompileError for a batch of the plan that the inputs' symbols do not allow."""
+    rules = program.plan.train
+    if rules is None or (batch := rules.settings.get("batch")) is None:
+        return
+    parts = [text.partition("\n  help: ") for text in wrong_batch(batch, manifest)]
+    if problems := [Problem(rules.where, fact, help=help or "choose another batch") for fact, _, help in parts]:
+        raise CompileError(problems)
 
 
 def _write_ranks(

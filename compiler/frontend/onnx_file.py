@@ -23,7 +23,7 @@ from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.frontend.torch_file import restored
 from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
-from partc.runtime.artifact.onnx_graph import LARGEST_MODEL, graph_bodies, not_text
+from partc.runtime.artifact.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
@@ -78,6 +78,13 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
         raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
     _raise(_nesting_problems(proto.graph, where))
     _raise(_too_many_nodes(proto, where))
+    _raise(
+        [
+            Problem(where, f"{node_title(node)}: {fact}", help="correct num_outputs, or export it again")
+            for nodes in (proto.graph.node, *(function.node for function in proto.functions))
+            for node, fact in short_splits(nodes)
+        ]
+    )
     try:
         with _quiet():
             model = ir.from_proto(_inlined(proto))

@@ -155,6 +155,7 @@ class Training:
             formulas=dict(self.formulas),
             denominators=dict(self.denominators),
             sums=list(self.sums),
+            sum_over_ranks=self.per_rank_mean,
             scalars=list(self.fed),
             optimizer={
                 "type": self.optimizer.type,

@@ -325,7 +325,8 @@ class TrainingRecord(Record):
     no records, but one value for all. `guard`: an output that every rank has before it updates anything; where it is no finite number
     the step replaces nothing of what is kept. `formulas`: of a metric whose output are sums the formula that makes the number of those of
     all batches (`artifact/metric_formula.py`). The others are numbers of a batch: those in `sums` are sums over its records, others means;
-    `denominators` names the output that says what a mean is divided by, where that does not follow from the records.
+    `denominators` names the output that says what a mean is divided by, where that does not follow from the records. `sum_over_ranks`:
+    gradients are those of the sum over the batch's shards of their means.
     """
 
     loss: str
@@ -333,6 +334,7 @@ class TrainingRecord(Record):
     formulas: dict[str, str] = {}
     denominators: dict[str, str] = {}
     sums: list[str] = []
+    sum_over_ranks: bool = False
     scalars: list[str] = []
     optimizer: dict[str, JsonValue] = {}
     schedule: dict[str, JsonValue] = {}

@@ -68,6 +68,15 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from all_nodes(body.node)
 
 
+def short_splits(nodes: Iterable[NodeProto]) -> Iterator[tuple[NodeProto, str]]:
+    """Splits, in bodies too, whose `num_outputs` is below the number of their outputs, with the fact: onnx ends the process at them."""
+    for node in all_nodes(nodes):
+        if node.op_type == "Split" and not node.domain:
+            number = next((one.i for one in node.attribute if one.name == "num_outputs"), None)
+            if number is not None and number < len(node.output):
+                yield node, f"its num_outputs is {number}, and it has {len(node.output)} outputs"
+
+
 def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     """The initializers of a graph and the tensors in attributes of its nodes, those of bodies included."""
     yield from graph.initializer

@@ -18,6 +18,7 @@ from ..artifact import dim_expression as expression
 from ..artifact.boxes import divisor, slices, whole_size
 from ..artifact.dtypes import BY_NAME, Array, Dtype, by_numpy, dense
 from ..artifact.format import Manifest, Port, SymbolRecord
+from ..artifact.legal_sizes import is_legal, refusal
 from ..artifact.tensor import Tensor, Value
 from ..communication.transport import Agreements, Transport, Vector
 from ..errors import InputError
@@ -304,36 +305,3 @@ def smallest(symbol: SymbolRecord) -> int:
     """The smallest legal size of a symbol that is not zero."""
     least = max(symbol.min, symbol.divisor + symbol.remainder if symbol.divisor > 1 else 1)
     return least + (symbol.remainder - least) % symbol.divisor
-
-
-def is_legal(size: int, law: SymbolRecord) -> bool:
-    """Whether a dim may have a size."""
-    least = law.divisor + law.remainder if law.divisor > 1 else law.remainder
-    fits = (size - law.remainder) % law.divisor == 0 and size >= least
-    return fits and size >= law.min and (law.max is None or size <= law.max)
-
-
-def refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
-    """What is said of a size that a dim may not have."""
-    terms = []
-    if law.divisor > 1:
-        rest = f" + {law.remainder}" if law.remainder else ""
-        terms.append(f"{law.divisor}*N{rest} with N at least 1")
-    if law.min or not terms:
-        terms.append(f"at least {law.min}")
-    if law.max is not None:
-        terms.append(f"at most {law.max}")
-    return f"{where} is {size}\n  '{name}' is {', '.join(terms)}\n  help: {_nearest(size, law)}"
-
-
-def _nearest(size: int, law: SymbolRecord) -> str:
-    """The legal sizes around one that is not."""
-    step, rest = law.divisor, law.remainder
-    low = max(law.min, step + rest if step > 1 else rest)
-    first = low + (rest - low) % step
-    last = None if law.max is None else law.max - (law.max - rest) % step
-    if last is not None and last < first:
-        return "no size is legal"
-    below = size - (size - rest) % step
-    around = [max(first, number if last is None else min(last, number)) for number in (below, below + step)]
-    return f"{' or '.join(map(str, dict.fromkeys(around)))} would do"

@@ -15,6 +15,7 @@ from ..artifact.comm_node import Call, contradictions
 from ..artifact.dtypes import dense
 from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
 from ..artifact.manifest import Artifact
+from ..artifact.microbatches import refuse_left_out
 from ..artifact.onnx_graph import read_for_sizes_alone
 from ..errors import ArtifactError
 from .segmentation import segmented
@@ -122,6 +123,7 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
     manifest = artifact.manifest
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
+    refuse_left_out(model, manifest, where)
     steps = segmented(model, where, manifest.groups_of(rank))
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)

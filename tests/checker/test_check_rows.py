@@ -16,6 +16,7 @@ from mutation_kinds import KINDS, build
 from mutations_of_calls import Draft
 from mutations_of_microbatches import MICROBATCH_MUTATIONS
 from mutations_of_rows import exchange, messages, microbatch, tasks
+from partc.runtime import ArtifactError, load_local
 from partc.runtime.artifact.format import SCHEDULE
 from partc.runtime.checker.check import check, check_artifact
 
@@ -171,6 +172,8 @@ def test_the_number_of_microbatches_is_one(mutation: str, told: str, built: Path
     if "left out" in mutation:
         assert all(line in found for line in LEFT_OUT.splitlines()), found
         assert (DIVISOR in found) == bool(told), found
+        with pytest.raises(ArtifactError, match=r"rank_0000\.onnx: 'x' is split into 4 parts, but the rows have 3"):
+            load_local(folder)
     else:
         assert told in found
 

@@ -9,6 +9,7 @@ from equivalence import model, same_as_whole
 from onnx import TensorProto, helper, numpy_helper
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
+from partc.compiler.frontend.onnx_file import from_proto
 
 
 def saved(proto: onnx.ModelProto, folder: Path, **external: object) -> Path:
@@ -241,3 +242,13 @@ def test_a_call_of_a_function_is_a_module() -> None:
         "Inner_0.Relu": (2,),
         "op": (2,),
     }
+
+
+def test_a_split_of_more_outputs_than_it_says_ends_in_a_message(tmp_path: Path) -> None:
+    """onnx's inference of shapes ends the process at one, also in a body."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    g (bool c, float[4, 6] x) => (float[2, 6] y) { y = If (c) <
+        then_branch = t () => (float[2, 6] a) { a, b = Split <axis = 0, num_outputs = 1> (x) },
+        else_branch = e () => (float[2, 6] d) { d, f = Split <axis = 0, num_outputs = 2> (x) }> }"""
+    with pytest.raises(CompileError, match="Split 'a': its num_outputs is 1, and it has 2 outputs"):
+        from_proto(onnx.parser.parse_model(text), tmp_path / "m.onnx")

@@ -29,6 +29,13 @@ def test_whatever_is_given_ends_well(name: str) -> None:
     assert re.search(rf"{CASES[name]} cases: (\d+ ok, )?\d+ refused", ended.stdout)
 
 
+def test_each_number_of_microbatches_is_checked() -> None:
+    asked = [sys.executable, str(Path(__file__).parent / "microbatch_numbers.py"), "5", "45"]
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^\d+ changes: (\d+ harmless, )?\d+ refused$", ended.stdout, re.MULTILINE), ended.stdout
+
+
 @pytest.mark.parametrize("name", ["random_pipelines", "random_targets"])
 def test_random_trainings_are_as_the_whole(name: str) -> None:
     path = Path(__file__).parent / f"{name}.py"

@@ -15,7 +15,7 @@ import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
 from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.format import COPY, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
-from partc.runtime.artifact.onnx_graph import all_nodes, graph_bodies, node_title, path_of
+from partc.runtime.artifact.onnx_graph import all_nodes, graph_bodies, node_title, path_of, short_splits
 from partc.runtime.errors import Violation
 
 
@@ -69,6 +69,9 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
         yield Violation(
             file, f"it uses version {imported[DOMAIN]} of {DOMAIN}; this partc knows version {DOMAIN_VERSION}"
         )
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        for node, fact in short_splits(nodes):
+            yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
     for node in all_nodes(model.graph.node):
         domain = node.domain or "ai.onnx"
         if domain not in imported:

@@ -4,6 +4,7 @@ outputs    the loss, the metrics and the guard are outputs; `guard` is there jus
 scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed
 optimizer  a number that update nodes have as an attribute is that attribute, since the runtime derives scalars from it
 schedule   it has a type and the options of that type
+batch      where the settings name one, every input may have so many records
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from onnx import AttributeProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import MANIFEST, OPTIMIZER, Manifest, Shape, TrainingRecord
+from partc.runtime.artifact.legal_sizes import wrong_batch
 from partc.runtime.artifact.lr_schedule import OTHERS, SCALARS, numbers, scalar_name, scalars, schedule
 from partc.runtime.artifact.metric_formula import FORMULAS
 from partc.runtime.artifact.onnx_graph import node_title
@@ -39,6 +41,7 @@ def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list
         *_names(manifest, training),
         *_scalars(manifest, training),
         *_schedule(training),
+        *(wrong_batch(training.settings["batch"], manifest) if training.settings.get("batch") is not None else ()),
     ]
     return [
         *(Violation(MANIFEST, fact, "training", help=_AGAIN) for fact in facts),

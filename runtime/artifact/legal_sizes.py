@@ -1,0 +1,61 @@
+"""Which sizes a symbol allows, and what is said of others: of a dim of an input, and of the batch that a training's settings name.
+
+batch: {divisor: 16}        16, 32, 48, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .format import Manifest, SymbolRecord
+
+
+def wrong_batch(batch: object, manifest: Manifest) -> Iterator[str]:
+    """What keeps a training's inputs from having so many records, which are their first dims; of each symbol once."""
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        yield f"the batch is {batch!r}, which is no number of records"
+        return
+    record = manifest.training
+    own = {*record.fixed, *record.scalars} if record is not None else set[str]()
+    told = set[int | str]()
+    for port in (port for port in manifest.inputs if port.name not in own and port.shape):
+        dim = (port.shape or [""])[0]
+        law = manifest.symbols.get(dim) if isinstance(dim, str) else None
+        if law is not None and dim not in told and not is_legal(batch, law):
+            told.add(dim)
+            yield refusal(f"the batch, '{dim}' of input '{port.name}',", batch, str(dim), law)
+        elif isinstance(dim, int) and dim != batch:
+            yield f"the batch is {batch}, and input '{port.name}' was compiled for {dim}"
+
+
+def is_legal(size: int, law: SymbolRecord) -> bool:
+    """Whether a dim may have a size."""
+    least = law.divisor + law.remainder if law.divisor > 1 else law.remainder
+    fits = (size - law.remainder) % law.divisor == 0 and size >= least
+    return fits and size >= law.min and (law.max is None or size <= law.max)
+
+
+def refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
+    """What is said of a size that a dim may not have."""
+    terms = []
+    if law.divisor > 1:
+        rest = f" + {law.remainder}" if law.remainder else ""
+        terms.append(f"{law.divisor}*N{rest} with N at least 1")
+    if law.min or not terms:
+        terms.append(f"at least {law.min}")
+    if law.max is not None:
+        terms.append(f"at most {law.max}")
+    return f"{where} is {size}\n  '{name}' is {', '.join(terms)}\n  help: {_nearest(size, law)}"
+
+
+def _nearest(size: int, law: SymbolRecord) -> str:
+    """The legal sizes around one that is not."""
+    step, rest = law.divisor, law.remainder
+    low = max(law.min, step + rest if step > 1 else rest)
+    first = low + (rest - low) % step
+    last = None if law.max is None else law.max - (law.max - rest) % step
+    if last is not None and last < first:
+        return "no size is legal"
+    below = size - (size - rest) % step
+    around = [max(first, number if last is None else min(last, number)) for number in (below, below + step)]
+    return f"{' or '.join(map(str, dict.fromkeys(around)))} would do"
