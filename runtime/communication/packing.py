@@ -63,8 +63,9 @@ def split(array: Array, axis: int, ranks: int) -> Array:
     return np.moveaxis(apart, axis, 0)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def reduced(pieces: Sequence[Array], dtype: Dtype, reduce: str) -> Array:
-    """The element-wise reduction of pieces as they move, in their order."""
+    """The element-wise reduction of pieces as they move, in their order; infinities and NaN are made without a warning, as by MPI."""
     terms = (piece.view(dtype.numpy) for piece in pieces)
     if reduce == SUM and dtype.bits < 32 and dtype.shown.startswith(("float", "bfloat")):
         total = _folded((term.astype(np.float32) for term in terms), np.add)

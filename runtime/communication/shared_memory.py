@@ -309,6 +309,7 @@ class ShmAllReduce(OnceAllHaveCome):
 
     def complete(self) -> None:
         parity = self.arrivals.round & 1
-        self.reduce(*self.first[parity], self.target)
-        for term in self.rest[parity]:
-            self.reduce(self.target, term, self.target)
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.reduce(*self.first[parity], self.target)
+            for term in self.rest[parity]:
+                self.reduce(self.target, term, self.target)

@@ -70,6 +70,7 @@ class RowSums:
         self.dtype = BY_CODE[code]
         self._session: Session | None = None
 
+    @np.errstate(over="ignore", invalid="ignore")
     def __call__(self, rows: Array, inverse: npt.NDArray[np.integer], count: int) -> Array:
         """`count` sums: the k-th is that of the rows at which `inverse` is k."""
         total = np.zeros((count, rows.shape[1]), rows.dtype)
