@@ -25,7 +25,7 @@ from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mappin
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.user_code import own_frames
-from partc.compiler.ir.graph import UNBIASED, graphs_of
+from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def export(
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
-    _mark_batch_norms(model)
+    _mark_batch_norms(model, module.training)
     _clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
@@ -344,12 +344,18 @@ def _set_outputs(model: ir.Model, names: Sequence[str], where: str) -> None:
         graph.outputs[k].name = name
 
 
-def _mark_batch_norms(model: ir.Model) -> None:
-    """Layers in training take the statistics of the batch, and all move the running variance by torch's law."""
+def _mark_batch_norms(model: ir.Model, training: bool) -> None:
+    """Layers in training take the statistics of the batch, and all move the running variance by torch's law.
+
+    `training`: whether the module as a whole is in training mode; a layer in evaluation mode there has been frozen by its author.
+    """
     for node in model.graph:
-        if node.op_type == "BatchNormalization":
-            node.meta[UNBIASED] = True
-        if node.op_type == "BatchNormalization" and _BATCH_NORM_IN_TRAINING in node.metadata_props.get(_CLASSES, ""):
+        if node.op_type != "BatchNormalization":
+            continue
+        node.meta[UNBIASED] = True
+        if _BATCH_NORM_IN_TRAINING not in node.metadata_props.get(_CLASSES, ""):
+            node.meta[FROZEN_STATISTICS] = training
+        else:
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
             mean, variance = node.inputs[3], node.inputs[4]
             node.resize_outputs(3)

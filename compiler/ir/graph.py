@@ -17,6 +17,8 @@ OWN_NAME = "partc.own_name"
 """Key of `ir.Node.meta`: the name that the node has in its file, or in the function that it comes from."""
 UNBIASED = "partc.unbiased"
 """Key of a BatchNormalization's meta where it moves the running variance by the variance over n - 1, as torch's layers do."""
+FROZEN_STATISTICS = "partc.frozen_statistics"
+"""Key of a BatchNormalization's meta: whether its module is in evaluation mode within one in training mode, and so keeps its statistics."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

@@ -21,7 +21,7 @@ from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
-from partc.compiler.ir.graph import UNBIASED, bodies
+from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, bodies
 from partc.compiler.ops.families.dropout import DROPOUT
 from partc.compiler.ops.node import single
 from partc.compiler.ops.rule import OWN
@@ -115,7 +115,7 @@ def _has_state(node: ir.Node) -> bool:
 
 def _is_frozen(node: ir.Node, frozen: Callable[[str], bool]) -> bool:
     scale, bias, *statistics = (value is not None and frozen(value.name or "") for value in node.inputs[1:5])
-    return any(statistics) or (scale and bias)
+    return any(statistics) or (scale and bias) or bool(node.meta.get(FROZEN_STATISTICS))
 
 
 def ranked(model: ir.Model, nodes: list[ir.Node], known: Known) -> dict[ir.Node, ir.Value]:

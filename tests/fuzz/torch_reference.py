@@ -129,12 +129,12 @@ class Reference:
         return float(loss.detach())
 
     def _clip(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """By the norm itself: torch adds 1e-6 to it, partc nothing."""
+        """By the norm of all gradients that are learned from, as torch.nn.utils.clip_grad_norm_ does."""
         said = self.task.clip or {}
         if "norm" in said:
             norm = torch.sqrt(sum((one.double().square().sum() for one in gradients.values()), torch.zeros(())))
             for one in gradients.values():
-                one *= min(1.0, said["norm"] / float(norm)) if float(norm) else 1.0
+                one *= min(1.0, said["norm"] / (float(norm) + 1e-6))
         if "value" in said:
             for one in gradients.values():
                 one.clamp_(-said["value"], said["value"])
@@ -241,15 +241,28 @@ CLASSES: dict[str, Any] = {
 }
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {"betas": (0.9, 0.999)},
+    "adamw": {"betas": (0.9, 0.999)},
+    "rmsprop": {"alpha": 0.99},
+    "adafactor": {"eps": (float(np.finfo(np.float32).eps), 1e-3), "beta2_decay": -0.8},
+}
+
+
 def torchs(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a plan as torch's class takes them."""
-    found = dict(options)
+    """The options of a plan as torch's class takes them: float32, as partc's are; torch's defaults of them, too.
+
+    Adafactor's first epsilon is that of float32 in partc, whatever the parameter's type.
+    """
+    found = {**DEFAULTS.get(kind, {}), **options}
+    rounded = {key: float(np.float32(one)) for key, one in found.items() if isinstance(one, float)}
+    found |= rounded
     if kind == "nesterov":
         found["nesterov"] = True
     if kind == "adagrad":
         found["initial_accumulator_value"] = found.pop("initial_accumulator")
     if "betas" in found:
-        found["betas"] = tuple(found["betas"])
+        found["betas"] = tuple(float(np.float32(one)) for one in found["betas"])
     if kind == "adafactor":
         found.setdefault("weight_decay", 0.0)
     return found
