@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CopyOp
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime.checker.check import check_artifact
 from training_equivalence import from_text, same_training
 
 NET = """<ir_version: 10, opset_import: ["" : 21]>
@@ -51,6 +54,19 @@ def test_no_table_is_copied(name: str, tmp_path: Path) -> None:
     program = same_training(lambda: source, plan + train, tmp_path, steps, rtol=1e-5, atol=1e-5)
     assert not copied(program) & {"table", "w"} or name == "updated on the CPU", copied(program)
     assert {one.target for part in program.parts for one in part.kept if one.tensor.startswith("table")} == {"cpu"}
+
+
+def test_a_frozen_weight_beside_a_served_table_lies_where_it_is_read(tmp_path: Path) -> None:
+    """And `check` follows it there, though a Pull on the same rank has outputs without names."""
+    text = NET.replace("{\n    [look", "\n  <int64[1] axes = {1}> {\n    [look")
+    plan = PLANS["served"][0].replace("up}", "sum}") + TRAIN.replace("OF", ", target: cpu").replace(
+        "target: cuda", "target: {look_up: cuda}"
+    )
+    plan = plan.replace("'{look_up,sum}': {role: ps}", "look_up: {role: ps}")
+    compile_source(
+        from_text(text, SHAPES), parse_plan(f"{plan}  parameters: {{v: {{frozen: true}}}}\n", "p.yaml"), tmp_path / "b"
+    )
+    assert check_artifact(tmp_path / "b") == []
 
 
 def copied(program: Program) -> set[str]:

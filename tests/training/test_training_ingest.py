@@ -6,7 +6,7 @@ each would give wrong gradients without any error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,17 @@ def exported(module: Any, x: Input) -> Source:
     return Source(export(module, {"x": x}, None, names, ["y"], "model.py:1", Recorder(Path())))
 
 
-def by_torch(module: Any, steps: list[dict[str, np.ndarray]]) -> tuple[list[float], dict[str, np.ndarray]]:
+def by_torch(
+    module: Any, steps: list[dict[str, np.ndarray]], frozen: Sequence[str] = ()
+) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of torch's own training, and all parameters and buffers after it."""
     import torch
 
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     losses = []
     module.train()
+    for name in frozen:
+        module.get_submodule(name).eval()
     for step in steps:
         optimizer.zero_grad()
         logits = module(torch.from_numpy(step["x"]))
@@ -237,6 +241,24 @@ def test_running_variances_move_by_the_batch_that_statistics_are_of(case: str, t
                 want.setdefault(name, []).append(tensor.numpy().copy())
     for name, arrays in want.items():
         np.testing.assert_allclose(made[name], np.mean(arrays, 0), rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_batch_norm_in_evaluation_mode_within_a_module_in_training_is_frozen(tmp_path: Path) -> None:
+    """As authors freeze one: its statistics stay, its scale and bias learn."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(4)
+    module, rng = residual().train(), np.random.default_rng(7)
+    module.bn1.eval()
+    module.bn1.running_mean += 0.3
+    frozen = module.bn1.running_mean.numpy().copy()
+    steps = [images(rng) for _ in range(STEPS)]
+    made = run(exported(module, Input(["batch", 2, 6, 6])), TWO + TRAIN, tmp_path, steps)
+    before = {name: one.detach().numpy().copy() for name, one in module.named_parameters()}
+    losses, after = by_torch(module, steps, frozen=["bn1"])
+    _same_losses(made, losses)
+    same_tensors({name: made.after[name] for name in before}, {name: after[name] for name in before}, before, 2e-4)
+    np.testing.assert_array_equal(made.after.get("bn1.running_mean", frozen), frozen)
+    np.testing.assert_allclose(made.after["bn2.running_mean"], after["bn2.running_mean"], rtol=1e-4, atol=1e-6)
 
 
 def test_dropouts_of_a_module_stay() -> None:

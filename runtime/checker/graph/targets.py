@@ -48,7 +48,7 @@ def check_targets(file: str, model: ModelProto, manifest: Manifest) -> Iterator[
             if is_copy(node):
                 yield Violation(file, "no node of the file has a target", node_title(node), path_of(node), _AGAIN)
         return
-    makers = {name: node for node in graph.node for name in node.output}
+    makers = {name: node for node in graph.node for name in node.output if name}
     lying = {port.name: _said(port) or CPU for port in graph.input}
     lying |= {
         record.value: _made_on(file, makers[record.next])
