@@ -1,14 +1,14 @@
 """What a rank that trains does and keeps, in numbers: nodes of each phase, bytes of parameters and optimizer, buckets of gradients.
 
-Phases are told by what nodes make. An update is a function of the optimizer, and whatever is made of a gradient on the way there,
-such as its norm; the backward pass makes cotangents, whose names say so (`h.grad`); all else is the forward pass. A bucket is a
-reduction over ranks that gives gradients to updates, bound by the plan's `bucket`.
+Nodes say their phase, forward, backward or update, in their metadata. A bucket is a reduction over ranks that gives gradients to updates,
+bound by the plan's `bucket`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from partc.runtime.artifact.format import (
     BYTES,
     DOMAIN,
     OPTIMIZER,
+    PHASE,
     REDUCE_SCATTER,
     SCALE,
     Manifest,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 _GRADIENT = "gradient"
-_COTANGENT = "grad"
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,15 @@ def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
 def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapping[str, int]) -> TrainingStats:
     """The numbers of a rank, with the symbols at these sizes."""
     gradients = _gradients(model)
-    phases = list(_phases(model, gradients))
+    computing = [node for node in model.graph.node if node.domain != DOMAIN]
+    phases = Counter(entry.value for node in computing for entry in node.metadata_props if entry.key == PHASE)
     buckets = [node for node in model.graph.node if _is_reduction(node) and not gradients.isdisjoint(node.output)]
     kept = kept_bytes(manifest, rank)
     return TrainingStats(
         rank=rank,
-        forward=phases.count("forward"),
-        backward=phases.count("backward"),
-        update=phases.count("update"),
+        forward=len(computing) - phases.total(),
+        backward=phases["backward"],
+        update=phases["update"],
         parameters=kept["parameter"],
         optimizer=kept["optimizer"],
         statistics=kept["statistics"],
@@ -89,19 +90,6 @@ def _gradients(model: ModelProto) -> set[str]:
             name = makers[name].input[0]
             found.add(name)
     return found
-
-
-def _phases(model: ModelProto, gradients: set[str]) -> Iterator[str]:
-    """The phase of each node that computes."""
-    following = set(gradients)
-    for node in model.graph.node:
-        if node.domain == OPTIMIZER or (not following.isdisjoint(node.input) and gradients.isdisjoint(node.output)):
-            following.update(node.output)
-            if node.domain != DOMAIN:
-                yield "update"
-        elif node.domain != DOMAIN:
-            cotangent = any(_COTANGENT in name.split(".") for name in node.output)
-            yield "backward" if cotangent else "forward"
 
 
 def _is_reduction(node: NodeProto) -> bool:

@@ -24,6 +24,7 @@ from partc.compiler.ir.rank_program import (
     RankProgram,
     TaskBody,
     TaskCall,
+    TaskKind,
     made_names,
     read_names,
 )
@@ -31,6 +32,7 @@ from partc.compiler.training.optimizer_functions import functions as optimizer_f
 from partc.runtime.artifact import format as fmt
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
+_PHASES = {TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update"}
 _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
@@ -218,6 +220,8 @@ def _node(program: Program, step: ComputeOp) -> onnx.NodeProto:
         _add_metadata(proto, {fmt.RECOMPUTED: step.again})
     if step.target:
         _add_metadata(proto, {fmt.TARGET: step.target})
+    if step.task in _PHASES:
+        _add_metadata(proto, {fmt.PHASE: _PHASES[step.task]})
     return proto
 
 
