@@ -15,7 +15,7 @@ moves without a gain.
 What is moved must be proven to take no more bytes and no more collectives than before, for all sizes that the symbols may have. Not
 passed on are maxima and minima, sums of whose size only a run tells, those to a narrower type (each term would be rounded), through
 what is computed for several groups, in bodies or in local maps, and what the plan wants in a layout of its own. In training a product
-passes a sum only where the other factor has no gradient: that would be terms, too, and one more thing to reduce.
+with another factor that learns makes terms of its gradient, too: their bytes count, and one more collective is taken for a quarter of all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import TypeAlias
 
 import onnx_ir as ir
 import sympy
@@ -41,9 +42,13 @@ from partc.compiler.layout.reshard import lower
 from partc.compiler.plan.matching import output_ranks
 from partc.compiler.sharding.least_cut import ALWAYS, LeastCut
 from partc.compiler.sharding.operands import input_layout_of, proven_divisors, replicated_on
+from partc.compiler.sharding.picked_rows import picked_rows
 from partc.compiler.sharding.versions import ValueVersions, deliver, reduce_definition
 
+_Side: TypeAlias = set[NodeOnGroup | ir.Value | str]
 _FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_LEFT = 4
+"""Further collectives are taken where the bytes are divided by so much."""
 _TYPICAL = 512
 """The size at which dims without bounds are weighed."""
 
@@ -66,7 +71,10 @@ def pass_sums(program: Program) -> Program:
     work = _Sums(program)
     for terms in work.sources():
         work.place(terms)
-    return replace(program, choices=work.choices) if work.changed else program
+    if work.changed:
+        program = replace(program, choices=work.choices)
+    told = tuple(picked_rows(program))
+    return replace(program, warnings=(*program.warnings, *told)) if told else program
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ class _Passing:
     choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     operands: dict[NodeOnGroup, tuple[int, ...]] = field(default_factory=dict)
     """Of nodes that could, the inputs that are terms or are kept."""
+    gradients: dict[NodeOnGroup, Cost] = field(default_factory=dict)
+    """Of products that could, what it costs to reduce the gradients of the other factors, which are terms then."""
     made: dict[ir.Value, Layout] = field(default_factory=dict)
 
 
@@ -127,7 +137,7 @@ class _Sums:
         }
         for per_byte, per_move in ((1 << 20, 1), (1, 1 << 80)):
             extra = {value: self._weight(cost, per_byte, per_move) for value, cost in costs.items()}
-            side = self._cheapest(found, extra)
+            side = self._cheapest(found, extra, (per_byte, per_move))
             for part in self._connected(found, side):
                 if self._gains(found, part, side, costs):
                     self._take(found, part, side)
@@ -149,6 +159,7 @@ class _Sums:
                 operands = self._operands(instance, choice, found)
                 if operands and self._are_sized(made):
                     found.choices[instance], found.operands[instance] = choice, operands
+                    found.gradients[instance] = self._gradients(instance, choice, operands)
                     outputs = {
                         value: choice.output(k) for k, value in enumerate(instance.node.outputs) if value in made
                     }
@@ -200,9 +211,19 @@ class _Sums:
             rows = [row for row in rows if arriving.issuperset(row)] if len(arriving) == 1 else []
         for row in rows:
             others = [value for k, value in enumerate(node.inputs) if value is not None and k not in row]
-            if arriving.intersection(row) and self.learned.isdisjoint(others):
+            if arriving.intersection(row) and self._are_sized(self.learned.intersection(others)):
                 return row if all(_holds(node.inputs[k], node.outputs) for k in row) else ()
         return ()
+
+    def _gradients(self, instance: NodeOnGroup, choice: NodeSharding, operands: tuple[int, ...]) -> Cost:
+        """What it costs to reduce the gradients of the inputs that are no terms, of which each rank has a term."""
+        found = Cost()
+        for k, value in enumerate(instance.node.inputs):
+            whole = choice.input(k)
+            if value is not None and k not in operands and value in self.learned and whole is not None:
+                terms = ShardedValue(value, instance.group, normal(choice.kept_as(k)))
+                found += self._moved(value, [(terms, ShardedValue(value, instance.group, normal(whole)))])
+        return found
 
     def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
         """Whether an input could be terms just as they are made."""
@@ -280,13 +301,15 @@ class _Sums:
             found += math.ceil(share * (facts.max if facts.max is not None else max(1, facts.min or 1)))
         return found * per_byte + cost.count * per_move
 
-    def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int]) -> set[NodeOnGroup | ir.Value | str]:
+    def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int], weights: tuple[int, int]) -> _Side:
         """The nodes that make terms, and of the values that they make those whose terms all readers take."""
         cut = LeastCut[NodeOnGroup | ir.Value | str]()
         cut.edge("source", "drain", 0)
         for instance in (*found.makers, *found.choices):
             if instance not in found.choices:
                 cut.edge("source", instance, ALWAYS)
+            elif found.gradients[instance].count:
+                cut.edge(instance, "drain", self._weight(found.gradients[instance], *weights))
             for value in instance.node.outputs:
                 if value in found.made:
                     cut.edge(instance, value, extra[value])
@@ -294,7 +317,7 @@ class _Sums:
                         cut.edge(value, "drain" if reader is None else reader, ALWAYS)
         return cut.source_side("source", "drain")
 
-    def _connected(self, found: _Passing, side: set[NodeOnGroup | ir.Value | str]) -> Iterator[list[NodeOnGroup]]:
+    def _connected(self, found: _Passing, side: _Side) -> Iterator[list[NodeOnGroup]]:
         """Nodes that are to pass terms on, or make them for such, by what hangs together."""
         leads: dict[NodeOnGroup, NodeOnGroup] = {}
 
@@ -314,22 +337,20 @@ class _Sums:
                 parts.setdefault(lead(instance), []).append(instance)
         yield from parts.values()
 
-    def _gains(
-        self,
-        found: _Passing,
-        part: Iterable[NodeOnGroup],
-        side: set[NodeOnGroup | ir.Value | str],
-        costs: Mapping[ir.Value, Cost],
-    ) -> bool:
+    def _gains(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side, costs: Mapping[ir.Value, Cost]) -> bool:
         """Whether nothing becomes more expensive, at any sizes, and something becomes cheaper."""
         before, after = Cost(), Cost()
         for instance in part:
+            after += found.gradients.get(instance, Cost()) if instance in side else Cost()
             for value in instance.node.outputs:
                 if value in found.made:
                     before += Cost() if instance in found.choices else costs[value]
                     after += Cost() if value in side else costs[value]
         weights = [self._weight(cost, 1, 0) for cost in (before, after)]
-        if after.count > before.count or weights[1] > weights[0]:
+        learns = any(found.gradients[one].count for one in part if one in found.choices)
+        if weights[1] > weights[0] or (
+            after.count > before.count and not (learns and weights[1] * _LEFT <= weights[0])
+        ):
             return False
         return (after.count < before.count or weights[1] < weights[0]) and self._is_no_more(after, before)
 
@@ -344,7 +365,7 @@ class _Sums:
         least = facts_of(rest, self.known).min
         return least is not None and least >= 0
 
-    def _take(self, found: _Passing, part: Iterable[NodeOnGroup], side: set[NodeOnGroup | ir.Value | str]) -> None:
+    def _take(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side) -> None:
         """Has the nodes of a part pass terms on."""
         for instance in part:
             if instance in found.choices:

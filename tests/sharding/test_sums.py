@@ -194,6 +194,58 @@ def test_experts_are_summed_up_before_ranks_are() -> None:
         assert [event.bytes for event in passes(proto, plan).events] == ["48*tokens"]
 
 
+PICKED = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[tokens, 6] x, int64[tokens] ids, float[tokens, 1] share) => (float[tokens, 6] y) <int64[1] last = {-1}> {
+    [into] h = MatMul(x, w)
+    [column] c = Unsqueeze(h, last)
+    [pick_up] u = Gather(ups, ids)
+    [up] m = MatMul(u, c)
+    [bend] b = Tanh(m)
+    [pick_down] d = Gather(downs, ids)
+    [down] e = MatMul(d, b)
+    [flat] s = Squeeze(e, last)
+    [weigh] t1 = Mul(s, share)
+    [end] y = Tanh(t1)
+}"""
+"""A token's own expert, as a model of Hugging Face's picks it."""
+EXPERT_WEIGHTS = {"w": (6, 6), "ups": (4, 30, 6), "downs": (4, 6, 30)}
+IN_ROWS = "ranks: 2\nsharding: {'pick_{up,down}': {in: [[2, 1, 1], [1]]}}\n"
+
+
+def test_experts_of_several_ranks_are_not_brought_together_in_training(tmp_path: Path) -> None:
+    """Of a token the activations travel, and the gradients of what an expert is multiplied with, not the experts: 288 bytes, not 1,440."""
+    proto = with_weights(PICKED, EXPERT_WEIGHTS)
+
+    def source() -> Source:
+        return Source(from_proto(proto, Path("model.onnx")))
+
+    steps = [
+        {"x": normal(5, 6, seed=k), "ids": np.arange(5) % 4, "share": normal(5, 1), "t": normal(5, 6, seed=8)}
+        for k in range(2)
+    ]
+    program = same_training(source, IN_ROWS + TRAIN, tmp_path, steps, rtol=1e-5, atol=1e-4)
+    sent = {event.name: event.bytes for event in program.events if event.shape != ()}
+    assert sent == {"m": "120*tokens", "e": "24*tokens", "b.grad": "120*tokens", "c.grad": "24*tokens"}
+    with at_once():
+        assert {event.name: event.bytes for event in passes(proto, IN_ROWS + TRAIN).events if event.shape != ()} == {
+            "u": "720*tokens",
+            "d": "720*tokens",
+        }
+
+
+def test_experts_that_ranks_share_by_rows_are_told_with_the_better_cut() -> None:
+    proto = with_weights(PICKED, EXPERT_WEIGHTS)
+    (warning,) = passes(proto, IN_ROWS).warnings
+    assert warning.startswith("plan.yaml:2: the 4 matrices of 'ups' are shared by 2 ranks")
+    assert "bytes 120*tokens of 'm' are added up" in warning
+    assert "`'ups': colwise`" in warning
+    better = IN_ROWS.replace("'pick_{up,down}': {in: [[2, 1, 1], [1]]}", "ups: colwise, downs: rowwise")
+    steps = {"x": normal(5, 6), "ids": np.arange(5) % 4, "share": normal(5, 1)}
+    program = same_as_whole(proto, better, steps, rtol=1e-5, atol=1e-5)
+    assert program.warnings == ()
+    assert [(event.name, event.bytes) for event in program.events] == [("e", "24*tokens")]
+
+
 def test_a_product_passes_no_sum_where_its_other_factor_learns(tmp_path: Path) -> None:
     proto = with_weights(CHAIN.format(through="p = Mul(a, bias)"), {**PRODUCTS, "bias": (6,)})
     for frozen, forward in (("", ["a", "m"]), (", parameters: {bias: {frozen: true}}", ["j"])):
