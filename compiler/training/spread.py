@@ -37,6 +37,9 @@ _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the parts."""
 
 
+_LOOKUPS = ("Gather", "GatherElements", "GatherND")
+
+
 class Lies(enum.Enum):
     """How a value in one part of a batch relates to the value of the whole batch."""
 
@@ -89,6 +92,8 @@ class _Walk(Spread):
         given = (value for value in program.model.graph.inputs if value.name not in program.training.scalars)
         self.light = {*given, *(one for one in weights if one not in changing and _elements(one) <= _LIGHT_ELEMENTS)}
         """What can be made of the inputs alone, without the model."""
+        self.counts: dict[ir.Value, ir.Node] = {}
+        """Values that tell the records of a part by their number in it, each with the Range that counts."""
 
     def node(self, node: ir.Node) -> None:
         """Finds how the outputs lie."""
@@ -97,6 +102,7 @@ class _Walk(Spread):
             self.light.update(node.outputs)
         if all(self.state(value) is EVERY for value in reads):
             return
+        self._counted(node)
         rule = rule_of(node)
         for value in self.program.around[node]:
             self._settle(value, node)
@@ -110,6 +116,24 @@ class _Walk(Spread):
         for out in node.outputs:
             if self.states.get(out) is OWN and self._holds_no_batch(out):
                 self.states[out] = EVERY
+
+    def _counted(self, node: ir.Node) -> None:
+        """Follows the numbers of records: a part counts its own from 0, which serve to look these up, and for nothing else."""
+        if node.op_type == "Range" and any(self.state(value) is OWN for value in node.inputs if value is not None):
+            self.counts[node.outputs[0]] = node
+        found = {
+            k: self.counts[value] for k, value in enumerate(node.inputs) if value is not None and value in self.counts
+        }
+        data = node.inputs[0] if node.inputs else None
+        if node.op_type in _LOOKUPS and data is not None and isinstance(self.state(data), Rows):
+            found.pop(1, None)
+        if not found or node.op_type in ("Shape", "Size"):
+            return
+        origin = next(iter(found.values()))
+        if node.op_type in _LOOKUPS or not all(_is_integer(out) for out in node.outputs):
+            self.mixing.setdefault(origin, "numbers the records of the batch")
+        else:
+            self.counts.update(dict.fromkeys(node.outputs, origin))
 
     def _terms(self, node: ir.Node, rule: Rule) -> State | None:
         """How the outputs lie where terms pass through a node."""

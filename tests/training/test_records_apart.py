@@ -76,6 +76,23 @@ STRADDLING = (
 }"""
 )
 """Takes elements of two records as one group."""
+NUMBERED = (
+    HEAD
+    + """    [sizes] s = Shape <start = 0, end = 1> (x)
+    [many] n = Squeeze (s)
+    [from] zero = Constant <value = int64 {0}> ()
+    [by] one = Constant <value = int64 {1}> ()
+    [count] i = Range (zero, n, one)
+    [own] own = Gather (x, i)
+    [real] f = Cast <to = 1> (i)
+    [aligned] c = Unsqueeze (f, seq)
+    [pool] v = ReduceMean <keepdims = 0> (own, seq)
+    [times] t = Mul (v, c)
+    [grow] u = MatMul (t, up)
+    [last] y = MatMul (u, down)
+}"""
+)
+"""Weighs a record by its number, which a microbatch does not know."""
 WEIGHTS = {"w": (6, 6), "up": (6, 8), "shift": (8,), "down": (8, 5)}
 TRAIN = "train:\n  loss: {type: softmax_cross_entropy, logits: y, labels: labels}\n  optimizer: {type: sgd, lr: 0.5}\n"
 STAGED = (
@@ -117,8 +134,12 @@ def test_records_that_stand_apart_are_those_of_the_microbatch(plan: str, length:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [(MERGED, "both (Add) may bring records"), (STRADDLING, "some (Reshape) may bring records")],
-    ids=["two ways to merge", "straddling"],
+    [
+        (MERGED, "both (Add) may bring records"),
+        (STRADDLING, "some (Reshape) may bring records"),
+        (NUMBERED, "count (Range) numbers the records of the batch"),
+    ],
+    ids=["two ways to merge", "straddling", "numbered"],
 )
 def test_records_that_cannot_be_told_apart_are_refused(text: str, word: str, tmp_path: Path) -> None:
     plan = STAGED.replace(",AT", "") + TRAIN
