@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import gc
 import os
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -21,6 +24,30 @@ _SHOWN = 40
 
 
 def pytest_collection_finish() -> None:
+    """What of the work around tests is done once, or less often."""
+    if "torch" in sys.modules:
+        _read_torch_ops_once()
+    _collect_seldom()
+
+
+def _read_torch_ops_once() -> None:
+    """torch reads the sources of its 500 ops for ONNX at each export, for a second: once in this process. Each export has its own copy."""
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        read = functools.cache(ONNXRegistry.from_torchlib)
+    except (ImportError, AttributeError):  # another version of torch
+        return
+
+    def from_torchlib(**version: int) -> ONNXRegistry:
+        registry = copy.copy(read(**version))
+        registry.functions = {target: [*found] for target, found in registry.functions.items()}
+        return registry
+
+    ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
+
+
+def _collect_seldom() -> None:
     """The collector of cycles looks at what tests make, not at modules, and less often: it was a sixth of the suite's time."""
     gc.collect()
     gc.freeze()

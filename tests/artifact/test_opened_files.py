@@ -7,7 +7,7 @@ a writer has bound in the function, or a parameter that is annotated as a stream
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -96,19 +96,16 @@ def sources() -> dict[str, str]:
 
 def calls_that_open(text: str) -> Iterator[str]:
     """The calls of a source that open a file by its name."""
-    tree = ast.parse(text)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    nodes = [*ast.walk(ast.parse(text))]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     aliases = {
         (alias.asname or alias.name): f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last(node.func) in WORDS | aliases.keys()
-    ]
-    outer = {id(inner): function for function in functions(tree) for inner in ast.walk(function)} if calls else {}
-    for node in calls:
+    words = WORDS | {name for name, imported in aliases.items() if imported.rpartition(".")[0] in CALLS}
+    for node in [node for node in nodes if isinstance(node, ast.Call) and _last(node.func) in words]:
         called = ast.unparse(node.func)
         module, _, name = called.rpartition(".")
         imported = aliases.get(called, "")
@@ -120,7 +117,7 @@ def calls_that_open(text: str) -> Iterator[str]:
             or (isinstance(node.func, ast.Attribute) and name == "open" and _is_path(node, module))
             or (called in NAMES - own and not imported.startswith(("partc.", "files.")))
         )
-        if opens and not _takes_stream(node, outer.get(id(node), tree)):
+        if opens and not _takes_stream(node, _innermost(node, nodes)):
             yield called
 
 
@@ -128,9 +125,10 @@ def _last(called: ast.expr) -> str:
     return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
 
 
-def functions(tree: ast.AST) -> list[ast.AST]:
-    """Functions, inner ones last."""
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+def _innermost(call: ast.Call, nodes: Sequence[ast.AST]) -> ast.AST:
+    """The function around a call, or the module."""
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return next((one for one in reversed(functions) if any(inner is call for inner in ast.walk(one))), nodes[0])
 
 
 def _is_path(call: ast.Call, owner: str) -> bool:

@@ -37,16 +37,16 @@ MODULES = {"os", "posix", "shutil"}
 
 def removals(source: str) -> list[int]:
     """The lines where files are removed or renamed."""
-    tree = ast.parse(source)
+    nodes = [*ast.walk(ast.parse(source))]
     modules, found = set(MODULES), []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             modules |= {one.asname for one in node.names if one.name in MODULES and one.asname}
         if isinstance(node, ast.ImportFrom) and node.module in MODULES and OF_SYSTEM & {one.name for one in node.names}:
             found.append(node.lineno)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in TEXTS:
             found.append(node.lineno)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             found += [node.lineno] if node.attr in OF_SYSTEM else []
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OF_PATHS:

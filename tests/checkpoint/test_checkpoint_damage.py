@@ -12,7 +12,7 @@ from partc.runtime import Trainer, UsageError
 from partc.runtime.checkpoint.newest import take_whole
 from partc.runtime.checkpoint.verification import Verification
 from partc.runtime.errors import DamagedError
-from test_trainer import PARALLEL, batch, built, on_all
+from trainer_case import PARALLEL, batch, built, on_all
 
 HALF = (slice(0, 4), slice(4, 8))
 

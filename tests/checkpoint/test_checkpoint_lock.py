@@ -20,7 +20,7 @@ from partc.runtime.checkpoint.lock import LOCK, Lock
 from partc.runtime.checkpoint.newest import latest
 from partc.runtime.checkpoint.written import WRITTEN
 from partc.runtime.errors import CheckpointError
-from test_trainer import PARALLEL, batch, built, on_all
+from trainer_case import PARALLEL, batch, built, on_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks of POSIX")
 HOLDS = """

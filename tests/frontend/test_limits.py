@@ -27,7 +27,7 @@ NESTED = "[" * 200 + "1" + "]" * 200
         (f"ranks: {HUGE}", f"p.yaml:1: 'ranks': expected at most {MOST_RANKS}, but got {HUGE}"),
         (f"ranks: {10**40}", "p.yaml:1: the number 10000000000000000000... of 41 digits"),
         (f"ranks: 2\nmesh: {{dp: {HUGE}}}", f"the mesh dp={HUGE} has {HUGE} ranks, but there are 2 ranks"),
-        (f"ranks: 2\nplacement: {{a: [{'1,' * 30_000}]}}", "rank 1 is in the list twice"),
+        (f"ranks: 2\nplacement: {{a: [{'1,' * 8_000}]}}", "rank 1 is in the list twice"),
         (f"ranks: 2\nplacement: {{a: {HUGE}}}", f"rank {HUGE}, but there are 2 ranks"),
         (f"ranks: 2\nsymbols: {{b: {{divisor: {10**13}}}}}", "the 'divisor' value should be at most 1099511627776"),
         (f"ranks: 2\ninputs: {{x: [{10**13}]}}", f"dim 0: the size {10**13} is above 1099511627776"),
@@ -40,7 +40,7 @@ NESTED = "[" * 200 + "1" + "]" * 200
 )
 def test_plans(plan: str, fact: str) -> None:
     if NESTED * 20 in plan:
-        plan = plan.replace(NESTED * 20, "[" * 20_000)
+        plan = plan.replace(NESTED * 20, "[" * 1_000)
     begin = time.process_time()
     with pytest.raises(CompileError) as caught:
         parse_plan(plan, "p.yaml")

@@ -271,8 +271,25 @@ def test_a_model_of_transformers_gets_the_settings_by_which_torch_exports_it(
 ) -> None:
     """As it is written first: it returns a cache, and its experts are grouped."""
     pytest.importorskip("transformers")
+    refused: list[Exception] = []
+    export = torch.onnx.export
+
+    def watched(*arguments: object, **options: object) -> object:
+        try:
+            return export(*arguments, **options)
+        except Exception as error:
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(torch.onnx, "export", watched)
     graph = load(tmp_path, MIXTRAL).model.graph
     assert [value.name for value in graph.outputs] == ["logits"]
+    assert len(refused) == 2, "for its cache, and for its experts"
+
+    def refuse(*arguments: object, **options: object) -> object:
+        raise refused[0]
+
+    monkeypatch.setattr(torch.onnx, "export", refuse)  # what torch says again of a model that takes no setting
     monkeypatch.setattr(torch_module, "_settled", lambda module, setting: False)
     with pytest.raises(CompileError) as caught:
         load(tmp_path, MIXTRAL)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pool import command, main
-from test_trainer import PARALLEL, batch, built, on_all
+from trainer_case import PARALLEL, batch, built, on_all
 
 FILES = ("checkpoint.json", "rank_0000.safetensors", "rank_0001.safetensors")
 STEPS = (1, 2, 3)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batch_in_parts import LOSSES, close, train, trained
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
-from test_parts_of_a_batch import LOSSES, close, train, trained
 from training_equivalence import from_text
 
 NET = """<ir_version: 10, opset_import: ["" : 21]>

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batch_in_parts import LOSSES, MEASURED, NET, PLANS, WEIGHTS, close, numbers, start_of, train, trained
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.manifest import open_artifact
-from test_parts_of_a_batch import LOSSES, MEASURED, NET, PLANS, WEIGHTS, close, numbers, start_of, train, trained
 from training_equivalence import from_text, source_of
 from training_models import Model, dlrm, gpt, lenet
 

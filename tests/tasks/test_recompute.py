@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from batch_in_parts import HEAD, LOSSES, close, numbers, start_of, train, trained
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
@@ -16,7 +17,6 @@ from partc.compiler.pipeline import compile_source, run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
-from test_parts_of_a_batch import HEAD, LOSSES, close, numbers, start_of, train, trained
 from training_equivalence import from_text, source_of
 from training_models import gpt, lenet
 

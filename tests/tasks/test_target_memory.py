@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from batch_in_parts import LOSSES, NET, WEIGHTS, numbers, train
 from partc.cli.output.target_memory import target_memory
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
@@ -13,7 +14,6 @@ from partc.compiler.proposal.device_bytes import device_bytes
 from partc.runtime import load_local
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.manifest import open_artifact
-from test_parts_of_a_batch import LOSSES, NET, WEIGHTS, numbers, train
 from test_targets import ADAM, ON_CPU, PIPED, PLANS
 from training_equivalence import fed, from_text
 

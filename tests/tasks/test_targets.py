@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from batch_in_parts import LOSSES, NET, WEIGHTS, numbers, train
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, CopyOp, RankOp, TaskCall
 from partc.compiler.plan.read import parse_plan
-from test_parts_of_a_batch import LOSSES, NET, WEIGHTS, numbers, train
 from training_equivalence import Run, from_text, run, same_tensors, same_training
 
 ADAM = "{type: adam, lr: 0.01, eps: 0.01}"

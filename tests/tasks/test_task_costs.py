@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from batch_in_parts import LOSSES, train
 from partc.compiler.analysis.operations import BYTE, multiply_adds, work
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
@@ -16,7 +17,6 @@ from partc.compiler.schedule.memory import parse_limit, peaks
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedulers.auto import auto
 from partc.runtime.checker.check import check
-from test_parts_of_a_batch import LOSSES, train
 from training_equivalence import from_text
 
 NET = """<ir_version: 10, opset_import: ["" : 21]>

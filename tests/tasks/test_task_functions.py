@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from batch_in_parts import train
 from equivalence import compiled
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
@@ -18,7 +19,6 @@ from partc.runtime.execution.in_process import load_local
 from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
 from sharded_models import with_weights
-from test_parts_of_a_batch import train
 from test_pipelines import CLASSES, pipeline, placed, small_gpt
 from training_equivalence import source_of
 

@@ -14,7 +14,7 @@ from artifact_text import write
 from partc.runtime import InputError, NonFiniteError, Program, Trainer, UsageError, load
 from partc.runtime.communication.in_process import LocalWorld
 from test_nonfinite import batch, built, fed, kept
-from test_trainer import on_all
+from trainer_case import on_all
 
 TWO = [
     """rank0 (float[n, 3] x) => () <float[n, 3] h> { h = Neg(x)  = partc.comm.Send <peer = 1, tag = 0> (h) }""",

@@ -24,7 +24,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.metric_formula import Undefined, roc_auc
 from partc.runtime.checker.check import check_artifact
 from test_losses import model
-from test_trainer import TEXT, on_all
+from trainer_case import TEXT, on_all
 from training_equivalence import from_text
 
 CLICKS = TEXT.replace("float[B, 4] y", "float[B, 1] y").replace("float[8, 4] v", "float[8, 1] v")

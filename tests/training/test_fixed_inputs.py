@@ -10,7 +10,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer, UsageError
 from partc.runtime.data import Spec, open_loader
-from test_trainer import on_all
+from trainer_case import on_all
 from training_equivalence import from_text
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from batch_in_parts import LABELLED, LOSSES, NET, OWN_LOSS, PLANS, WEIGHTS, numbers, train
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import InputError, load_local, load_trainer
 from partc.runtime.communication.in_process import LocalWorld
-from test_parts_of_a_batch import LABELLED, LOSSES, NET, OWN_LOSS, PLANS, WEIGHTS, numbers, train
 from training_equivalence import fed, from_text
 
 

@@ -17,7 +17,7 @@ from partc.runtime import Trainer
 from partc.runtime.artifact.metric_formula import Totals, Undefined
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.inputs import shard
-from test_trainer import on_all
+from trainer_case import on_all
 from training_equivalence import from_text
 
 TEXT = """<ir_version: 10, opset_import: ["": 21]> m (float[batch, seq, 6] x) => (float[batch, seq, 5] y) <float[6, 8] w, float[8, 5] v> {

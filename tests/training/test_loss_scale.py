@@ -14,7 +14,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
 from partc.runtime.checker.check import check
 from test_nonfinite import LOSS, batch, fed, kept, source
-from test_trainer import on_all
+from trainer_case import on_all
 from training_equivalence import from_text
 
 SCALES = ("loss_scale", "loss_scale.steps")

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batch_in_parts import shard
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import NonFiniteError, Trainer
 from partc.runtime.checker.check import check
 from partc.runtime.checkpoint.newest import latest
-from test_parts_of_a_batch import shard
-from test_trainer import on_all
+from trainer_case import on_all
 from training_equivalence import from_text
 
 NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>
