@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,30 @@ class Block(torch.nn.Module):  # type: ignore[misc, name-defined]
         return self.head(self.lstm(x)[0])
 
 
-def exported(path: Path, **options: Any) -> Any:
+def exported(path: Path, opset: int = 18) -> Any:
+    """The module whose export a file becomes."""
+    module, written = _exported(opset)
+    path.write_bytes(written)
+    return module
+
+
+@cache
+def _exported(opset: int) -> tuple[Any, bytes]:
+    """A module and its file, exported once, since that takes seconds."""
     torch.manual_seed(4)
     module = Block().eval()
     batch = torch.export.Dim("batch")
     ids = torch.zeros(2, 7, dtype=torch.int64)
-    torch.onnx.export(
-        module, (ids,), path, dynamo=True, dynamic_shapes={"ids": {0: batch}}, verbose=False, external_data=False, **options
-    )  # fmt: skip
-    return module
+    dims = {"ids": {0: batch}}
+    program = torch.onnx.export(module, (ids,), dynamo=True, dynamic_shapes=dims, verbose=False, opset_version=opset)
+    return module, program.model_proto.SerializeToString()
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("opset", [18, 23])
 def test_weights_have_the_names_and_shapes_of_their_modules(opset: int, tmp_path: Path) -> None:
     path = tmp_path / "block.onnx"
-    module = exported(path, opset_version=opset)
+    module = exported(path, opset)
     written = set(ir.load(path).graph.initializers)
     assert not {"up.weight", "norm2.weight"} & written, "the exporter no longer folds and merges"
     model = load_onnx(path)
@@ -113,7 +122,7 @@ def test_what_metadata_do_not_tell_stays_as_the_file_has_it(tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore")
 def test_the_proto_that_is_loaded_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "block.onnx"
-    exported(path, opset_version=18)
+    exported(path)
     proto = onnx.load(path)
     before = proto.SerializeToString(deterministic=True)
     from_proto(proto, path)

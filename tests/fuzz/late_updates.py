@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 
 RATE, STEPS, BATCH, ROWS = 0.3, 7, 24, 36
@@ -93,13 +94,9 @@ def trained(folder: Path, plan: str, steps: int) -> tuple[list[float], dict[str,
     lines.unlink(missing_ok=True)
     given = ["-n", plan.split()[1], "--steps", str(steps), "--data", str(folder / "data.npz")]
     given += ["--checkpoint", str(kept), "--metrics", str(lines)]
-    for command in (
-        ["compile", str(folder / "model.py"), "--plan", at, "-o", str(folder / "build")],
-        ["train", str(folder / "build"), "--plan", at, *given],
-    ):
-        subprocess.run(
-            [sys.executable, "-m", "partc.cli", *command], check=True, timeout=120, stdout=subprocess.DEVNULL
-        )
+    compile_model(folder / "model.py", folder / "plan.yaml", folder / "build")
+    asked = [sys.executable, "-m", "partc.cli", "train", str(folder / "build"), "--plan", at, *given]
+    subprocess.run(asked, check=True, timeout=120, stdout=subprocess.DEVNULL)
     found = Checkpoint.open(kept / f"step_{steps:08d}")
     parameters = [f"{layer}.{one}" for layer in ("up", "down") for one in ("weight", "bias")]
     told = [json.loads(line) for line in lines.read_text().splitlines()]

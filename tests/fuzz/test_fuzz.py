@@ -9,40 +9,89 @@ from pathlib import Path
 
 import pytest
 
-CASES = {
-    "plans": 24,
-    "schema_plans": 12,
-    "models": 16,
-    "manifests": 14,
-    "rank_files": 10,
-    "checkpoints": 7,
-    "bombs": 10,
+FOLDER = Path(__file__).parent
+REFUSED = r"{} cases: (\d+ ok, )?\d+ refused"
+GIVEN = {
+    "plans --cases 24 --seed 7": REFUSED.format(24),
+    "schema_plans --cases 12 --seed 7": REFUSED.format(12),
+    "models --cases 16 --seed 7": REFUSED.format(16),
+    "manifests --cases 14 --seed 7": REFUSED.format(14),
+    "rank_files --cases 10 --seed 7": REFUSED.format(10),
+    "checkpoints --cases 7 --seed 7": REFUSED.format(7),
+    "bombs --cases 10 --seed 7": REFUSED.format(10),
 }
+"""Scripts that give a command what is wrong, and what each says at its end."""
+COMPARED = {
+    "random_pipelines --cases 4 --seed 3": "4 cases: [2-4] ok",
+    "random_targets --cases 4 --seed 3": "4 cases: [2-4] ok",
+    "random_masks --cases 1 --seed 1": "1 cases: 1 ok",
+    "random_lanes --cases 1 --seed 1": "1 cases: 1 ok",
+    "random_streams --cases 2 --seed 1": "2 cases: 2 ok",
+    "random_lookups --cases 1 --seed 1": "1 cases, 0 wrong",
+    "random_precision 1 --seed 1": r"\{'equal': 1\}",
+    "random_tables 1 --seed 1": "1 equal",
+}
+"""Scripts that compare random models with one rank."""
+KNOWN = {
+    "random_cases --cases 2 --seed 1": "2  refused by the compile",
+    "random_annotations --cases 1 --seed 1": "1 cases: 1 ok",
+    "mutations 1": "6 of 6 mutations refused",
+    "every_strategy --only Clip": r"\d+ accepted$",
+    "recomputed_models --only mlp": "mlp, ranks: 2, 4 microbatches: by .* without, .* with",
+    "target_models --models dlrm --only 'by rows, one rank, plain'": "1 cases, 0 not equal",
+    "pipeline_models --models mlp --microbatches 2 --steps 1 --most 4": "4 cases, 0 differ",
+}
+"""Scripts about known models, and every op."""
+OVER_MPI = {
+    "late_updates one": "one: table 2, up 1 steps late: losses .*, parameters",
+    "saving --kills 1": "1 kills .* files that differ: none",
+    "kills --cases 1 --seed 1": "1 cases, 0 wrong",
+}
+"""Scripts that start jobs."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_whatever_is_given_ends_well(name: str) -> None:
-    path = Path(__file__).parent / f"{name}.py"
-    asked = [sys.executable, str(path), "--cases", str(CASES[name]), "--seed", "7"]
-    ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+def in_turn(scripts: dict[str, str]) -> None:
+    """Runs scripts in one process; each ends well and says what it should."""
+    asked = [sys.executable, str(FOLDER / "in_turn.py"), *scripts]
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(rf"{CASES[name]} cases: (\d+ ok, )?\d+ refused", ended.stdout)
+    told = re.split(r"^--- \w+\n", ended.stdout, flags=re.MULTILINE)[1:]
+    for (script, wanted), found in zip(scripts.items(), told, strict=True):
+        assert re.search(rf"^\s*{wanted}", found, re.MULTILINE), f"{script}\n{found}"
 
 
 def test_each_number_of_microbatches_is_checked() -> None:
-    asked = [sys.executable, str(Path(__file__).parent / "microbatch_numbers.py"), "5", "45"]
+    asked = [sys.executable, str(FOLDER / "microbatch_numbers.py"), "5", "45"]
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"^\d+ changes: (\d+ harmless, )?\d+ refused$", ended.stdout, re.MULTILINE), ended.stdout
 
 
-@pytest.mark.parametrize("name", ["random_pipelines", "random_targets"])
-def test_random_trainings_are_as_the_whole(name: str) -> None:
-    path = Path(__file__).parent / f"{name}.py"
-    asked = [sys.executable, str(path), "--cases", "4", "--seed", "3"]
-    ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^4 cases: [2-4] ok", ended.stdout, re.MULTILINE), ended.stdout
+def test_whatever_is_given_ends_well() -> None:
+    in_turn(GIVEN)
+
+
+def test_random_models_are_as_the_whole() -> None:
+    in_turn(COMPARED)
+
+
+def test_known_models_are_as_the_whole() -> None:
+    in_turn(KNOWN)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not (Path(sys.executable).parent / "mpiexec").exists(),
+    reason="reads /proc, and the environment needs an mpiexec of its own",
+)
+def test_jobs_over_mpi_end_as_they_should() -> None:
+    in_turn(OVER_MPI)
+
+
+def test_every_script_is_run() -> None:
+    """A script that no test runs may be broken for days."""
+    scripts = {path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()}
+    run = {line.split()[0] for line in (*GIVEN, *COMPARED, *KNOWN, *OVER_MPI)}
+    assert scripts == {*run, "in_turn", "microbatch_numbers", "random_torch"}
 
 
 def test_random_trainings_are_as_those_of_torch() -> None:

@@ -17,7 +17,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
 from partc.runtime.checker.check import check_artifact
 from test_nonfinite import fed, kept
-from test_trainer import on_all
+from trainer_case import on_all
 from training_equivalence import from_text
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
