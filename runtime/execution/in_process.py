@@ -87,19 +87,17 @@ class LocalProgram:
             self._recover()
         self._sound = False
         try:
-            found = self._threads.run(jobs)
+            found = self._threads.run(jobs, after=self._world.reset)
         except BaseException:
             if self._threads.idle:
                 self._recover()
             raise
-        self._world.reset()
         self._sound = True
         return found
 
     def _recover(self) -> None:
-        self._world.reset()
-        for program in self._ranks:
-            program.recover()
+        """Forgets what a call has left, by the ranks' own threads: another Ctrl-C leaves none of their locks taken."""
+        self._threads.run([program.recover for program in self._ranks], after=self._world.reset)
         self._sound = True
 
     def _connect(self, program: Program) -> None:
