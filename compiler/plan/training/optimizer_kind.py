@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
@@ -127,18 +127,24 @@ class OptimizerKind:
     all but the first."""
     initial: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Switch] = field(default_factory=dict)
+    _made: dict[frozenset[str], Form] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def form(self, numbers: Mapping[str, float]) -> Form:
         """The form that these numbers make."""
-        return self._form({key for key, switch in self.switches.items() if numbers[key] != switch.off})
+        return self._form(frozenset(key for key, switch in self.switches.items() if numbers[key] != switch.off))
 
     @property
     def forms(self) -> tuple[Form, ...]:
         """All forms."""
         keys = [*self.switches]
-        return tuple(self._form(on) for n in range(len(keys) + 1) for on in itertools.combinations(keys, n))
+        return tuple(self._form(frozenset(on)) for n in range(len(keys) + 1) for on in itertools.combinations(keys, n))
 
-    def _form(self, on: Collection[str]) -> Form:
+    def _form(self, on: frozenset[str]) -> Form:
+        if on not in self._made:
+            self._made[on] = self._new_form(on)
+        return self._made[on]
+
+    def _new_form(self, on: frozenset[str]) -> Form:
         def holds(line: str) -> bool:
             found = _CONDITION.match(line)
             return found is None or (found[2] in on) != bool(found[1])

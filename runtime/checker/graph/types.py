@@ -91,6 +91,7 @@ def as_plain_onnx(model: ModelProto) -> ModelProto:
     return plain
 
 
+@functools.cache
 def _is_of_onnx(op_type: str, opset: int) -> bool:
     return onnx.defs.has(op_type, max_inclusive_version=opset) and not onnx.defs.get_schema(op_type, opset).deprecated
 
