@@ -18,6 +18,7 @@ from partc.runtime import load_local
 faulthandler.dump_traceback_later(100, exit=True)
 x = np.ones((2, 3), np.float32)
 chance, told, late = random.Random(int(sys.argv[2])), 0, 0.0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may have it ignored
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 with load_local(sys.argv[1]) as program:
     program(x=x)
