@@ -168,9 +168,11 @@ class _Member:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for nodes that do the same."""
+        """Equal for nodes that do the same to operands that lie alike: a parameter that is kept, or a shard cut out of it in each step."""
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in self.node.attribute))
-        return self.node.op_type, attributes, self.numbers, self.types[self.tensors[0]], self.targets.get(self.gradient)
+        kept = tuple(name in self.kept for name in self.tensors)
+        kind = self.types[self.tensors[0]]
+        return self.node.op_type, attributes, self.numbers, kept, kind, self.targets.get(self.gradient)
 
     @property
     def is_alone(self) -> bool:

@@ -313,3 +313,17 @@ def test_a_gradient_of_several_updates_lies_in_no_buffer_of_gradients() -> None:
     for steps, laid in (([one], [two]), []), (([one, two],), []), (([one], [other]), ["g", "h"]):
         plan = plan_groups([Update(nodes) for nodes in steps], {"Sgd": called}, shapes, types, {"a", "b"}, {})
         assert [name for buffer in plan.gradients for name in buffer.members] == laid
+
+
+def test_memory_that_is_kept_has_what_is_kept_alone() -> None:
+    """A shard that is cut out of a parameter in each step, with a late gradient that is kept, stands beside a kept parameter."""
+    called = function("Sgd")
+    names = ["a", "a.grad", "b.share", "b.pending", "lr", "a.next", "b.share.next"]
+    types, shapes = dict.fromkeys(names, "tensor(float)"), dict.fromkeys(names, (3,))
+    nodes = [
+        onnx.helper.make_node("Sgd", ["a", "a.grad", "lr"], ["a.next"]),
+        onnx.helper.make_node("Sgd", ["b.share", "b.pending", "lr"], ["b.share.next"]),
+    ]
+    for order in (nodes, nodes[::-1]):
+        plan = plan_groups([Update(order)], {"Sgd": called}, shapes, types, {"a", "b.pending"}, {})
+        assert {name for buffer in plan.kept for name in buffer.members} == {"a", "b.pending"}
