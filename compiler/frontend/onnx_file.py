@@ -71,8 +71,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
             )
         )
     _raise(_opset_problems(proto, where))
-    if len(proto.graph.node) > MOST_NODES:
-        _raise(_too_many_nodes(proto, where))
+    _raise(_more_than_are_read(len(proto.graph.node), where))  # before anything goes through them
     if broken := not_text(proto):
         fact = f"has a name or a text that is not UTF-8: {broken}"
         raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
@@ -210,10 +209,12 @@ def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
 def _too_many_nodes(proto: onnx.ModelProto, where: str) -> list[Problem]:
     """Whether the model has more nodes than are read, its functions written out."""
     try:
-        count = len(proto.graph.node)
-        count = count if count > MOST_NODES else written_out(proto)
+        return _more_than_are_read(written_out(proto), where)
     except ValueError as error:
         return [Problem(where, f"its functions cannot be written out: {error}", help="export the model again")]
+
+
+def _more_than_are_read(count: int, where: str) -> list[Problem]:
     if count <= MOST_NODES:
         return []
     fact = (

@@ -86,16 +86,11 @@ def _reduced(program: Program, instance: NodeOnGroup) -> list[ir.Value]:
 
 
 def _follows(node: ir.Node | None, products: set[ir.Node]) -> bool:
-    """Whether one of some products is among the nodes that a node follows closely."""
-    behind = [node]
-    for _ in range(_FURTHEST):
-        behind = [
-            value.producer()
-            for one in behind
-            if one is not None
-            for value in one.inputs
-            if value is not None and value.producer() is not None
-        ]
-        if any(one in products for one in behind):
+    """Whether a node is one of some products, or follows one closely."""
+    behind = set() if node is None else {node}
+    for _ in range(_FURTHEST + 1):
+        if not behind.isdisjoint(products):
             return True
-    return node in products
+        made = (value.producer() for one in behind for value in one.inputs if value is not None)
+        behind = {producer for producer in made if producer is not None}
+    return False

@@ -35,8 +35,6 @@ from partc.compiler.sharding.records import passes
 
 _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the parts."""
-
-
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")
 
 
