@@ -33,6 +33,10 @@ LAW = "because the rows, the parts of inputs, what is joined of them and its div
 _JOINS = ("Sum", "Concat")
 _SMALL = 64
 """A constant of so many bytes may be a number."""
+_SHOWN = 12
+_SEED, _HALF = "loss.seed", 2e-3
+_FACTORS = (_SEED, f"{_SEED}.factor", "gradients.scale", "gradients.inverse")
+"""The loss' first cotangent, or its factor beside a dynamic scale; the inverse of a scale that is a constant."""
 
 
 def refuse_left_out(model: ModelProto, manifest: Manifest, where: str) -> None:
@@ -87,9 +91,6 @@ def other_counts(row: Row, model: ModelProto, count: int, manifest: Manifest) ->
     yield from _seeded(model, nodes, joined, count, manifest)
 
 
-_SHOWN = 12
-
-
 def _divided(
     model: ModelProto, nodes: list[NodeProto], joined: Mapping[str, NodeProto], count: int, rows: str
 ) -> Iterator[str]:
@@ -125,11 +126,6 @@ def _seeded(
             of = f"the mean of {count} microbatches" if mean else "the loss"
             begins = f"'{one.name}', {found.flat[0]:g} but for the loss scale"
             yield f"the gradient of {of} begins with {begins}; it is {' or '.join(f'{n:g}' for n in wanted)}"
-
-
-_SEED, _HALF = "loss.seed", 2e-3
-_FACTORS = (_SEED, f"{_SEED}.factor", "gradients.scale", "gradients.inverse")
-"""The loss' first cotangent, or its factor beside a dynamic scale; the inverse of a scale that is a constant."""
 
 
 def _parts_read(row: Row) -> set[str]:

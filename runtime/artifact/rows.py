@@ -104,6 +104,7 @@ class RowsText:
 
 _HEAD = re.compile(r"# Schedule: .*   Stages: (\d{1,9})   Microbatches: (\d{1,9})", re.ASCII)
 _STAGE = re.compile(r"# Stage (\d{1,9}): ranks? ([\d,-]+)(   .*)?", re.ASCII)
+_LONGEST = 20
 _ROW = re.compile(r"ranks? ([\d,-]+):( .*)?", re.ASCII)
 
 
@@ -160,9 +161,6 @@ def _stages(cells: Sequence[str], stages: int, microbatches: int, where: str) ->
             raise ArtifactError(f"{where}, cell {at}: {fact}")
         found.add(task.stage)
     return found
-
-
-_LONGEST = 20
 
 
 @dataclass(frozen=True)
