@@ -8,6 +8,7 @@ stands: a call within a function lies deeper than every call of that function. A
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import onnx
 import onnx_ir as ir
@@ -21,30 +22,42 @@ CALLS = "partc.calls"
 _MARK, _NAME = "partc.call.", "partc.name"
 
 
-def written_out(model: onnx.ModelProto) -> int:
-    """How many nodes a model has with its functions written out where they are called: counted, and not written.
+class Extent(NamedTuple):
+    """What a function or model is with the calls in it written out: how many nodes, and how deep calls lie in each other."""
 
-    A function's count is found once, so this takes time in the nodes that the file has. ValueError where a function calls itself.
+    nodes: int
+    depth: int
+
+
+def extent_of(model: onnx.ModelProto) -> Extent:
+    """The extent of a model: counted, and not written.
+
+    A function's extent is found once, so this takes time in the nodes that the file has. ValueError where a function calls itself.
     """
-    functions = {(one.domain, one.name): list(all_nodes(one.node)) for one in model.functions}
-    counts: dict[tuple[str, str], int] = {}
+    functions = {(one.domain, one.name, one.overload): list(all_nodes(one.node)) for one in model.functions}
+    found: dict[ir.OperatorIdentifier, Extent] = {}
 
-    def count(nodes: Iterable[onnx.NodeProto]) -> int:
-        return sum(1 + counts.get((node.domain, node.op_type), 0) for node in nodes)
+    def extent(nodes: Iterable[onnx.NodeProto]) -> Extent:
+        count = depth = 0
+        for node in nodes:
+            inside = found.get((node.domain, node.op_type, node.overload))
+            count += 1 + (inside.nodes if inside else 0)
+            depth = max(depth, 1 + inside.depth if inside else 0)
+        return Extent(count, depth)
 
     waiting = [(name, False) for name in functions]
-    begun = set[tuple[str, str]]()
+    begun = set[ir.OperatorIdentifier]()
     while waiting:
         name, is_last = waiting.pop()
         if is_last:
-            counts[name] = count(functions[name])
-        elif name not in counts:
+            found[name] = extent(functions[name])
+        elif name not in found:
             if name in begun:
                 raise ValueError(f"the function '{name[1]}' of '{name[0]}' calls itself")
             begun.add(name)
-            called = dict.fromkeys((node.domain, node.op_type) for node in functions[name])
-            waiting += [(name, True), *((one, False) for one in called if one in functions and one not in counts)]
-    return count(all_nodes(model.graph.node))
+            called = dict.fromkeys((node.domain, node.op_type, node.overload) for node in functions[name])
+            waiting += [(name, True), *((one, False) for one in called if one in functions and one not in found)]
+    return extent(all_nodes(model.graph.node))
 
 
 def inline_calls(model: ir.Model) -> ir.Model:

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.functions import inline_calls, written_out
+from partc.compiler.frontend.functions import extent_of, inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
@@ -29,7 +29,7 @@ from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
-_DEEPEST, _MOST_LOOPS = 60, 6
+_DEEPEST, _MOST_LOOPS, _DEEPEST_CALLS = 60, 6, 100
 
 
 def load_onnx(path: Path) -> ir.Model:
@@ -76,7 +76,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
         fact = f"has a name or a text that is not UTF-8: {broken}"
         raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
     _raise(_nesting_problems(proto.graph, where))
-    _raise(_too_many_nodes(proto, where))
+    _raise(_extent_problems(proto, where))
     _raise(
         [
             Problem(where, f"{node_title(node)}: {fact}", help="correct num_outputs, or export it again")
@@ -206,12 +206,16 @@ def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
     return []
 
 
-def _too_many_nodes(proto: onnx.ModelProto, where: str) -> list[Problem]:
-    """Whether the model has more nodes than are read, its functions written out."""
+def _extent_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
+    """Whether the model has more nodes than are read, its functions written out, or calls that lie too deep in each other."""
     try:
-        return _more_than_are_read(written_out(proto), where)
+        extent = extent_of(proto)
     except ValueError as error:
         return [Problem(where, f"its functions cannot be written out: {error}", help="export the model again")]
+    if extent.depth > _DEEPEST_CALLS:
+        fact = f"its functions call each other {extent.depth:,} deep; at most {_DEEPEST_CALLS} are read"
+        return [Problem(where, fact, help="write the inner ones out where they are called")]
+    return _more_than_are_read(extent.nodes, where)
 
 
 def _more_than_are_read(count: int, where: str) -> list[Problem]:

@@ -57,6 +57,7 @@ is known only when the step runs.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Literal, TypeAlias
 
@@ -394,4 +395,13 @@ class Manifest(Record):
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By group the list of ranks that holds this rank; groups without it are left out."""
-        return {name: tuple(ranks) for name, lists in self.groups.items() for ranks in lists if rank in ranks}
+        return self._groups_by_rank.get(rank, {})
+
+    @cached_property
+    def _groups_by_rank(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        found: dict[int, dict[str, tuple[int, ...]]] = {}
+        for name, lists in self.groups.items():
+            for ranks in map(tuple, lists):
+                for rank in ranks:
+                    found.setdefault(rank, {})[name] = ranks
+        return found

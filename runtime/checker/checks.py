@@ -23,7 +23,7 @@ from partc.runtime.checker.across.places import check_places
 from partc.runtime.checker.across.rows import check_rows
 from partc.runtime.checker.files import check_folder
 from partc.runtime.checker.graph.nodes import check_graph
-from partc.runtime.checker.graph.rank_file import check_onnx
+from partc.runtime.checker.graph.rank_file import check_onnx, check_ranks
 from partc.runtime.checker.graph.targets import check_targets
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
@@ -37,6 +37,7 @@ from partc.runtime.errors import Violation
 FILES, GRAPH, ACROSS, TRAINING = "files", "graph", "across", "training"
 SOUND = ("*",)
 NO_CODE = "that no code is carried"
+RANKS = "whose program each file is"
 Run: TypeAlias = Callable[[Subject], Iterable[Violation]]
 
 
@@ -54,6 +55,7 @@ CHECKS = (
     Check("the files", FILES, lambda one: check_folder(one.folder, one.manifest)),
     Check("the nodes", GRAPH, lambda one: check_graph(one.file, one.model)),
     Check("the weights", GRAPH, lambda one: check_weights(one.folder, one.file, one.model, one.manifest, one.wrong)),
+    Check(RANKS, GRAPH, lambda one: check_ranks(one.file, one.model, one.manifest)),
     Check("the targets", GRAPH, lambda one: check_targets(one.file, one.model, one.manifest)),
     Check("ONNX", GRAPH, lambda one: check_onnx(one.file, one.model), SOUND),
     Check("the types", GRAPH, lambda one: check_types(one.file, one.model, one.manifest), SOUND),
@@ -63,7 +65,7 @@ CHECKS = (
     Check("constants by rank", ACROSS, lambda one: check_constants(one.manifest, one.models)),
     Check("the rows of tasks", ACROSS, check_rows),
     Check("the number of microbatches", ACROSS, check_microbatches, ("the rows of tasks",)),
-    Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows)),
+    Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows), (RANKS,)),
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
     Check("that shards fit and sums are whole", ACROSS, lambda one: check_places(one.manifest, one.models), SOUND),
     Check(

@@ -38,7 +38,7 @@ MOST_NODES = 1 << 20
 """A model has at most so many nodes, those of its bodies and, once for each call, of its functions included."""
 MOST_PROGRAMS = 64
 """An artifact has at most so many programs."""
-LISTED_RANKS = 1 << 24
+LISTED_RANKS = 1 << 22
 """The lists of ranks of a manifest stand for at most so many ranks, equal lists counted once; so do the groups of a program."""
 
 

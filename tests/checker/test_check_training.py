@@ -359,7 +359,7 @@ def _evaluation(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
         ),
         (
             _evaluation(lambda data: data.update(rank_files=["rank_0000.onnx"] * 2)),
-            "rank_0000.onnx: graph input 'shift.momentum': manifest.json lists no input",
+            "rank_0000.onnx: it is the program of ranks 0, and the manifest makes it that of ranks 0-1",
         ),
         (
             _evaluation(lambda data: data.update(rank_files=["../rank_0000.onnx"] * 2)),

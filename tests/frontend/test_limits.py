@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 from artifact_edit import chain
 from onnx import helper
@@ -72,12 +73,12 @@ def set_to(key: str, value: object) -> Callable[[dict[str, object]], None]:
         (set_to("groups", {"g": [list(range(100_000))]}), "disjoint lists of ranks 0 to 2 are needed"),
         (
             set_to("groups", {"g": ["0-65535"] * 12_000}),
-            "its groups list 786,432,000 ranks; at most 16,777,216 are read",
+            "its groups list 786,432,000 ranks; at most 4,194,304 are read",
         ),
         (set_to("groups", {f"g{k}": ["0-65535"] for k in range(3000)}), "its groups list 196,608,000 ranks"),
         (
             set_to("groups", {"g": [f"{k}-65535" for k in range(3000)]}),
-            "groups.g.256: Value error, with this the file lists more than 16,777,216",
+            "groups.g.64: Value error, with this the file lists more than 4,194,304",
         ),
         (set_to("symbols", {"b": {"divisor": 10**20}}), "a number of 21 digits"),
         (deep, "symbols: Input should be a valid dictionary"),
@@ -131,3 +132,22 @@ def test_models(tmp_path: Path, opset: int) -> None:
     assert time.process_time() - begin < SECONDS
     path.write_bytes(calls(3, 21))
     assert len(list(load(path).model.graph)) == 8
+
+
+def test_a_chain_of_functions(tmp_path: Path) -> None:
+    """1 MB of functions that each call the next: names of nodes, which tell the calls around them, would take 1 GB."""
+    own = helper.make_opsetid("own", 1)
+    functions = [
+        helper.make_function("own", f"D{k}", ["a"], ["c"], [helper.make_node(op, ["a"], ["c"], domain=domain)], [own])
+        for k in range(20_000)
+        for op, domain in [(f"D{k + 1}", "own") if k < 19_999 else ("Relu", "")]
+    ]
+    ports = [helper.make_tensor_value_info(name, 1, ["n"]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("D0", ["x"], ["y"], domain="own")], "g", ports[:1], ports[1:])
+    path = tmp_path / "chain.onnx"
+    opsets = [helper.make_opsetid("", 21), own]
+    onnx.save(helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10), path)
+    begin = time.process_time()
+    with pytest.raises(CompileError, match="its functions call each other 20,000 deep; at most 100 are read"):
+        load(path)
+    assert time.process_time() - begin < SECONDS

@@ -122,7 +122,7 @@ MODELS: Mapping[str, Bomb] = {
     "functions of each other": lambda chance: model(
         [call("D", "x", "y")], [function("D", [call("E", "a", "c")]), function("E", [call("D", "a", "c")])]
     ),
-    "bodies of If": lambda chance: nested("If", chance.choice([12, 14])),
+    "bodies of If": lambda chance: nested("If", chance.choice([10, 12])),
     "bodies of Loop": lambda chance: nested("Loop", chance.choice([9, 30])),
     "deep bytes": lambda chance: deep_bytes(chance.choice([1000, 100_000])),
     "many nodes": lambda chance: model([], ()) + b"\x3a" + _varint(3_000_000) + b"\x0a\x00" * 1_500_000,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from partc.runtime.artifact.comm_schemas import register
+from partc.runtime.artifact.format import OF_RANKS, Manifest, ranks_text
 from partc.runtime.artifact.onnx_graph import not_text, read_model
 from partc.runtime.artifact.rows import row_of
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.graph.types import as_plain_onnx
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import ArtifactError, Violation
+from partc.runtime.files.counted import MOST_NODES
 
 _AGAIN = "compile the model again"
 
@@ -25,6 +29,8 @@ def read_rank(subject: Subject) -> list[Violation]:
         return [Violation(file, f"it {error.strerror}", help=_AGAIN)]
     except DecodeError as error:
         return [Violation(file, f"it is not an ONNX file: {error}", help=_AGAIN)]
+    if (count := len(model.graph.node) + sum(len(function.node) for function in model.functions)) > MOST_NODES:
+        return [Violation(file, f"it has {count:,} nodes; at most {MOST_NODES:,} are read", help=_AGAIN)]
     if broken := not_text(model):
         return [Violation(file, f"it has a name or a text that is not UTF-8: {broken}", help=_AGAIN)]
     try:
@@ -32,6 +38,15 @@ def read_rank(subject: Subject) -> list[Violation]:
     except ArtifactError as error:
         return [Violation(file, line.removeprefix(f"{file}: "), help=_AGAIN) for line in str(error).splitlines()[:-1]]
     return []
+
+
+def check_ranks(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
+    """Whether a rank file is the program of the ranks that the manifest says."""
+    said = next((entry.value for entry in model.metadata_props if entry.key == OF_RANKS), "")
+    ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
+    if said and said != ranks:
+        fact = f"it is the program of ranks {said}, and the manifest makes it that of ranks {ranks}"
+        yield Violation(file, fact, help=_AGAIN)
 
 
 def check_onnx(file: str, model: ModelProto) -> list[Violation]:

@@ -1,7 +1,7 @@
 """Checks a rank file's weights: external tensors lie inside their files, each just where its own tensor lies, and are that one.
 
 A weight says which part of which tensor it is (`fc1.weight[0:8, 16:32]`), and so does the file that has its data, for each tensor by
-its name there. What stands in the rank file itself has a hash beside it. The file says whose ranks' it is.
+its name there. What stands in the rank file itself has a hash beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from onnx import ModelProto, TensorProto
 from partc.runtime.artifact.dtypes import BY_CODE
-from partc.runtime.artifact.format import DIGEST, OF_RANKS, PIECE, Manifest, ranks_text, stays_inside
+from partc.runtime.artifact.format import DIGEST, PIECE, Manifest, stays_inside
 from partc.runtime.artifact.onnx_graph import model_tensors
 from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
 from partc.runtime.errors import Violation
@@ -44,11 +44,10 @@ class _Weights:
 def check_weights(
     folder: Path, file: str, model: ModelProto, manifest: Manifest, wrong: Collection[str] = ()
 ) -> Iterator[Violation]:
-    """Weights whose bytes are not inside the folder and the file's data, or are another tensor's; a file that is another rank's.
+    """Weights whose bytes are not inside the folder and the file's data, or are another tensor's.
 
     The files `wrong` are not those of the manifest, which is said elsewhere, and are not read.
     """
-    yield from _check_ranks(file, model, manifest)
     opened: dict[str, _Weights | None] = {}
     for tensor in model_tensors(model):
         title = f"weight '{tensor.name}'"
@@ -76,14 +75,6 @@ def check_weights(
             yield from _check_region(
                 file, title, tensor, location, weights, (offset, offset + _number(entries, "length"))
             )
-
-
-def _check_ranks(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
-    said = next((entry.value for entry in model.metadata_props if entry.key == OF_RANKS), "")
-    ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
-    if said and said != ranks:
-        fact = f"it is the program of ranks {said}, and the manifest makes it that of ranks {ranks}"
-        yield Violation(file, fact, help=_AGAIN)
 
 
 def _check_region(
