@@ -23,7 +23,8 @@ from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import Event, LocalTensor, RankProgram
 from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.ir.value_bytes import bytes_text
-from partc.runtime.artifact.format import SEND, order_text
+from partc.runtime.artifact.format import SEND
+from partc.runtime.artifact.ranks import order_text
 
 GRAMMAR = 4
 _NAMED = 8

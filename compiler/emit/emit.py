@@ -21,6 +21,7 @@ from partc.compiler.schedule.grid import schedule_text
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.legal_sizes import wrong_batch
 from partc.runtime.artifact.manifest_file import ManifestFile
+from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.replace_folder import obstacle, replacing_folder
 from partc.runtime.errors import printable
 from partc.runtime.files.writers import write_new
@@ -127,7 +128,7 @@ def _write_ranks(
 
 def _of_ranks(ranks: Sequence[int]) -> bytes:
     """The metadata of a rank file about its ranks, as bytes to append: concatenated protobuf messages are merged."""
-    entry = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=fmt.ranks_text(ranks))
+    entry = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=ranks_text(ranks))
     return bytes(onnx.ModelProto(metadata_props=[entry]).SerializeToString(deterministic=True))
 
 

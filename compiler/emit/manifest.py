@@ -16,6 +16,7 @@ from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.layout.layout import Layout
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.ranks import Grid, order_text
 
 
 def manifest_of(
@@ -152,10 +153,10 @@ def _lying(
     within = () if part is None else tuple((*span, size) for span, size in zip(part.box, part.shape, strict=True))
     (copy, held), *others = holders.items()
     if not others and _rising(copy.group) and len(held) == len(copy.group):
-        return _listed(copy.group), None if whole else fmt.Grid(copy.layout.mesh, copy.layout.cuts, within)
+        return _listed(copy.group), None if whole else Grid(copy.layout.mesh, copy.layout.cuts, within)
     at: dict[int, fmt.Box] = {}
     for copy, held in holders.items():
-        grid, places = fmt.Grid(copy.layout.mesh, copy.layout.cuts, within), _places(copy.group)
+        grid, places = Grid(copy.layout.mesh, copy.layout.cuts, within), _places(copy.group)
         at |= {rank: grid[places[rank]] for rank in held}
     ranks = sorted(at)
     return ranks, None if whole else [at[rank] for rank in ranks]
@@ -264,7 +265,7 @@ def _layout(lying: tuple[Group, Layout] | None) -> fmt.LayoutRecord | None:
         return None
     group, layout = lying
     return fmt.LayoutRecord(
-        ranks=fmt.order_text(group),
+        ranks=order_text(group),
         mesh=list(layout.mesh),
         cuts=[list(axes) for axes in layout.cuts],
         partial=list(layout.partial),

@@ -28,6 +28,7 @@ from partc.compiler.lower.local_moves import keep, pad, slice_out
 from partc.compiler.lower.rooted import reduce_to
 from partc.compiler.sharding.operands import divisors
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.ranks import order_text
 
 Attributes = dict[str, int | str | tuple[int, ...]]
 _NAMED = 8
@@ -230,7 +231,7 @@ class CommLowering:
         Of more than eight members it is a row: `0..28:4+3`.
         """
         first = sets[0]
-        name = fmt.order_text(first).replace("-", "..") if len(first) > _NAMED else "-".join(map(str, first))
+        name = order_text(first).replace("-", "..") if len(first) > _NAMED else "-".join(map(str, first))
         name += f"+{len(sets) - 1}" if len(sets) > 1 else ""
         while self.groups.get(name, sets) != sets:
             name += "'"

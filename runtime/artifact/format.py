@@ -62,10 +62,10 @@ from pathlib import PurePosixPath
 from typing import Literal, TypeAlias
 
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
-from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Grid, Programs, Ranks, order_text, ranks_of, ranks_text
+from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-__all__ = ["MOST_RANKS", "Box", "Grid", "IdsRecord", "LabelRecord", "Law", "order_text", "ranks_of", "ranks_text"]
+__all__ = ["MOST_RANKS", "Box", "IdsRecord", "LabelRecord", "Law"]
 FORMAT = 2
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
@@ -395,13 +395,6 @@ class Manifest(Record):
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By group the list of ranks that holds this rank; groups without it are left out."""
-        return self._groups_by_rank.get(rank, {})
+        return self._lists.get(rank, {})
 
-    @cached_property
-    def _groups_by_rank(self) -> dict[int, dict[str, tuple[int, ...]]]:
-        found: dict[int, dict[str, tuple[int, ...]]] = {}
-        for name, lists in self.groups.items():
-            for ranks in map(tuple, lists):
-                for rank in ranks:
-                    found.setdefault(rank, {})[name] = ranks
-        return found
+    _lists = cached_property(lambda self: lists_by_rank(self.groups))

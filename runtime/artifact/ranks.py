@@ -36,6 +36,16 @@ MOST_RANKS = 1 << 16
 _SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 
 
+def lists_by_rank(groups: Mapping[str, Iterable[Sequence[int]]]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """By rank and group the list that holds the rank; groups without it are left out."""
+    found: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, lists in groups.items():
+        for ranks in map(tuple, lists):
+            for rank in ranks:
+                found.setdefault(rank, {})[name] = ranks
+    return found
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks as a rank file names them: `0-3,8`."""
     return order_text(sorted(ranks))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
 from .cells import Kind, Task, parse
-from .format import DOMAIN, TAG, ranks_of
+from .format import DOMAIN, TAG
+from .ranks import ranks_of
 from .tasks import Call, bodies_of, calls_of
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from partc.runtime.artifact.byte_count import largest_text
-from partc.runtime.artifact.format import MANIFEST, ranks_text
+from partc.runtime.artifact.format import MANIFEST
 from partc.runtime.artifact.manifest import Artifact, stamp
 from partc.runtime.artifact.named import Named, outside
+from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.saved import saved
 from partc.runtime.artifact.targets import forget_copies
 from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, SOUND, TRAINING, Check, Run

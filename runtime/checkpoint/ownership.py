@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from partc.runtime.artifact.boxes import Region, region, remaining, whole
 from partc.runtime.artifact.dtypes import dense
-from partc.runtime.artifact.format import Box, Grid, StateRecord
+from partc.runtime.artifact.format import Box, StateRecord
+from partc.runtime.artifact.ranks import Grid
 
 from ..artifact.safetensors_stream import STORED
 

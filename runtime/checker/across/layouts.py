@@ -23,12 +23,8 @@ from math import prod
 
 from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.comm_node import Call
-from partc.runtime.artifact.format import (
-    Collective,
-    LayoutRecord,
-    Manifest,
-    ranks_of,
-)
+from partc.runtime.artifact.format import Collective, LayoutRecord, Manifest
+from partc.runtime.artifact.ranks import ranks_of
 from partc.runtime.checker.across.collectives import CallNode
 from partc.runtime.checker.across.lookups import check_owners
 from partc.runtime.errors import Violation

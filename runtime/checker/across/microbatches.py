@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partc.runtime.artifact.format import ranks_text
 from partc.runtime.artifact.microbatches import LAW, other_counts
+from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 

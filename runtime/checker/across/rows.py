@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from partc.runtime.artifact.cells import Kind, Task, marked
-from partc.runtime.artifact.format import SCHEDULE, dump_file, ranks_text
+from partc.runtime.artifact.format import SCHEDULE, dump_file
 from partc.runtime.artifact.onnx_graph import addends
+from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.rows import Row, rows_of_text
 from partc.runtime.artifact.tasks import Call
 from partc.runtime.checker.subject import Subject

@@ -8,8 +8,9 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from partc.runtime.artifact.comm_schemas import register
-from partc.runtime.artifact.format import OF_RANKS, Manifest, ranks_text
+from partc.runtime.artifact.format import OF_RANKS, Manifest
 from partc.runtime.artifact.onnx_graph import not_text, read_model
+from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.rows import row_of
 from partc.runtime.artifact.tasks import unrolled
 from partc.runtime.checker.graph.types import as_plain_onnx
