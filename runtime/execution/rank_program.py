@@ -246,9 +246,14 @@ def _refuse_unsound(file: RankFile, folder: Path) -> None:
 
     The file is this rank's, each weight lies where its own tensor is stored, and memory is overwritten only where that is safe.
     """
+    from ..checker.graph.rank_file import check_ranks
     from ..checker.graph.weights import check_weights
 
-    problems = [*check_weights(folder, file.manifest.program(file.rank), file.model, file.manifest)]
+    name = file.manifest.program(file.rank)
+    problems = [
+        *check_ranks(name, file.model, file.manifest),
+        *check_weights(folder, name, file.model, file.manifest),
+    ]
     if file.manifest.state:
         from ..checker.training.in_place import unsafe_state
 
