@@ -12,7 +12,9 @@ import onnx
 import onnxruntime
 import pytest
 from equivalence import same
+from fast_pool import all_windows_at_once, pool
 from onnx.backend.test.case.test_case import TestCase
+from onnx.reference.ops import op_pool_common
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, from_proto
 from partc.compiler.frontend.source import Source
@@ -29,7 +31,7 @@ def cases() -> dict[str, TestCase]:
     """ONNX's node tests whose opset onnxruntime loads and partc takes; of the expanded ones, of ops that have their own, each fourth."""
     from onnx.backend.test.loader import load_model_tests
 
-    with warnings.catch_warnings():
+    with all_windows_at_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = load_model_tests(kind="node")
     expanded = [case.name for case in found if "_expanded" in case.name]
@@ -108,3 +110,16 @@ def test_node(name: str, tmp_path: Path) -> None:
             for output, value in want.items():
                 half = np.asarray(value).dtype == np.float16 if not isinstance(value, list) else False
                 same(have[output], value, output, rtol=2e-3 if half else 1e-5, atol=1e-3 if half else 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["AVG", "LPPOOL", "MAX"])
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("strides", [None, [2, 3]])
+@pytest.mark.parametrize("dilations", [None, [2, 1]])
+def test_the_reference_of_pools(kind: str, count: int, strides: list[int] | None, dilations: list[int] | None) -> None:
+    """All windows at once are the windows in turn: else a node test of a pool would be left out, as one that stock onnxruntime fails."""
+    pads = [1, 0, 2, 1]
+    padded = np.full((2, 3, 5 + 1 + 2, 7 + 0 + 1), np.nan, np.float32)
+    padded[:, :, 1:6, :7] = np.random.default_rng(4).standard_normal((2, 3, 5, 7))
+    given = (padded, [2, 3, 5, 7], [3, 2], strides, [7, 8], kind, pads, pads, dilations, count, 2)
+    np.testing.assert_allclose(pool(*given), op_pool_common.pool(*given), rtol=1e-6, atol=1e-6)
