@@ -77,12 +77,13 @@ def _graph(program: Program) -> Iterator[str]:
     for node in graph:
         if node not in program.paths:
             yield f"{node.name or node.op_type}: it has no path"
-        where = program.paths.get(node, node.op_type)
         for value in read_by(node):
             if value not in made:
-                yield f"{where}: it reads '{value.name}', which is not made before it"
+                yield f"{program.paths.get(node, node.op_type)}: it reads '{value.name}', which is not made before it"
         made.update(node.outputs)
-        names.update(value.name for value in node.outputs if value.name)
+        for value in node.outputs:
+            if value.name:
+                names[value.name] += 1
     yield from (f"'{name}': {count} values have this name" for name, count in names.items() if count > 1)
     yield from (f"output '{value.name}': nothing makes it" for value in graph.outputs if value not in made)
     paths = Counter(program.paths.get(node) for node in graph)
@@ -255,16 +256,18 @@ def _body(body: TaskBody, part: RankProgram) -> Iterator[str]:
 
 def _steps(steps: Sequence[RankOp], made: Counter[str], in_order: bool) -> Iterator[str]:
     """The faults of a rank's ops in order; `made` counts the names that are there before, and then those that ops make."""
-    later: str | None = None
+    later: RankOp | None = None
     for step in steps:
-        what = _title(step)
         if step.task is not TaskKind.FORWARD:
-            later = what
+            later = step
         elif later is not None and in_order:
-            yield f"{what} is forward, and stands behind {later}, which is not"
-        reads = (name for name in read_names(step) if name and name not in made)
-        yield from (f"{what} reads '{name}', which it does not have" for name in reads)
-        made.update(name for name in made_names(step) if name)
+            yield f"{_title(step)} is forward, and stands behind {_title(later)}, which is not"
+        for name in read_names(step):
+            if name and name not in made:
+                yield f"{_title(step)} reads '{name}', which it does not have"
+        for name in made_names(step):
+            if name:
+                made[name] += 1
     yield from (f"'{name}' is made {count} times" for name, count in made.items() if count > 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from itertools import pairwise
 
 import onnx_ir as ir
@@ -17,6 +16,7 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.ranks import Grid, order_text
+from partc.runtime.artifact.release import release
 
 
 def manifest_of(
@@ -33,7 +33,7 @@ def manifest_of(
     return fmt.Manifest(
         name=program_name(program),
         is_main=is_main,
-        partc=version("partc"),
+        partc=release(),
         ranks=program.plan.ranks,
         symbols={name: _symbol(program, name) for name in sorted(program.symbols)},
         inputs=[

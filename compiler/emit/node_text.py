@@ -30,9 +30,9 @@ def _attribute(attr: ir.Attr, indent: str) -> str:
         case ir.AttributeType.GRAPHS:
             return f"[{', '.join(_body(graph, indent) for graph in attr.as_graphs())}]"
         case ir.AttributeType.TENSOR:
-            return _tensor(attr.as_tensor())
+            return _tensor(attr.value)  # as_tensor() asks by a protocol, which takes longer than the text
         case ir.AttributeType.TENSORS:
-            return f"[{', '.join(_tensor(tensor) for tensor in attr.as_tensors())}]"
+            return f"[{', '.join(map(_tensor, attr.value))}]"
         case ir.AttributeType.TYPE_PROTO:
             return type_text(attr.value.type)
         case ir.AttributeType.STRING:

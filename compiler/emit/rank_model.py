@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from partc.compiler.ir.rank_program import (
 )
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.release import release
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
 _PHASES = {TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update"}
@@ -77,7 +77,7 @@ class RankModels:
             functions=functions,
             ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
             producer_name="partc",
-            producer_version=version("partc"),
+            producer_version=release(),
             graph=graph,
             opset_import=[
                 onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())

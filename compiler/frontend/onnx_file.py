@@ -279,8 +279,8 @@ def _tensors_of(attribute: ir.Attr) -> Sequence[ir.TensorProtocol]:
     if attribute.is_ref():
         return ()
     if attribute.type == ir.AttributeType.TENSOR:
-        return (attribute.as_tensor(),)
-    return attribute.as_tensors() if attribute.type == ir.AttributeType.TENSORS else ()
+        return (attribute.value,)
+    return attribute.value if attribute.type == ir.AttributeType.TENSORS else ()
 
 
 def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,6 +19,7 @@ from partc.runtime.artifact.dtypes import Array, dense
 from partc.runtime.artifact.format import StateRecord
 from pydantic import JsonValue
 
+from ..artifact.release import release
 from ..artifact.safetensors_stream import Stored, write_tensors
 from ..errors import CheckpointError, PartcError
 from ..files.removal import Identity, make_folder, move_folder, own_folder, remove_inside
@@ -218,7 +218,7 @@ def _index(
         )
     files = {rank_tensors(rank): CheckpointFile.model_validate_json(text) for rank, text in enumerate(said) if text}
     return CheckpointIndex(
-        format=FORMAT, partc=version("partc"), step=step, ranks=len(said), meta=dict(meta), tensors=tensors, files=files
+        format=FORMAT, partc=release(), step=step, ranks=len(said), meta=dict(meta), tensors=tensors, files=files
     )
 
 
