@@ -89,11 +89,7 @@ class Layout:
 
     def coordinates(self, index: int) -> tuple[int, ...]:
         """The place in the mesh of the group's `index`-th rank."""
-        found = []
-        for size in reversed(self.mesh):
-            index, coordinate = divmod(index, size)
-            found.append(coordinate)
-        return tuple(reversed(found))
+        return _coordinates(self.mesh, index)
 
     def shard(self, index: int) -> tuple[int, ...]:
         """Per dim, which shard the group's `index`-th rank holds."""
@@ -132,6 +128,15 @@ class Layout:
         """As the plan would cut it: `[2, 1]`, with `sum over 4` where terms are to be summed."""
         text = f"[{', '.join(map(str, self.shards))}]"
         return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
+
+
+@functools.lru_cache(maxsize=65536)
+def _coordinates(mesh: Mesh, index: int) -> tuple[int, ...]:
+    found = []
+    for size in reversed(mesh):
+        index, coordinate = divmod(index, size)
+        found.append(coordinate)
+    return tuple(reversed(found))
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 
 import numpy as np
-from partc.compiler.layout.exchange import offsets, span_of, within
-from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.exchange import Span, offsets, span_of, within
+from partc.compiler.layout.layout import Box, Layout
 from partc.compiler.layout.moves import (
     AllGather,
     AllReduce,
@@ -69,7 +70,8 @@ def assert_held(held: Held, value: np.ndarray, layout: Layout, group: tuple[int,
     for indices in layout.groups(axes) if axes else ((index,) for index in range(len(group))):
         terms = np.stack([held[group[index]] for index in indices])
         got = REDUCE[layout.partial[0][1]](terms, axis=0) if axes else terms[0]
-        np.testing.assert_array_equal(got, shard(layout, indices[0], value))
+        want = shard(layout, indices[0], value)
+        assert np.array_equal(got, want), f"ranks {[group[index] for index in indices]} of {layout}:\n{got}\nfor\n{want}"
 
 
 def after(move: Move, held: Held, shape: tuple[int, ...]) -> Held:
@@ -113,15 +115,27 @@ def _collective(move: Move, held: Held) -> Held:
     return found
 
 
+def _place(span: Span, layout: Layout, index: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where a part of the value lies in a rank's shard."""
+    return tuple(slice(*bounds) for bounds in _offsets(span, _span_of(layout, index), shape))
+
+
+@functools.cache
+def _offsets(span: Span, held: Span, shape: tuple[int, ...]) -> Box:
+    return offsets(within(span, held), shape)
+
+
+_span_of = functools.cache(span_of)
+
+
 def _exchanged(move: Exchange | Transfer, held: Held, shape: tuple[int, ...]) -> Held:
     source_group = move.source_group if isinstance(move, Transfer) else move.group
     sent = {}
     for index, rank in enumerate(source_group):
         for part in move.routes.of_source(rank):
             assert part.source == rank
-            box = offsets(within(part.span, span_of(move.before, index)), held[rank].shape)
             assert (rank, part.target, part.span) not in sent
-            sent[rank, part.target, part.span] = held[rank][tuple(slice(*bounds) for bounds in box)]
+            sent[rank, part.target, part.span] = held[rank][_place(part.span, move.before, index, held[rank].shape)]
     found = {}
     for index, rank in enumerate(move.group):
         local = tuple(end - begin for begin, end in move.after.box(index, shape))
@@ -129,8 +143,7 @@ def _exchanged(move: Exchange | Transfer, held: Held, shape: tuple[int, ...]) ->
         found[rank] = np.zeros(local, np.int64)
         received = 0
         for part in move.routes.of_target(rank):
-            bounds = offsets(within(part.span, span_of(move.after, index)), local)
-            box = tuple(slice(*pair) for pair in bounds)
+            box = _place(part.span, move.after, index, local)
             data = sent.pop((part.source, rank, part.span))
             found[rank][box] = data
             times[box] += 1
