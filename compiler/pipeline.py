@@ -165,6 +165,7 @@ def run_passes(
     breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
     """
     verified = verify_passes or is_asked_for()
+    valid: Program | None = None
     for step in PASSES:
         name = step.__name__
         watch(name)
@@ -174,7 +175,8 @@ def run_passes(
             error.add_note(f"in the pass '{name}'")
             raise
         if verified:
-            verify(program, name)
+            verify(program, name, valid if step is not PASSES[-1] else None)
+            valid = program
         if after:
             after(name, program)
         if step is through:

@@ -137,6 +137,15 @@ def test_a_law_that_is_broken_is_told_with_the_pass(
     assert str(caught.value).startswith(f"the pass '{plant.__name__}' made a program that is not valid:\n  ")
 
 
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_what_a_pass_changed_is_held_against_the_laws_again(
+    valid: Program, plant: Callable[[Program], Program]
+) -> None:
+    """Also where the laws held of the program before: a law is left out only where nothing that it reads has changed."""
+    with pytest.raises(InvalidProgram, match=PLANTED[plant]):
+        verify(plant(valid), "lower", valid)
+
+
 def test_a_graph_in_the_wrong_order_is_no_program() -> None:
     source = Source(from_proto(block(), Path("model.onnx")))
     program = pipeline.start(source, None, "model")

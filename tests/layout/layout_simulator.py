@@ -71,7 +71,9 @@ def assert_held(held: Held, value: np.ndarray, layout: Layout, group: tuple[int,
         terms = np.stack([held[group[index]] for index in indices])
         got = REDUCE[layout.partial[0][1]](terms, axis=0) if axes else terms[0]
         want = shard(layout, indices[0], value)
-        assert np.array_equal(got, want), f"ranks {[group[index] for index in indices]} of {layout}:\n{got}\nfor\n{want}"
+        assert np.array_equal(got, want), (
+            f"ranks {[group[index] for index in indices]} of {layout}:\n{got}\nfor\n{want}"
+        )
 
 
 def after(move: Move, held: Held, shape: tuple[int, ...]) -> Held:
