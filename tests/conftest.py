@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import sys
+import typing
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,8 @@ def pytest_collection_finish() -> None:
     """What of the work around tests is done once, or less often."""
     if "torch" in sys.modules:
         _read_torch_ops_once()
+    if sys.version_info < (3, 12):  # later ones keep the members of a protocol themselves
+        typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)  # type: ignore[attr-defined]
     _collect_seldom()
 
 

@@ -32,7 +32,7 @@ def foreign_types(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     """Sets the types of a node's outputs, where onnxruntime accepts the node."""
     if any(value is not None and value.type is None for value in node.inputs):
         return
-    proto = ir.to_proto(node)
+    proto = ir.serde.serialize_node(node)
     assert isinstance(proto, onnx.NodeProto)
     del proto.metadata_props[:]
     proto.name = proto.doc_string = ""

@@ -79,7 +79,7 @@ def _fill_missing_types(model: ir.Model) -> None:
         return
     import onnx
 
-    light = ir.to_proto(_without_weights(model))
+    light = ir.serde.serialize_model(_without_weights(model))
     try:
         inferred = onnx.shape_inference.infer_shapes(light)
     except Exception:

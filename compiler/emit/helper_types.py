@@ -73,7 +73,7 @@ def _inferred(
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
         data = {name: onnx.numpy_helper.from_array(one, name) for name, one in fixed.items()}
-        return dict(onnx.shape_inference.infer_node_outputs(schema, ir.to_proto(node), given, data))
+        return dict(onnx.shape_inference.infer_node_outputs(schema, ir.serde.serialize_node(node), given, data))
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
         return {}
 

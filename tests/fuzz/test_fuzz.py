@@ -36,6 +36,7 @@ KNOWN = {
     "random_cases --cases 2 --seed 1": "2  refused by the compile",
     "random_annotations --cases 1 --seed 1": "1 cases: 1 ok",
     "mutations 1": "6 of 6 mutations refused",
+    "microbatch_numbers 5 45": r"\d+ changes: (\d+ harmless, )?\d+ refused$",
     "every_strategy --only Clip": r"\d+ accepted$",
     "recomputed_models --only mlp": "mlp, ranks: 2, 4 microbatches: by .* without, .* with",
     "target_models --models dlrm --only 'by rows, one rank, plain'": "1 cases, 0 not equal",
@@ -48,6 +49,12 @@ OVER_MPI = {
     "kills --cases 1 --seed 1": "1 cases, 0 wrong",
 }
 """Scripts that start jobs."""
+WRONG_ONCE = (
+    "random_pipelines --seed 21 --case 27",  # a rank hands on, within a task, what the stage's own ranks read again
+    "random_pipelines --seed 31 --case 183",  # auto splits the backward passes of some microbatches
+    "random_pipelines --seed 77 --case 13",  # the number of positions that a loss is divided by was that of one microbatch
+    "random_pipelines --seed 31 --case 402",  # the gradient of a loss is once a step, and no forward op to repeat
+)
 
 
 def in_turn(scripts: dict[str, str]) -> None:
@@ -58,13 +65,6 @@ def in_turn(scripts: dict[str, str]) -> None:
     told = re.split(r"^--- \w+\n", ended.stdout, flags=re.MULTILINE)[1:]
     for (script, wanted), found in zip(scripts.items(), told, strict=True):
         assert re.search(rf"^\s*{wanted}", found, re.MULTILINE), f"{script}\n{found}"
-
-
-def test_each_number_of_microbatches_is_checked() -> None:
-    asked = [sys.executable, str(FOLDER / "microbatch_numbers.py"), "5", "45"]
-    ended = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^\d+ changes: (\d+ harmless, )?\d+ refused$", ended.stdout, re.MULTILINE), ended.stdout
 
 
 def test_whatever_is_given_ends_well() -> None:
@@ -91,7 +91,7 @@ def test_every_script_is_run() -> None:
     """A script that no test runs may be broken for days."""
     scripts = {path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()}
     run = {line.split()[0] for line in (*GIVEN, *COMPARED, *KNOWN, *OVER_MPI)}
-    assert scripts == {*run, "in_turn", "microbatch_numbers", "random_torch"}
+    assert scripts == {*run, "in_turn", "random_torch"}
 
 
 def test_random_trainings_are_as_those_of_torch() -> None:
@@ -103,17 +103,5 @@ def test_random_trainings_are_as_those_of_torch() -> None:
     assert re.search(r"^3 cases: [23] ok", ended.stdout, re.MULTILINE), ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("seed", "case"),
-    [
-        (21, 27),  # a rank hands on, within a task, what the stage's own ranks read again
-        (31, 183),  # auto splits the backward passes of some microbatches
-        (77, 13),  # the number of positions that a loss is divided by was that of one microbatch
-        (31, 402),  # the gradient of a loss is once a step, and no forward op to repeat
-    ],
-)
-def test_random_pipelines_that_were_wrong(seed: int, case: int) -> None:
-    path = Path(__file__).parent / "random_pipelines.py"
-    asked = [sys.executable, str(path), "--case", str(case), "--seed", str(seed)]
-    ended = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_random_pipelines_that_were_wrong() -> None:
+    in_turn(dict.fromkeys(WRONG_ONCE, "ok$"))

@@ -166,6 +166,7 @@ def _cut(
         else:
             spread[name] = _terms(rng, dy, count, 2.0)
     found: dict[str, list[Array]] = {}
+    known: dict[object, Backward] = {}
     for at in range(count):
         shards, shard = dict(cut), ({letter: at} if letter else {})
         own = {
@@ -176,7 +177,7 @@ def _cut(
         (rule.local or Local.same)(local)
         shapes = dict(local.local_shapes)
         own_seeds = {name: parts[at] for name, parts in spread.items()}
-        _, made = gradients(this, local.nodes, own, local.constants, own_seeds, shapes, node)
+        _, made = gradients(this, local.nodes, own, local.constants, own_seeds, shapes, node, known=known)
         for name, dx in made.items():
             if dx.shape != own[name].shape:
                 raise ValueError(f"{name}'s gradient is {dx.shape}, the shard {own[name].shape}")
@@ -193,15 +194,27 @@ def gradients(
     shapes: Mapping[str, Any] | None = None,
     of: ir.Node | None = None,
     single: bool = False,
+    known: dict[object, Backward] | None = None,
 ) -> tuple[Backward, dict[str, Array]]:
-    """The gradients of the wanted inputs by name, zeros where none flows; and what made them."""
+    """The gradients of the wanted inputs by name, zeros where none flows; and what made them.
+
+    `known`: what was made for other ranks of the cut; one whose nodes, constants and shapes are the same has it, too.
+    """
     wanted = [f"x{k}" for k in this.wanted]
     values = [] if of is None else [value for value in (*of.inputs, *of.outputs) if value is not None]
     cotangents = {name.removesuffix(".dy"): name for name in seeds}
-    backward = differentiate_nodes(nodes, cotangents, wanted, values=values, shapes=shapes, constants=constants)
+    known = {} if known is None else known
+    key = (
+        *(ir.serde.serialize_node(node).SerializeToString() for node in nodes),
+        *((name, array.dtype.str, array.shape, array.tobytes()) for name, array in constants.items()),
+        *(shapes or {}).items(),
+    )
+    if key not in known:
+        known[key] = differentiate_nodes(nodes, cotangents, wanted, values=values, shapes=shapes, constants=constants)
+    backward = known[key]
     every = [*backward.forward, *backward.early, *backward.nodes]
-    known = {**constants, **backward.constants}
-    made = evaluate(every, {**feeds, **seeds}, known, list(backward.gradients.values()), fallback=not single)
+    held = {**constants, **backward.constants}
+    made = evaluate(every, {**feeds, **seeds}, held, list(backward.gradients.values()), fallback=not single)
     found = {name: made[dx] for name, dx in backward.gradients.items()}
     return backward, {name: found.get(name, np.zeros_like(feeds[name])) for name in wanted}
 
@@ -253,7 +266,7 @@ def evaluate(
     fallback: bool = True,
 ) -> dict[str, Array]:
     """What nodes make, by onnxruntime; where it has no kernel for a type, node by node and there by the standard's reference."""
-    protos = [ir.to_proto(node) for node in nodes]
+    protos = [ir.serde.serialize_node(node) for node in nodes]
     for proto in protos:
         proto.name = ""
     if not fallback or not any(proto.op_type in IMPRECISE for proto in protos):

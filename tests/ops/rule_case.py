@@ -151,7 +151,7 @@ def run(
     given = {name: array for name, array in feeds.items() if name not in fixed}
     used = {value.name for node in nodes for value in node.inputs if value is not None}
     graph = onnx.helper.make_graph(
-        [ir.to_proto(node) for node in nodes],
+        [ir.serde.serialize_node(node) for node in nodes],
         "case",
         [
             onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), None)

@@ -102,7 +102,7 @@ def evaluate(
     ]
     tensors = [onnx.numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
     made = [onnx.ValueInfoProto(name=name) for name in outputs]
-    graph = helper.make_graph([ir.to_proto(node) for node in nodes], "gradient", ports, made, tensors)
+    graph = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "gradient", ports, made, tensors)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1

@@ -55,7 +55,7 @@ def joint(model: Model) -> tuple[onnx.ModelProto, dict[str, np.ndarray], dict[st
     )
     constants = {name: value.const_value.numpy() for name, value in graph.initializers.items() if value.const_value}
     constants |= {"loss.seed": np.array(1, np.float32), **backward.constants}
-    nodes = [ir.to_proto(node) for node in (*backward.forward, *backward.early, *backward.nodes)]
+    nodes = [ir.serde.serialize_node(node) for node in (*backward.forward, *backward.early, *backward.nodes)]
     inputs = [
         onnx.helper.make_tensor_value_info(value.name, value.dtype, [d if isinstance(d, int) else str(d) for d in dims])
         for value in (*graph.inputs, *(graph.initializers[name] for name in parameters))
