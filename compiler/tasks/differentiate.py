@@ -198,12 +198,13 @@ class Backward:
         if PINNED in node.meta:
             self._served(instance)
             return
-        dys, passing = self._incoming(instance)
+        written, pulled = is_written(node), is_pulled(self.program, instance)
+        dys, passing = self._incoming(instance, passes=not written and not pulled)
         if not dys or stops_gradient(node):
             return
-        if is_written(node):
+        if written:
             self._written(instance, dys)
-        elif is_pulled(self.program, instance):
+        elif pulled:
             self._pushed(instance, dys)
         else:
             self._by_rule(instance, dys, passing, flows, inner)
@@ -248,8 +249,11 @@ class Backward:
             elif name in made:
                 self._give(version, layout, made[name])
 
-    def _incoming(self, instance: NodeOnGroup) -> tuple[dict[str, str], Passing | None]:
-        """By output of a node the name of its cotangent, in the layout that is wanted, and the partial sums that pass through the node."""
+    def _incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[str, str], Passing | None]:
+        """By output of a node the name of its cotangent, in the layout that is wanted, and the partial sums that pass through the node.
+
+        Through what is communication none pass: of ranks that have asked the same, one gives rows back.
+        """
         dys: dict[str, str] = {}
         passing: Passing | None = None
         for k, value in enumerate(instance.node.outputs):
@@ -260,7 +264,7 @@ class Backward:
             if takes_extreme(self.program, instance, k):
                 fact = f"{instance.node.op_type} is cut along what it takes the extreme of, which has no gradient"
                 self._refuse(instance.node, fact, "leave that dim whole")
-            layout, passing = wanted_layout(self.program, instance, k, given)
+            layout, passing = wanted_layout(self.program, instance, k, given if passes else {})
             target = ShardedValue(self.cotangents[value], home.group, normal(layout))
             dys[self.names[home]] = self.sums.total(given, target)
         return dys, passing

@@ -176,3 +176,41 @@ def test_servers_that_cannot_share_rows_are_refused(tmp_path: Path) -> None:
     plan = "ranks: 7\n" + SERVED.replace("SERVERS", "[2, 3, 4, 5, 6]") + SYMBOLS
     with pytest.raises(CompileError, match="'table' has 288 rows, which 5 servers cannot share equally"):
         compile_source(looked_up(), parse_plan(plan, "plan.yaml"), tmp_path / "build")
+
+
+PLACES = (
+    HEAD
+    + """main (int64[batch, seq] ids) => (float[batch, seq, 5] y) <int64 zero = {0}, int64 one = {1}> {
+    [words] e = Gather(table, ids)
+    [size] n = Shape <start = 1, end = 2> (ids)
+    [length] m = Squeeze(n)
+    [range] at = Range(zero, m, one)
+    [places] p = Gather(places, at)
+    [sum] h = Add(e, p)
+    [head] y = MatMul(h, weight)
+}"""
+)
+
+
+@pytest.mark.parametrize("served", ["places", "'{words,places}'"])
+@pytest.mark.parametrize(
+    "layout", ["dataset: data_parallel\n", "mesh: {dp: 2, tp: 2}\ndataset: {ids: [dp, null], t: [dp, null, null]}\n"]
+)
+def test_rows_that_every_rank_asks_for_get_the_sum_of_what_all_give(served: str, layout: str, tmp_path: Path) -> None:
+    """Positions are the same ids on all ranks, and each has only its records' part of their gradient."""
+    workers = 4 if "tp" in layout else 2
+    plan = f"ranks: {workers + 2}\n{layout}roles: {{ps: [{workers}, {workers + 1}]}}\nplacement: {{{served}: {{role: ps}}}}\n"
+    symbols = "symbols: {batch: {divisor: 4}, seq: {max: 8}}\n"
+    random = np.random.default_rng(5)
+    steps = [
+        {"ids": random.integers(0, 12, (8, seq)), "t": random.standard_normal((8, seq, 5)).astype(np.float32)}
+        for seq in (6, 7)
+    ]
+    same_training(
+        lambda: from_text(PLACES, {"table": (12, 4), "places": (8, 4), "weight": (4, 5)}),
+        plan + symbols + TRAIN.replace("OPTIMIZER", SGD),
+        tmp_path,
+        steps,
+        rtol=1e-6,
+        atol=1e-6,
+    )
