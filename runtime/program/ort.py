@@ -48,8 +48,21 @@ class Session(Protocol):
     def get_provider_graph_assignment_info(self) -> list[Any]: ...
 
 
-_ROUNDS_OTHERWISE = ("DivMulFusion",)
-"""Rewrites of onnxruntime that round otherwise than the nodes do, where it finds a constant: (1 / x) * y becomes y / x."""
+_ROUNDS_OTHERWISE = (
+    "ConvAddActivationFusion",
+    "DivMulFusion",
+    "LayerNormFusionL1",
+    "LayerNormFusionL2",
+    "MatMulScaleFusion",
+    "SimplifiedLayerNormFusion",
+    "TransposeOptimizer",
+    "TransposeOptimizer_CPUExecutionProvider",
+)
+"""Rewrites of onnxruntime that round otherwise than the nodes do, where what is around them allows it.
+
+(1 / x) * y becomes y / x beside a constant; a factor of float64 before a MatMul becomes one of float32; a sum over a transposed value is
+taken in another order where nobody else reads that value.
+"""
 
 
 @functools.cache
@@ -103,7 +116,7 @@ def new_session(
     each time.
 
     With `exact` nodes round as they would alone: ranks that make a copy of one value each, one beside a constant where another has an
-    input, make the same bits.
+    input, or one that sends a value between, make the same bits.
 
     On a GPU nothing runs on the CPU with `NO_FALLBACK` among the entries; without it `left_on_host` says what does.
 

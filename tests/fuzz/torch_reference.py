@@ -6,8 +6,8 @@
 
 Of its own are: microbatches (statistics of a batch normalization are those of one, running ones move once a step by the mean over all),
 shares of ranks, the clipped gradient, the loss scale and the steps that it skips, and the queue of a late update. The rest is torch's.
-Losses and gradients are those of the whole batch, in float64; with a 16-bit precision also under torch's autocast (`low`), which says
-how far rounding goes.
+Losses and gradients are those of the whole batch, in float64; also in float32, with a 16-bit precision under torch's autocast (`low`),
+which says how far rounding goes.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Reference:
         given = [one.to(kind) if one.is_floating_point() else one for one in given]
         if not self.low:
             return self.module(*given)  # type: ignore[no-any-return]
-        assert self.task.precision is not None
-        with torch.autocast("cpu", getattr(torch, str(self.task.precision["compute"]))):
+        compute = str((self.task.precision or {}).get("compute", "float32"))
+        with torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32"):
             return self.module(*given).float()  # type: ignore[no-any-return]
 
     def criterion(self, y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
