@@ -161,10 +161,19 @@ class _Member:
 
     @property
     def gradient(self) -> str:
-        """The one tensor that is not kept, and that no other update reads; empty where there are several."""
+        """The one tensor that is not kept, while all that the update replaces is, and that no other update reads; else empty.
+
+        A shard that is cut out of a parameter in each step is replaced, too, though it is not kept.
+        """
         others = [name for name in self.tensors if name not in self.kept]
-        own = len(others) == 1 and set(self.node.output).isdisjoint(others) and others[0] not in self.again
+        own = len(others) == 1 and others[0] not in (*self.again, *self.node.output, *self._replaced)
         return others[0] if own else ""
+
+    @property
+    def _replaced(self) -> list[str]:
+        """The operands whose new values the function makes."""
+        pairs = zip(self.function.input, self.node.input, strict=True)
+        return [name for formal, name in pairs if f"{formal}{NEXT}" in self.function.output]
 
     @property
     def key(self) -> tuple[object, ...]:

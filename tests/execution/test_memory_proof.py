@@ -21,6 +21,7 @@ from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.targets.workers import LanePlan
 from partc.runtime.program.memory_plan import Arena, Lifetime, assign
 from partc.runtime.program.steps import Segment, Send
+from partc.runtime.updates.updater import Updater
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 from targeted import ON_CPU, perceptron_steps, scattered, targeted
 
@@ -96,6 +97,25 @@ def test_every_planted_overlap_is_found(ranks: Sequence[Program], monkeypatch: p
     assert count > 100
 
 
+@pytest.mark.parametrize("ranks", ["data parallel", "stages"], indirect=True)
+def test_members_of_an_update_that_lie_apart_are_found(
+    ranks: Sequence[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "0")
+    count = 0
+    for rank in ranks:
+        plan = Planned(rank, monkeypatch).plan()
+        for group in (one.group for some in plan.program.updates.values() for one in some if isinstance(one, Updater)):
+            for one, other in (names[:2] for names in (*group.operands, *group.results) if len(names) > 1):
+                kept = plan.cells[one], plan.cells[other]
+                plan.cells[one], plan.cells[other] = kept[::-1]
+                assert any(f"'{other}' does not lie behind '{one}'" in line for line in meetings(plan))
+                plan.cells[one], plan.cells[other] = kept
+                count += 1
+        assert list(meetings(plan)) == []
+    assert count > 2
+
+
 def _sums(rank: Program) -> set[tuple[str, str]]:
     """By the places where they lie, sums and the terms that may have been there."""
     places, roots = rank._program.values.flat_places, rank._program.in_place_aliases
@@ -134,7 +154,7 @@ def test_no_step_runs_with_a_plan_that_fails(tmp_path: Path, monkeypatch: pytest
         perceptron_steps(ranks, 1)
     lines = str(error.value).splitlines()
     assert re.match(r"rank [01]: the memory of a step is planned wrongly: '.+' and '.+' share bytes", lines[0]), lines
-    assert lines[-2].strip() == "values that are needed at the same time have bytes of their own"
+    assert lines[-2].strip().startswith("values that are needed at the same time have bytes of their own, and ")
     assert lines[-1].startswith("  help: ")
 
 

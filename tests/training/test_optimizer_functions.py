@@ -327,3 +327,30 @@ def test_memory_that_is_kept_has_what_is_kept_alone() -> None:
     for order in (nodes, nodes[::-1]):
         plan = plan_groups([Update(order)], {"Sgd": called}, shapes, types, {"a", "b.pending"}, {})
         assert {name for buffer in plan.kept for name in buffer.members} == {"a", "b.pending"}
+
+
+def test_a_shard_with_a_late_gradient_runs_by_itself() -> None:
+    """It is the one operand that is not kept; its new value lies where nothing says that it follows another one's."""
+    called = function("Momentum")
+    numbers = [each for each in called.input if each in SCALARS]
+    of = {"parameter": "share", "gradient": "pending", "momentum": "momentum"}
+    nodes = [
+        onnx.helper.make_node(
+            "Momentum",
+            [each if each in numbers else f"{k}.{of[each]}" for each in called.input],
+            [f"{k}.{of[each.removesuffix('_next')]}.next" for each in called.output],
+        )
+        for k in "ab"
+    ]
+    names = [name for node in nodes for name in (*node.input, *node.output)]
+    kept = {f"{k}.{name}" for k in "ab" for name in ("pending", "momentum")}
+    plan = plan_groups(
+        [Update(nodes)],
+        {"Momentum": called},
+        dict.fromkeys(names, (3,)),
+        dict.fromkeys(names, "tensor(float)"),
+        kept,
+        {},
+    )
+    assert [len(found) for found in plan.groups.values()] == [2]
+    assert not plan.gradients

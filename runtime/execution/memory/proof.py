@@ -2,8 +2,8 @@
 
 Memory is divided at every end of a place, and each part remembers which value it has. An action must find its operands in all of their
 parts, and what is on its way when the wait for it ends; nothing may be in two places that meet but for what is known to be done in place.
-So two values share bytes only if one is not needed any more when the other begins. Two actions in different lanes, one of which writes
-what the other reads or writes, must be in order by what lanes wait for.
+So two values share bytes only if one is not needed any more when the other begins. What an update of many parameters runs over must lie
+side by side. Two actions in different lanes, one of which writes what the other reads or writes, must be in order by what lanes wait for.
 
 It follows the actions that run, and knows no lifetime: what it proves is not the work of the code that plans memory. A plan that fails is
 a fault of partc, not of the artifact; no step runs with it.
@@ -20,6 +20,7 @@ from ...artifact.tensor import Tensor
 from ...devices.device_memory import Cell, Placed, Remote
 from ...errors import RankError
 from ...program.value_table import Storage
+from ...updates.updater import Updater
 from ..collective_plans import scratch_name
 from .effects import Effects, at_the_end, effects_of, freed_name
 
@@ -46,7 +47,7 @@ def refuse_meeting(plan: StepPlan) -> None:
     problems = list(dict.fromkeys(meetings(plan)))
     if problems:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        law = "  values that are needed at the same time have bytes of their own"
+        law = "  values that are needed at the same time have bytes of their own, and what one update runs over lies side by side"
         where = f"rank {plan.transport.rank}: the memory of a step is planned wrongly"
         raise RankError("\n".join([f"{where}: {problems[0]}", *problems[1:_SHOWN], *more, law, _HELP]))
 
@@ -56,6 +57,7 @@ def meetings(plan: StepPlan) -> Iterator[str]:
     done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
     memory = _Memory(plan, [*done, *after])
+    yield from _apart(plan)
     for one in (*done, *after):
         yield from memory.follow(one)
     if plan.lanes is not None:
@@ -188,6 +190,18 @@ class _Memory:
 
     def _is_loose(self, name: str) -> bool:
         return self.plan.values.storage.get(name) in (Storage.TENSOR, Storage.OBJECT)
+
+
+def _apart(plan: StepPlan) -> Iterator[str]:
+    """Operands and results of updates that run as one over a range, and that do not follow each other in it."""
+    groups = (one.group for updates in plan.program.updates.values() for one in updates if isinstance(one, Updater))
+    for names in (names for group in groups for names in (*group.operands, *group.results)):
+        if len(names) == 1:
+            continue  # a number may be an input, whose place is not known before a step
+        places = [plan.sessions.place(name) for name in names]
+        for name, one, other, after in zip(names, places, places[1:], names[1:], strict=False):
+            if one.pointer + one.dtype.bytes_of(one.shape) != other.pointer:
+                yield f"{_said(after)} does not lie behind {_said(name)}, and their updates run as one over both"
 
 
 def _without_values(plan: StepPlan) -> dict[str, Placed]:
