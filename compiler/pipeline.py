@@ -23,7 +23,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Known, Source
-from partc.compiler.ir.graph import is_inside
+from partc.compiler.ir.graph import OWN_NAME, is_inside
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.pipelines.pipeline import pipeline
@@ -138,7 +138,8 @@ def start(
         return run_passes(replace(first, begun=begun), verify_passes=verify_passes)
 
     paths = node_paths(model)
-    first = Program(name, model, plan, declared, paths, kind=kind, trainable=weights, strict=strict, other=other)
+    file_names = {path: str(node.meta.get(OWN_NAME) or path) for node, path in paths.items()}
+    first = Program(name, model, plan, declared, paths, file_names, kind, trainable=weights, strict=strict, other=other)
     return replace(first, warnings=declared.warnings)
 
 

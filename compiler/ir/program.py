@@ -149,8 +149,9 @@ PART = "partc.part_of"
 class Program:
     """A model on its way to ranks; `name` is its file's, `paths` gives every node of the main graph its dotted path.
 
-    Of a plan that trains: `kind` is what the program does of it, `trainable` names the weights of the model that may be learned, `whole`
-    the model's nodes before what training does not need fell away; `begun` is the program of the step, where this is another one.
+    `file_names`: by path the name in its file of each node that the model was given with, before any fell away or became several.
+    Of a plan that trains: `kind` is what the program does of it, `trainable` names the weights of the model that may be learned; `begun` is
+    the program of the step, where this is another one.
     `strict`: whether changes of layout that nobody asked for are refused.
     """
 
@@ -159,6 +160,7 @@ class Program:
     plan: Plan
     declared: Declared
     paths: Mapping[ir.Node, str]
+    file_names: Mapping[str, str] = field(default_factory=dict)
     kind: ProgramKind = ProgramKind.STEP
     trainable: tuple[str, ...] = ()
     strict: bool = False
@@ -185,7 +187,6 @@ class Program:
     names: Mapping[ShardedValue, str] = field(default_factory=dict)
     """What every copy of a value is called on the ranks of its group, for those who look inside."""
     warnings: tuple[str, ...] = ()
-    whole: frozenset[str] = frozenset()
     begun: Program | None = None
     other: Callable[[Program, ProgramKind], Program] | None = None
     """Compiles another program of a plan that trains, over the tensors of the one that is given."""

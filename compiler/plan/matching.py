@@ -114,20 +114,21 @@ def against_stages(
 
 
 def matched_nodes(program: Program, pattern: str) -> list[ir.Node]:
-    """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does."""
+    """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does.
+
+    What a pass has put in the place of a node is within its path, `bn.shifted` of `bn`, and has its name.
+    """
     matches = compile_pattern(pattern).matches
-    hit = [node for node, path in program.paths.items() if matches(path)]
-    return hit or [node for node in program.paths if matches(own_name(node))]
-
-
-def own_name(node: ir.Node) -> str:
-    """A node's own ONNX name, as Netron shows it."""
-    return str(node.meta.get(OWN_NAME) or node.name or "")
+    if hit := [node for node, path in program.paths.items() if matches(path)]:
+        return hit
+    named = {path for path, name in program.file_names.items() if matches(name)}
+    return [node for node, path in program.paths.items() if not named.isdisjoint((path, *modules_of([path])))]
 
 
 def of_the_whole(program: Program, pattern: str) -> bool:
     """Whether a pattern names what the model has and training does not need, such as a second head."""
-    return any(map(compile_pattern(pattern).matches, program.whole))
+    matches = compile_pattern(pattern).matches
+    return program.plan.train is not None and any(map(matches, (*program.file_names, *program.file_names.values())))
 
 
 def _declared(program: Program) -> tuple[list[Rule], dict[Rule, Problem]]:
@@ -280,7 +281,7 @@ def _inside(program: Program, pattern: str) -> Iterator[tuple[ir.Node, str, ir.N
                 continue
             for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
                 name = inner.name or ""
-                if any(map(matches, (name, own_name(inner), f"{path}.{name}"))):
+                if any(map(matches, (name, str(inner.meta.get(OWN_NAME) or name), f"{path}.{name}"))):
                     yield node, attribute.name, inner
 
 

@@ -21,7 +21,6 @@ from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import operands_of, take_out
 from partc.compiler.ir.program import Program, ProgramKind
 from partc.compiler.ir.training import ParameterOptions, Training
-from partc.compiler.plan.matching import own_name
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.optimizer import Optimizer
@@ -60,7 +59,6 @@ def add_training(program: Program) -> Program:
         # An evaluation is of all its records, however they are dealt out.
         loss = replace(rules.loss, pieces=shares if program.kind is not ProgramKind.EVALUATION else 1)
         rules = replace(rules, loss=loss)
-    whole = frozenset(each for node, path in program.paths.items() for each in (path, own_name(node)))
     cut = cuts(plan, program.declared)
     known = part_facts(model.graph, rules, program.kind, promised(program))
     scale = plan.precision.scale if plan.precision is not None else None
@@ -82,7 +80,7 @@ def add_training(program: Program) -> Program:
         else []
     )
     warnings = (*program.warnings, *apart, *idle)
-    return replace(program, plan=plan, paths=paths, training=training, whole=whole, warnings=warnings)
+    return replace(program, plan=plan, paths=paths, training=training, warnings=warnings)
 
 
 def add_loss_and_metrics(

@@ -23,7 +23,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PINNED, SERVED
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import looks_up_rows
-from partc.compiler.plan.matching import given_to_roles, matched_nodes, modules_of
+from partc.compiler.plan.matching import given_to_roles, matched_nodes, modules_of, of_the_whole
 from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.rules import PlacementRule, ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
@@ -69,7 +69,7 @@ def _served(program: Program) -> dict[ir.Value, PlacementRule]:
         by_name = [value for value in order if matches(value.name or "")]
         named.update(dict.fromkeys(by_name, k))
         if not by_name and not any(value in owned for node in hit for value in node.inputs):
-            if not hit and any(map(matches, program.whole)):
+            if not hit and of_the_whole(program, rule.pattern):
                 continue
             readers = [path for node, path in program.paths.items() if any(value in owned for value in node.inputs)]
             paths = [*modules_of(readers), *readers, *(str(value.name) for value in order)]

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.graph import OWN_NAME
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from training_equivalence import from_text, same_training
 
 SGD = """train:
@@ -155,3 +159,56 @@ def test_copies_are_the_same_bits_where_one_rank_has_the_seed_and_another_is_sen
     steps = [numbers((3,), rows, 1) for rows in (5, 11, 14)]
     given = [{"x": step["x"].reshape(-1, 3)} for step in steps]
     same_training(lambda: from_text(text, {"w": (3, 4)}), plan, tmp_path, given, rtol=1e-6, atol=1e-5)
+
+
+NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x) => (float[batch, 5] y) {
+    [first] h = MatMul (x, w)
+    [norm] n, m, v = BatchNormalization <training_mode = 1, momentum = 0.8> (h, scale, bias, mean, variance)
+    [layer] l = LayerNormalization <axis = 1> (n, mean)
+    [last] y = MatMul (l, head)
+}"""
+NORMALIZED_SHAPES = {"w": (6, 8), **dict.fromkeys(("scale", "bias", "mean", "variance"), (8,)), "head": (8, 5)}
+SQUARED = """train:
+  loss: {type: mean_squared, prediction: y, target: t}
+  optimizer: {type: sgd, lr: 0.1}
+"""
+
+
+@pytest.mark.parametrize("targets", ["", "target: cuda\n", "target: {layer: cuda}\n"])
+@pytest.mark.parametrize(
+    "ranks", ["[0, 1], '{layer,last}': 2", "0, '{layer,last}': [1, 2]", "2, '{layer,last}': [1, 0]"]
+)
+def test_what_replaces_a_tensor_may_have_another_name_on_other_ranks(ranks: str, targets: str, tmp_path: Path) -> None:
+    """The running mean moves on the ranks of the one node, is sent to those of the other, and kept on all."""
+    source = from_text(NORMALIZED, NORMALIZED_SHAPES)
+    random = np.random.default_rng(3)
+    steps = [
+        {"x": random.standard_normal((n, 6), np.float32), "t": random.standard_normal((n, 5), np.float32)}
+        for n in (6, 4)
+    ]
+    plan = f"ranks: 3\n{targets}placement: {{'{{first,norm}}': {ranks}}}\n{SQUARED}"
+    same_training(lambda: source, plan, tmp_path, steps, rtol=1e-5, atol=1e-4)
+
+
+def test_nodes_in_the_place_of_a_node_are_placed_by_its_name_in_the_file(tmp_path: Path) -> None:
+    """A BatchNorm over records on several ranks becomes plain nodes; a file of torch's has paths by modules."""
+
+    def source() -> Source:
+        one = from_text(NORMALIZED, NORMALIZED_SHAPES)
+        for node in one.model.graph:
+            node.metadata_props["pkg.torch.onnx.name_scopes"] = f"['', 'layers', '{node.name}']"
+            node.name = f"node_{node.name}"
+            node.meta[OWN_NAME] = node.name
+        return one
+
+    plan = """ranks: 4
+mesh: {pp: 2, dp: 2}
+symbols: {batch: {divisor: 4}}
+dataset: {x: [dp, null], t: [dp, null]}
+placement: {node_first: {pp: 0}, node_norm: {pp: 1}, node_layer: {pp: 0}, node_last: {pp: 1}}
+"""
+    program = compile_source(source(), parse_plan(plan + SQUARED, "plan.yaml"), tmp_path / "build").program
+    parts = {node: path for node, path in program.paths.items() if ".BatchNormalization." in path}
+    assert len(parts) > 10
+    assert {placed.ranks for node, placed in program.placement.items() if node in parts} == {(2, 3)}
