@@ -11,6 +11,7 @@ import copy
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -207,18 +208,24 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
 
 def _wrong_programs(index: ManifestFile) -> Iterator[str]:
     """What is wrong with the programs, each by itself and over the state that they share."""
-    values, (main, *_) = {record.value for record in index.state}, index.programs
+    values, (main, *_) = Counter(record.value for record in index.state), index.programs
     for name, program in index.programs.items():
         where = "" if name == main else f"program '{name}': "
+        for one, names in program.kept.items():
+            if isinstance(names, list) and len(names) != values[one]:
+                yield f"{where}{len(names)} outputs take the place of the state '{one}', which has {values[one]} records"
+                return
         yield from (f"{where}{problem}" for problem in _contradictions(index.manifest(name)))
         yield from (f"{where}it keeps '{one}', which is no state" for one in program.kept if one not in values)
         if name == main:
             yield from (
-                f"the program '{main}' does not keep the state '{one}'" for one in sorted(values - program.kept.keys())
+                f"the program '{main}' does not keep the state '{one}'"
+                for one in sorted(values.keys() - program.kept.keys())
             )
         for value, following in program.kept.items() if name != main else ():
-            if following:
-                yield f"{where}'{following}' takes the place of the state '{value}'; '{main}' alone replaces the state"
+            if any(following):
+                names = ", ".join([following] if isinstance(following, str) else following)
+                yield f"{where}'{names}' takes the place of the state '{value}'; '{main}' alone replaces the state"
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:

@@ -12,7 +12,8 @@ The first program is the main one. Its rank files have the first values of the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, FailFast, Field
@@ -49,7 +50,8 @@ class ProgramRecord(Record):
     """What is of one program of an artifact: its inputs and outputs, its communication and its files.
 
     `rank_files`: by rank its file, which equal ranks share; empty: `rank_file`. `kept`: by tensor of the state that the program reads the
-    output that takes its place, empty where none does. `symbols`, `groups`: those that are not the artifact's.
+    output that takes its place, empty where none does; where ranks call that by several names, one for each record of the tensor.
+    `symbols`, `groups`: those that are not the artifact's.
     """
 
     inputs: Annotated[list[Port], FailFast()]
@@ -57,7 +59,7 @@ class ProgramRecord(Record):
     transfers: Annotated[list[Transfer], FailFast()]
     collectives: Annotated[list[Collective], FailFast()] = Field([])
     rank_files: Annotated[Programs, AfterValidator(_all_inside)] = Field([])
-    kept: dict[str, str] = Field({})
+    kept: dict[str, str | list[str]] = Field({})
     symbols: dict[str, SymbolRecord] = Field({})
     groups: dict[str, list[Ranks]] = Field({})
 
@@ -90,14 +92,20 @@ class ManifestFile(Record):
             symbols={**self.symbols, **own.symbols},
             groups={**self.groups, **own.groups},
             state=[
-                StateRecord.model_construct(**dict(one), next=own.kept[one.value])
-                for one in self.state
-                if one.value in own.kept
+                StateRecord.model_construct(**dict(one), next=following) for one, following in self._following(own.kept)
             ],
             training=self.training if is_main else None,
             **{key: getattr(self, key) for key in _COMMON},
             **{key: getattr(own, key) for key in _OWN},
         )
+
+    def _following(self, kept: Mapping[str, str | list[str]]) -> Iterator[tuple[TensorRecord, str]]:
+        """The records of the state that a program keeps, each with the output that takes its place."""
+        turn: Counter[str] = Counter()
+        for one in self.state:
+            if (names := kept.get(one.value)) is not None:
+                yield one, names if isinstance(names, str) else names[turn[one.value]]
+                turn[one.value] += 1
 
     @classmethod
     def of(cls, manifests: Sequence[Manifest]) -> ManifestFile:
@@ -109,7 +117,7 @@ class ManifestFile(Record):
             groups=groups,
             programs={
                 one.name: ProgramRecord.model_construct(
-                    kept={record.value: record.next for record in one.state},
+                    kept=_kept(one.state),
                     symbols={name: law for name, law in one.symbols.items() if main.symbols.get(name) != law},
                     groups={name: lists for name, lists in one.groups.items() if groups[name] != lists},
                     **{key: getattr(one, key) for key in _OWN},
@@ -123,3 +131,11 @@ class ManifestFile(Record):
             training=main.training,
             **{key: getattr(main, key) for key in _COMMON},
         )
+
+
+def _kept(state: Sequence[StateRecord]) -> dict[str, str | list[str]]:
+    """By tensor of the state the output that takes its place, or its names in the order of the tensor's records."""
+    found: dict[str, list[str]] = {}
+    for record in state:
+        found.setdefault(record.value, []).append(record.next)
+    return {value: names[0] if len({*names}) == 1 else names for value, names in found.items()}

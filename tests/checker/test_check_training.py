@@ -350,6 +350,10 @@ def _evaluation(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
             "program 'evaluate': 'shift.next' takes the place of the state 'shift'; 'train' alone replaces the state",
         ),
         (
+            _evaluation(lambda data: data["kept"].update(shift=["", "shift.next"])),
+            "program 'evaluate': 2 outputs take the place of the state 'shift', which has 1 records",
+        ),
+        (
             _evaluation(lambda data: data["kept"].pop("shift")),
             "evaluate_rank_0000.onnx: graph input 'shift': manifest.json lists no input",
         ),
