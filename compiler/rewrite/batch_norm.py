@@ -56,7 +56,8 @@ def unbiased(
     plain = _Plain(f"{node.name}.unbiased", old.dtype or ir.DataType.FLOAT, dict(node.metadata_props) | scopes)
     begin, end = plain.widened(old), plain.widened(new)
     kept = plain.add("Mul", [begin, plain.number("momentum", momentum)], "kept")
-    each = plain.add("Div", [plain.add("Size", [x], "size"), plain.add("Size", [old], "channels")], "each")
+    assert old.shape is not None
+    each = plain.add("Div", [plain.add("Size", [x], "size"), plain.integers("channels", old.shape.numpy()[0])], "each")
     count = plain.add("Cast", [each], "count", to=plain.wide.value)
     one = plain.number("one", 1)
     rest = plain.add("Max", [plain.add("Sub", [count, one], "less"), one], "rest")
@@ -180,7 +181,7 @@ class _Plain:
     def narrowed(self, value: ir.Value, dtype: ir.DataType | None, word: str) -> ir.Value:
         return value if dtype in (None, self.wide) else self.add("Cast", [value], word, to=int(dtype))
 
-    def integers(self, word: str, numbers: Sequence[int]) -> ir.Value:
+    def integers(self, word: str, numbers: Sequence[int] | int) -> ir.Value:
         return self._constant(word, np.array(numbers, np.int64))
 
     def number(self, word: str, number: float) -> ir.Value:

@@ -8,6 +8,7 @@ A node of a file without targets has none, and its program runs on one device.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
@@ -45,10 +46,11 @@ def as_identity(node: NodeProto) -> NodeProto:
     )
 
 
-def forget_copies(model: ModelProto) -> None:
+def forget_copies(model: ModelProto, lasting: Collection[str]) -> None:
     """Takes the copies out of a program of plain nodes: a value has one name, the shortest that it has on any target.
 
-    So it is called alike in the files of all ranks, whichever targets they have.
+    So it is called alike in the files of all ranks, whichever targets they have. What takes the place of a kept tensor is `lasting`: its
+    name stays, and what else the value is called is made by Identity.
     """
     graph = model.graph
     alike: dict[str, list[str]] = {}
@@ -57,9 +59,16 @@ def forget_copies(model: ModelProto) -> None:
             alike.setdefault(node.input[0], [node.input[0]]).append(node.output[0])
     if not alike:
         return
-    names = {name: min(some, key=len) for some in alike.values() for name in some}
-    names = {name: short for name, short in names.items() if name != short}
-    kept = [node for node in graph.node if not is_copy(node)]
+    names: dict[str, str] = {}
+    for source, some in alike.items():
+        short = min(some, key=lambda name: (name not in lasting, len(name)))
+        if source not in lasting:
+            names |= {name: short for name in some if name != short and name not in lasting}
+    kept = [
+        as_identity(node)
+        for node in graph.node
+        if not is_copy(node) or names.get(node.input[0], node.input[0]) != names.get(node.output[0], node.output[0])
+    ]
     for node in kept:
         rename_values(node, names)
     nodes, typed = [*kept], [value for value in graph.value_info if value.name not in names]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from partc.runtime.artifact.byte_count import largest_text
-from partc.runtime.artifact.format import MANIFEST
+from partc.runtime.artifact.format import MANIFEST, StateRecord
 from partc.runtime.artifact.manifest import Artifact, stamp
 from partc.runtime.artifact.named import Named, outside
 from partc.runtime.artifact.ranks import ranks_text
@@ -116,10 +116,14 @@ class _Run:
         files: dict[str, list[int]] = {}
         for rank in range(subject.manifest.ranks):
             files.setdefault(subject.manifest.program(rank), []).append(rank)
+        kept: dict[int, list[StateRecord]] = {}
+        for record in subject.manifest.state:
+            for rank in record.ranks:
+                kept.setdefault(rank, []).append(record)
         for file, ranks in files.items():
             if file in subject.wrong:
                 continue
-            one, failed = replace(subject, file=file), set[str]()
+            one, failed = replace(subject, file=file, kept=kept.get(ranks[0], ())), set[str]()
             if self._finds(f"that {file} is a model", read_rank, one):
                 self.failed.add(file)
                 continue
@@ -132,7 +136,7 @@ class _Run:
                     and self._finds(f"{check.proves} of {file}", check.run, one)
                 ):
                     failed.add(check.proves)
-            forget_copies(one.model)
+            forget_copies(one.model, {record.next for record in one.kept})
             self.failed |= failed
 
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:

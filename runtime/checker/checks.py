@@ -56,7 +56,7 @@ CHECKS = (
     Check("the nodes", GRAPH, lambda one: check_graph(one.file, one.model)),
     Check("the weights", GRAPH, lambda one: check_weights(one.folder, one.file, one.model, one.manifest, one.wrong)),
     Check(RANKS, GRAPH, lambda one: check_ranks(one.file, one.model, one.manifest)),
-    Check("the targets", GRAPH, lambda one: check_targets(one.file, one.model, one.manifest)),
+    Check("the targets", GRAPH, lambda one: check_targets(one.file, one.model, one.kept)),
     Check("ONNX", GRAPH, lambda one: check_onnx(one.file, one.model), SOUND),
     Check("the types", GRAPH, lambda one: check_types(one.file, one.model, one.manifest), SOUND),
     Check(NO_CODE, TRAINING, lambda one: carried_code(one.folder, one.manifest)),

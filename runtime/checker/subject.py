@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx import ModelProto
-from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.format import Manifest, StateRecord
 from partc.runtime.artifact.rows import Row
 from partc.runtime.errors import Violation
 
@@ -30,6 +30,8 @@ class Subject:
     file: str = ""
     model: ModelProto = field(default_factory=ModelProto)
     row: Row | None = None
+    kept: Sequence[StateRecord] = ()
+    """What the ranks of a single rank file keep."""
     rows: dict[int, Row] = field(default_factory=dict)
     """By rank the row of tasks, of those whose files have tasks."""
     in_place: int = 0

@@ -134,15 +134,22 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
 
 
 def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:
-    """The record of each message of this rank, by tag; ArtifactError where the file tells otherwise."""
+    """The record of each message of this rank, by tag; ArtifactError where the file tells otherwise.
+
+    Of a tensor of the state that lies on another target a copy with a name of its own is sent.
+    """
     records = {one.tag: one for one in manifest.transfers}
+    copied = {step.result: step.source for step in steps if isinstance(step, Copy)}
     used: set[int] = set()
     problems = []
     for step in steps:
         if isinstance(step, Send | PostRecv):
             ends = (rank, step.peer) if isinstance(step, Send) else (step.peer, rank)
             record = records.get(step.tag)
-            if record is None or (record.value, record.source, record.target) != (step.value, *ends):
+            value = step.value
+            if isinstance(step, Send) and record is not None and copied.get(value) == record.value:
+                value = record.value
+            if record is None or (record.value, record.source, record.target) != (value, *ends):
                 problems.append(f"{where}: the manifest lists no transfer {step.tag} for the {step}")
             elif step.tag in used:
                 problems.append(f"{where}: transfer {step.tag} stands twice in the file: {step}")

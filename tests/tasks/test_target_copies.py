@@ -9,17 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from equivalence import compiled, model, same_as_whole
-from onnx import ModelProto, helper
+from onnx import ModelProto, helper, parser
 from partc.cli.main import invoke
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, CopyOp
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.runtime.artifact.format import TARGET
+from partc.runtime.artifact.format import TARGET, Manifest, Transfer
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.targets import forget_copies
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.checker.graph.targets import check_targets
+from partc.runtime.errors import ArtifactError
+from partc.runtime.program.rank_file import transfers_of
+from partc.runtime.program.steps import Copy, Send
 from training_equivalence import from_text, same_training, source_of
 from training_models import dlrm, gpt
 
@@ -197,9 +201,9 @@ def test_forged_files_are_refused(name: str, between: Path) -> None:
     change, fact = FORGED[name]
     artifact = open_artifact(between)
     file = artifact.model(0)
-    assert [*check_targets("rank_0000.onnx", file, artifact.manifest)] == []
+    assert [*check_targets("rank_0000.onnx", file, artifact.manifest.state)] == []
     change(file)
-    assert fact in [one.fact for one in check_targets("rank_0000.onnx", file, artifact.manifest)]
+    assert fact in [one.fact for one in check_targets("rank_0000.onnx", file, artifact.manifest.state)]
 
 
 def test_a_node_may_say_its_target() -> None:
@@ -211,3 +215,40 @@ def test_a_node_may_say_its_target() -> None:
     proto.graph.node[1].metadata_props[0].value = "tpu"
     with pytest.raises(CompileError, match=r"two: its metadata 'partc.target' is 'tpu'"):
         same_as_whole(proto, "ranks: 1\n", x, rtol=1e-6, atol=1e-6)
+
+
+SENT = """<ir_version: 10, opset_import: ["" : 21, "partc.comm" : 1]>
+main (float[4] a) => (float[4] next) {
+    next_cuda = Neg (a)
+    next = partc.comm.Copy <to = "cpu"> (next_cuda)
+    c = partc.comm.Copy <to = "cpu"> (next_cuda)
+    d = Neg (c)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("lasting", "nodes"),
+    [
+        ([], ["Neg: a -> c", "Neg: c -> d"]),
+        (["next"], ["Neg: a -> next", "Neg: next -> d"]),
+        (
+            ["next_cuda"],
+            ["Neg: a -> next_cuda", "Identity: next_cuda -> next", "Identity: next_cuda -> c", "Neg: c -> d"],
+        ),
+        (["next", "c"], ["Neg: a -> c", "Identity: c -> next", "Neg: c -> d"]),
+    ],
+)
+def test_copies_are_forgotten_but_for_the_names_of_what_is_kept(lasting: list[str], nodes: list[str]) -> None:
+    file = parser.parse_model(SENT)
+    forget_copies(file, lasting)
+    assert [f"{node.op_type}: {node.input[0]} -> {node.output[0]}" for node in file.graph.node] == nodes
+
+
+def test_a_copy_of_what_is_kept_is_sent_by_its_name() -> None:
+    """A tensor of the state keeps its name wherever it lies, so that its copy has another one."""
+    record = Transfer.model_construct(tag=3, value="w", source=0, target=1)
+    manifest = Manifest.model_construct(transfers=[record])
+    steps = [Copy("w", "w.cpu", "cpu", ""), Send("w.cpu", 1, 3, "")]
+    assert transfers_of(steps, manifest, 0, "rank_0000.onnx") == {3: record}
+    with pytest.raises(ArtifactError, match="the manifest lists no transfer 3 for the Send of 'v.cpu'"):
+        transfers_of([Copy("v", "v.cpu", "cpu", ""), Send("v.cpu", 1, 3, "")], manifest, 0, "rank_0000.onnx")

@@ -6,10 +6,10 @@ is communicated, sizes, and operands that kernels read on the host. A file witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from onnx import ModelProto, NodeProto, ValueInfoProto
-from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RANK_CONSTANT, TARGET, TARGETS, Manifest
+from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RANK_CONSTANT, TARGET, TARGETS, StateRecord
 from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.targets import copied_to, is_copy, target_of
 from partc.runtime.errors import ArtifactError, Violation
@@ -40,8 +40,11 @@ _ON_HOST: Mapping[str, tuple[int, ...]] = {
 }
 
 
-def check_targets(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
-    """Nodes without a target or with an unknown one, operands that lie elsewhere, copies that nothing reads or that lead nowhere."""
+def check_targets(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> Iterator[Violation]:
+    """Nodes without a target or with an unknown one, operands that lie elsewhere, copies that nothing reads or that lead nowhere.
+
+    `kept`: the tensors of the state that the ranks of the file keep.
+    """
     graph = model.graph
     if not any(map(target_of, graph.node)):
         for node in graph.node:
@@ -52,7 +55,7 @@ def check_targets(file: str, model: ModelProto, manifest: Manifest) -> Iterator[
     lying = {port.name: _said(port) or CPU for port in graph.input}
     lying |= {
         record.value: _made_on(file, makers[record.next])
-        for record in manifest.state
+        for record in kept
         if record.value in lying and record.next in makers
     }
     read = {name for node in graph.node for name in reads(node)} | {port.name for port in graph.output}
@@ -61,7 +64,7 @@ def check_targets(file: str, model: ModelProto, manifest: Manifest) -> Iterator[
             yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
         if not _is_constant(node):
             lying |= dict.fromkeys(filter(None, node.output), _made_on(file, node))
-    following = {one.next: lying.get(one.value, CPU) for one in manifest.state if one.next}
+    following = {one.next: lying.get(one.value, CPU) for one in kept if one.next}
     for port in graph.output:
         wanted = following.get(port.name, CPU)
         if lying.get(port.name, wanted) != wanted:
