@@ -250,5 +250,5 @@ def test_a_copy_of_what_is_kept_is_sent_by_its_name() -> None:
     manifest = Manifest.model_construct(transfers=[record])
     steps = [Copy("w", "w.cpu", "cpu", ""), Send("w.cpu", 1, 3, "")]
     assert transfers_of(steps, manifest, 0, "rank_0000.onnx") == {3: record}
-    with pytest.raises(ArtifactError, match="the manifest lists no transfer 3 for the Send of 'v.cpu'"):
+    with pytest.raises(ArtifactError, match=r"lists no transfer 3 for the Send of 'v\.cpu'"):
         transfers_of([Copy("v", "v.cpu", "cpu", ""), Send("v.cpu", 1, 3, "")], manifest, 0, "rank_0000.onnx")
