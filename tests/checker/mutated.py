@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 from flat_manifest import edit
 from partc.runtime.artifact.format import MANIFEST
+from partc.runtime.checker.check import check_artifact
 
 
 def change_file(folder: Path, file: str, change: Callable[[onnx.ModelProto], object]) -> None:
@@ -29,9 +30,23 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], pr
 
 
 def correct(folder: Path) -> None:
-    """Sizes and hashes of all files as they are now."""
+    """Sizes and hashes of all files that there are, as they are now."""
     data = json.loads((folder / MANIFEST).read_text())
     for name in data["files"]:
-        content = (folder / name).read_bytes()
-        data["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        if (folder / name).is_file():
+            content = (folder / name).read_bytes()
+            data["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / MANIFEST).write_text(json.dumps(data))
+
+
+def texts(folder: Path) -> str:
+    """All violations of an artifact."""
+    return "\n".join(str(violation) for violation in check_artifact(folder))
+
+
+def rewrite_raw(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the manifest as it is written; sizes and hashes of the files that there are are made right again."""
+    data = json.loads((folder / MANIFEST).read_text())
+    change(data)
+    (folder / MANIFEST).write_text(json.dumps(data))
+    correct(folder)

@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 from artifact_edit import chain
-from mutated import change_file, change_manifest, correct
+from mutated import change_file, change_manifest, correct, texts
 from onnx import ModelProto, helper
-from partc.runtime.checker.check import check_artifact
 from partc.runtime.checker.graph import rank_file as check_rank
 from partc.runtime.checker.graph import weights as check_weights
 
 WEIGHTS = "weights/rank_0001.safetensors"
-
-
-def texts(folder: Path) -> str:
-    return "\n".join(str(violation) for violation in check_artifact(folder))
 
 
 def test_a_file_with_another_hash_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,11 @@ from pathlib import Path
 import onnx
 import pytest
 from equivalence import compiled, model
-from mutated import change_file, change_manifest
+from mutated import change_file, change_manifest, texts
 from onnx import ModelProto
-from partc.runtime.checker.check import check_artifact
 
 RELU = model("""<ir_version: 10, opset_import: ["": 21]> g (float[4, 2] x) => (float[4, 2] y) { [relu] y = Relu(x) }""")
 TRAINED = "train:\n  loss: {type: l1, prediction: y, target: labels}\n  optimizer: {type: sgd, lr: 0.1}\n"
-
-
-def texts(folder: Path) -> str:
-    return "\n".join(str(violation) for violation in check_artifact(folder))
 
 
 def made(folder: Path, proto: ModelProto, plan: str) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import pytest
 from equivalence import compiled
-from mutated import change_manifest, correct
+from mutated import change_manifest, correct, texts
 from mutation_kinds import KINDS, build
 from onnx import ModelProto
 from partc.runtime.checker.check import check_artifact
@@ -20,10 +20,6 @@ g (float[n, 6] x) => (float[n, 6] y) {
     [up] h = MatMul(x, v)  [act] t = Tanh(h)  [down] d = MatMul(t, w)  [join] r = Add(d, x)
     [up2] k = MatMul(r, v)  [act2] u = Tanh(k)  [down2] e = MatMul(u, w)  [join2] y = Add(e, r) }"""
 TENSOR_PARALLEL = 'ranks: 2\nsharding: {"up{,2}": colwise, "down{,2}": rowwise, "join{,2}": {in: [[1, 1], [1, 1]]}}\n'
-
-
-def texts(folder: Path) -> str:
-    return "\n".join(str(violation) for violation in check_artifact(folder))
 
 
 @pytest.fixture

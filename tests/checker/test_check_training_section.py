@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutated import change_manifest
+from mutated import change_manifest, texts
 from mutation_kinds import KINDS, build
-from partc.runtime.checker.check import check_artifact
 
 Change = Callable[[dict[str, Any]], object]
-
-
-def texts(folder: Path) -> str:
-    return "\n".join(str(violation) for violation in check_artifact(folder))
 
 
 @pytest.fixture(scope="module")
