@@ -73,7 +73,7 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
     model, manifest = unrolled(file), artifact.manifest
     transfers = manifest.transfers
     collectives = list(_collectives(model, manifest))
-    steps = segmented(file, manifest.program(rank))
+    steps = segmented(file, manifest.program(rank), guard=manifest.guard)
     state = {record.value for record in manifest.state if rank in record.ranks}
     kept = kept_bytes(manifest, rank)
     weights = sum(tensor_bytes(tensor) for tensor in model.graph.initializer if tensor.name not in state)

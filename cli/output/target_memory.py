@@ -54,7 +54,7 @@ def target_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> li
     parameters, optimizer = _held(manifest, model, rank)
     lying = _lying(model)
     apart = {record.value for record in manifest.state if rank in record.ranks}
-    apart |= updated_in_place(segmented(file, manifest.program(rank)))
+    apart |= updated_in_place(segmented(file, manifest.program(rank), guard=manifest.guard))
     try:
         arenas: Mapping[str, int] = planned_arenas(artifact, rank, sizes)
     except ValueError:  # a dim is no whole number at these sizes

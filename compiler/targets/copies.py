@@ -136,8 +136,10 @@ class _Copying:
             replace(one, target=row.scope.lying[one.name], next=one.next and row.at(one.next, states[one.next]))
             for one in part.kept
         )
-        updated = {name for one in part.kept if one.next for name in (one.name,)}
-        return replace(part, steps=tuple(in_runs(steps, updated)), types=row.types(part.types), kept=kept)
+        updated = {one.name for one in part.kept if one.next}
+        wanted = {*self.program.model.graph.outputs}
+        guard = next((row.at(one.name, CPU) for one in part.outputs if one.version.value not in wanted), "")
+        return replace(part, steps=tuple(in_runs(steps, updated, guard)), types=row.types(part.types), kept=kept)
 
     def _wanted(self, body: TaskBody) -> dict[str, list[str]]:
         """By input of a body the targets on which it reads it, first the one where it lies, which is all where it reads none."""
@@ -205,7 +207,7 @@ class _Copying:
         }
         outputs = [names.at(own, target) for own, targets in self.given[body].items() for target in targets]
         steps = _Writer(self, names, set(), formal).written(body.steps, {})
-        inner = [step for step in in_runs(steps, set()) if not isinstance(step, TaskCall)]
+        inner = [step for step in in_runs(steps) if not isinstance(step, TaskCall)]
         types = names.types(body.types)
         return replace(body, inputs=tuple(formal.values()), outputs=tuple(outputs), steps=tuple(inner), types=types)
 

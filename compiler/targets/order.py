@@ -3,7 +3,7 @@
 Between two events or tasks ops move; the events themselves, and calls of tasks, keep their places, and so does the global order. All ready
 ops of the current target come first, in their order; then the copies that are ready, then the ops of another target, and updates
 when nothing else is ready: nobody waits for them. Of the targets with which to begin the one with the fewest runs is taken. An update stays
-behind what reads the tensor that it replaces, and updates of one target keep their order.
+behind what reads the tensor that it replaces and behind what makes the guard, and updates of one target keep their order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from partc.compiler.ir.rank_program import ComputeOp, CopyOp, RankOp, made_names
 from partc.runtime.artifact.format import OPTIMIZER
 
 
-def in_runs(steps: Iterable[RankOp], updated: Collection[str]) -> list[RankOp]:
-    """The ops in order; `updated` are the tensors of the state that updates replace in their place."""
+def in_runs(steps: Iterable[RankOp], updated: Collection[str] = (), guard: str = "") -> list[RankOp]:
+    """The ops in order; `updated` are the tensors of the state that updates replace in their place, if `guard` is finite."""
     found: list[RankOp] = []
     window: list[ComputeOp | CopyOp] = []
     current = ""
@@ -24,14 +24,14 @@ def in_runs(steps: Iterable[RankOp], updated: Collection[str]) -> list[RankOp]:
         if isinstance(step, ComputeOp | CopyOp):
             window.append(step)
             continue
-        some, current = _ordered(window, updated, current)
+        some, current = _ordered(window, updated, guard, current)
         found += [*some, step]
         window = []
-    return [*found, *_ordered(window, updated, current)[0]]
+    return [*found, *_ordered(window, updated, guard, current)[0]]
 
 
 def _ordered(
-    window: Sequence[ComputeOp | CopyOp], updated: Collection[str], current: str
+    window: Sequence[ComputeOp | CopyOp], updated: Collection[str], guard: str, current: str
 ) -> tuple[list[ComputeOp | CopyOp], str]:
     """The ops of a window, and the target of the last."""
     targets = list(dict.fromkeys(step.target for step in window if isinstance(step, ComputeOp)))
@@ -39,14 +39,16 @@ def _ordered(
         return list(window), current
     if len(targets) == 1 and not any(isinstance(step, CopyOp) for step in window):
         return list(window), targets[0]
-    before, after = _graph(window, updated)
+    before, after = _graph(window, updated, guard)
     begins = dict.fromkeys((*([current] if current in targets else ()), *targets))
     tried = [_listed(window, before, after, begin) for begin in begins]
     _, order, last = min(tried, key=lambda one: one[0])
     return [window[at] for at in order], last
 
 
-def _graph(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> tuple[list[int], list[list[int]]]:
+def _graph(
+    window: Sequence[ComputeOp | CopyOp], updated: Collection[str], guard: str
+) -> tuple[list[int], list[list[int]]]:
     """By op how many others must come before it, and those that come after it."""
     makers: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
@@ -68,6 +70,8 @@ def _graph(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> tu
         for name in names:
             readers.setdefault(name, []).append(at)
         makers |= dict.fromkeys(filter(None, made_names(step)), at)
+    if guard in makers:
+        after[makers[guard]].update(at for at, step in enumerate(window) if _is_update(step))
     before = [0] * len(window)
     for some in after:
         for at in some:

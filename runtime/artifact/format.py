@@ -13,27 +13,22 @@ which do the same share one file. A collective over p ranks of a list:
     AllGather(X...) -> Y... axis                     all X joined along axis, in the list's order; several along axis 0
     ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal blocks along axis, reduced, for the list's i-th rank
     AllToAll(X) -> Y        split_axis, concat_axis  the i-th block along split_axis goes to the i-th rank; what comes is joined
-    Reduce(X) -> Y          root, reduce             the element-wise reduction of all X, for the list's root-th rank; the others
-                                                     have no Y
-    Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others, which may leave X out; the
-                                                     root may leave Y out
+    Reduce(X) -> Y          root, reduce             the element-wise reduction of all X, for the list's root-th rank; others have no Y
+    Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others, which may leave X out, as the root Y
     Exchange(X) -> Y        send_peers, send_boxes, recv_peers, recv_boxes, rank
                             boxes of X go to ranks, boxes of Y come from ranks; X is left out where nothing is given, Y where
                             nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,
                             denominator` for each of `rank` dims: fractions of the dim of X or Y as this rank has it. The k-th
                             box for a peer is the k-th that it takes from here.
-    Pull(table, ids) -> Y, asked, counts, places
-                            owners, rows, row, givers
-                            the rows of a table that the ids name. The list's ranks at the places `owners` have it in equal runs of
-                            rows, in this order, `rows` in all, each of the shape `row`; they alone have `table`. Who asks nothing
-                            has no ids and no Y. What a Push of the ranks at the places `givers` reads: `asked`, on an owner, the ids
-                            of givers, each giver's once, giver by giver, from its own first row up; `counts`: how many ids the rank
-                            asks of each owner, and then how many each giver asks of it; `places`, on a giver, by id the place
-                            among its own ids, each once
-    Push(asked, counts, places, dY) -> ids, Y
-                            owners, rows, row, givers
-                            the way back: each owner gets rows for the ids that it was asked, the sum of what one giver gives to a
-                            row once. Rows alone travel: `asked`, `counts` and `places` are those of one Pull, and `ids` is `asked`
+    Pull(table, ids) -> Y, asked, counts, places     owners, rows, row, givers
+                            the rows of a table that the ids name. The list's ranks at the places `owners` have it in equal runs of rows, in
+                            this order, `rows` in all, each of the shape `row`; they alone have `table`. Who asks nothing has no ids and no
+                            Y. What a Push of the ranks at the places `givers` reads: `asked`, on an owner, the ids of givers, each giver's
+                            once, giver by giver, from its own first row up; `counts`: how many ids the rank asks of each owner, and then
+                            how many each giver asks of it; `places`, on a giver, by id the place among its own ids, each once
+    Push(asked, counts, places, dY) -> ids, Y        owners, rows, row, givers
+                            the way back: each owner gets rows for the ids that it was asked, the sum of what one giver gives to a row
+                            once. Rows alone travel: `asked`, `counts` and `places` are those of one Pull, and `ids` is `asked`
 
 A program of several microbatches has a function of the domain `partc.task` for each task of the rank: `F0`, `B0` and `W0` are the forward
 pass, the backward pass and the weights' gradients of stage 0. The main graph is the rank's row of calls, each with the attribute
@@ -388,6 +383,11 @@ class Manifest(Record):
     def prefix(self) -> str:
         """What the names of the program's own files begin with: its name, where it is not the main one."""
         return "" if self.is_main else self.name
+
+    @property
+    def guard(self) -> str:
+        """As the training's record says; empty where nothing is trained."""
+        return self.training.guard if self.training is not None else ""
 
     def program(self, rank: int) -> str:
         """The file that holds a rank's program."""

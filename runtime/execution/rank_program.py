@@ -158,7 +158,7 @@ def describe_action(folder: str | Path, rank: int, action: int) -> str:
     artifact = open_artifact(folder, trust=True)
     manifest, file = artifact.manifest, Path(folder) / artifact.manifest.program(rank)
     model = read_model(file)
-    return describe(segmented(model, str(file), manifest.groups_of(rank)), action)
+    return describe(segmented(model, str(file), manifest.groups_of(rank), manifest.guard), action)
 
 
 def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
@@ -199,7 +199,6 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     else:
         check_same(state, file.state, file.where)
     in_place = {record.next: state.tensors[record.value] for record in file.updated_in_place}
-    training = file.manifest.training
     program = RankProgram(
         rank=rank,
         steps=file.steps,
@@ -211,7 +210,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         binder=binder,
         state=state,
         updates=updates,
-        guard=training.guard if training is not None else "",
+        guard=file.manifest.guard,
         replaced=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],
         replaced_always=file.replaced_always,
         step_targets=_targets(file.steps, settings.devices) if len(used) > 1 or file.copies else {},

@@ -124,7 +124,7 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
     where = str(artifact.folder / manifest.program(rank))
     model = artifact.model(rank)
     refuse_left_out(model, manifest, where)
-    steps = segmented(model, where, manifest.groups_of(rank))
+    steps = segmented(model, where, manifest.groups_of(rank), manifest.guard)
     transfers = transfers_of(steps, manifest, rank, where)
     collectives = collectives_of(steps, manifest, rank, where)
     there = {value.name for value in model.graph.input}

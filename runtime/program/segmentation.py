@@ -67,6 +67,8 @@ class _Segmenter:
     """That of the last compute node."""
     alone: bool = False
     """Whether the open segment is one of one thread."""
+    guard: str = ""
+    """What tells whether an update may run at all."""
 
     def close(self) -> None:
         if self.open:
@@ -111,7 +113,7 @@ class _Segmenter:
 
     def update(self, node: NodeProto) -> None:
         """A step that overwrites what was read so far."""
-        self.wait(node.input)
+        self.wait([*node.input, self.guard])
         self.close()
         last, target = self.steps[-1] if self.steps else None, target_of(node)
         if isinstance(last, Update) and last.target == target:
@@ -120,10 +122,13 @@ class _Segmenter:
             self.steps.append(Update([node], target))
 
 
-def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...]] | None = None) -> list[Step]:
+def segmented(
+    model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...]] | None = None, guard: str = ""
+) -> list[Step]:
     """The steps of a rank's program in order; every value is made once and before its use, else ArtifactError names it.
 
-    `where` is the file, for messages; `groups` by group the ranks among which this rank works. Time is linear in the nodes.
+    `where` is the file, for messages; `groups` by group the ranks among which this rank works. Updates wait for the value `guard`, by which
+    the runtime decides whether they run. Time is linear in the nodes.
     """
     graph = model.graph
     initializers = {tensor.name for tensor in graph.initializer} | {
@@ -138,7 +143,7 @@ def segmented(model: ModelProto, where: str, groups: Mapping[str, tuple[int, ...
     single = in_one_thread(functions)
     part = _Part(nodes, inputs, outputs, initializers, where, groups or {}, single)
     updating = {function.name for function in functions if is_elementwise(function) or is_rowwise(function)}
-    cutter = part.cut(updating, calls)
+    cutter = part.cut(updating, calls, guard)
     bodies: dict[str, list[Step]] = {}
     for name, body in {call.node.op_type: call.body for call in calls.values()}.items():
         alike = [call for call in calls.values() if call.node.op_type == name]
@@ -185,10 +190,10 @@ class _Part:
             self.where, self.initializers, self.inputs, zip(self.nodes, self.operands, strict=True), self.outputs
         )
 
-    def cut(self, updating: Collection[str], calls: Mapping[int, TaskCall]) -> _Segmenter:
+    def cut(self, updating: Collection[str], calls: Mapping[int, TaskCall], guard: str = "") -> _Segmenter:
         """Walks over the nodes; `updating` are the functions that update in place, `calls` by place the tasks."""
         kept = {*self.outputs}
-        cutter = _Segmenter()
+        cutter = _Segmenter(guard=guard)
         for index, node in enumerate(self.nodes):
             refuse_unknown_target(node, self.where)
             if index in calls:

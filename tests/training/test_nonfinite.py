@@ -13,10 +13,12 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import NonFiniteError, Trainer
-from partc.runtime.checker.check import check
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.checker.check import check, check_artifact
+from partc.runtime.checker.training.in_place import unsafe_state
 from partc.runtime.checkpoint.newest import latest
 from trainer_case import on_all
-from training_equivalence import from_text
+from training_equivalence import from_text, run
 
 NORMALIZED = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[batch, 6] x) => (float[batch, 4] y)
@@ -256,3 +258,45 @@ def test_good_checkpoints_stay_and_are_gone_on_from(tmp_path: Path) -> None:
     found = latest(tmp_path / "runs")
     assert found is not None
     assert found.name == "step_00000002"
+
+
+GUARDED = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: momentum, lr: 0.1SHARD}, on_nonfinite: skip}\n"
+
+
+@pytest.mark.parametrize("shard", ["", ", shard: true"])
+@pytest.mark.parametrize(
+    "precision", ["", "{compute: float16, loss_scale: 64}", "{compute: float16, loss_scale: dynamic}"]
+)
+@pytest.mark.parametrize(
+    "where",
+    [
+        "ranks: 1\ntarget: {first: cuda}\n",
+        "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n",
+        "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\ntarget: {first: cuda, '**': cpu}\n",
+    ],
+)
+def test_updates_wait_for_the_guard(where: str, precision: str, shard: str, tmp_path: Path) -> None:
+    """Nothing else that an update reads comes of it, where the loss scale is fixed and no norm clips."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (float[batch, 6] x) => (float[batch, 5] y) {
+        [first] h = MatMul (x, w)
+        [act] a = Tanh (h)
+        [last] y = MatMul (a, head)
+    }"""
+    random = np.random.default_rng(2)
+    steps = [
+        {"x": random.standard_normal((8, 6), np.float32), "t": random.standard_normal((8, 5), np.float32)}
+        for _ in range(3)
+    ]
+    steps[1]["x"][5, 2] = np.inf
+    plan = where + (f"precision: {precision}\n" if precision else "") + GUARDED.replace("SHARD", shard)
+    found = run(from_text(text, {"w": (6, 8), "head": (8, 5)}), plan, tmp_path / "build", steps)
+    assert not check_artifact(tmp_path / "build")
+    assert all(np.isfinite(one["loss"]) for one in found.outputs), "the gradients of the second step are not finite"
+    assert all(np.isfinite(one).all() for one in found.after.values())
+    manifest, late = open_artifact(tmp_path / "build").manifest, open_artifact(tmp_path / "build").model(0)
+    assert not unsafe_state(manifest, 0, late)
+    made = next(node for node in late.graph.node if manifest.guard in node.output)
+    late.graph.node.append(made)
+    late.graph.node.remove(made)
+    assert any("by which it is decided whether it runs" in one.fact for one in unsafe_state(manifest, 0, late))

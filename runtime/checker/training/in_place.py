@@ -11,6 +11,7 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     element      the node's function is element-wise, and reads what an output overwrites only on the way to that output
     rows         or it writes rows at ids; these are distinct, as `MergeRows` makes them, or what it adds is linear in the rows
     own place    the output takes the place of that operand which the function makes it of
+    guard        the node stands behind the one that makes the guard, if there is one: the runtime decides by it whether updates run
 
 What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this.
 """
@@ -55,7 +56,7 @@ def check_updates(subject: Subject) -> list[Violation]:
         records = [record for record in manifest.state if rank in record.ranks and record.next]
         key = (manifest.program(rank), frozenset((record.value, record.next) for record in records))
         if records and key not in known:
-            known[key], problems = _Rank(manifest.program(rank), model, records).check()
+            known[key], problems = _Rank(manifest.program(rank), model, records, manifest.guard).check()
             found += problems
         total += known.get(key, Replaced())
     subject.in_place, subject.copied = total.in_place, total.copied
@@ -67,14 +68,14 @@ def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Viola
     file = manifest.program(rank)
     if found := [*check_kept(manifest, rank, model), *check_calls(file, model)]:
         return found
-    return _Rank(file, model, [one for one in manifest.state if rank in one.ranks]).check()[1]
+    return _Rank(file, model, [one for one in manifest.state if rank in one.ranks], manifest.guard).check()[1]
 
 
 class _Rank:
     """The nodes of one rank file, and which of them replace what."""
 
-    def __init__(self, file: str, model: ModelProto, records: Sequence[StateRecord]) -> None:
-        self.file, self.model = file, model
+    def __init__(self, file: str, model: ModelProto, records: Sequence[StateRecord], guard: str) -> None:
+        self.file, self.model, self.guard = file, model, guard
         self.records = [record for record in records if record.next]
         self.functions = {(one.domain, one.name): one for one in model.functions}
         self.makers: dict[str, list[int]] = {}
@@ -99,6 +100,9 @@ class _Rank:
                 in_place[record.value] = makers[0]
                 found += self._check_record(record, makers[0])
         for at in dict.fromkeys(in_place.values()):
+            if self.guard and any(maker > at for maker in self.makers.get(self.guard, [at + 1])):
+                fact = f"it stands before the node that makes '{self.guard}', by which it is decided whether it runs"
+                found.append(self._violation(at, fact))
             found += self._check_function(at)
             found += self._check_rows(at)
         found += self._check_in_flight(in_place)
