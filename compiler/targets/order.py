@@ -71,12 +71,17 @@ def _graph(
             readers.setdefault(name, []).append(at)
         makers |= dict.fromkeys(filter(None, made_names(step)), at)
     if guard in makers:
-        after[makers[guard]].update(at for at, step in enumerate(window) if _is_update(step))
+        after[makers[guard]] |= _updates_of(window, updated)
     before = [0] * len(window)
     for some in after:
         for at in some:
             before[at] += 1
     return before, [sorted(some) for some in after]
+
+
+def _updates_of(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> set[int]:
+    """The updates that replace a tensor of the state; others, such as what merges rows, may come before the guard."""
+    return {at for at, step in enumerate(window) if _is_update(step) and not {*read_names(step)}.isdisjoint(updated)}
 
 
 def _is_update(step: ComputeOp | CopyOp) -> bool:
