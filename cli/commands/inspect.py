@@ -249,8 +249,8 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: b
 
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
-    from partc.runtime.artifact.collectives import COLLECTIVES
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
+    from partc.runtime.artifact.lookup_ops import GROUP_OPS
     from partc.runtime.artifact.targets import is_copy, target_made_on, target_of
     from partc.runtime.artifact.tasks import unrolled
     from partc.runtime.checker.graph.declared import ValueType, declared_types
@@ -261,7 +261,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
     for at, node in enumerate(model.graph.node):
         metadata = {entry.key: entry.value for entry in node.metadata_props}
         op = node.op_type
-        if node.domain == DOMAIN and op in COLLECTIVES:
+        if node.domain == DOMAIN and op in GROUP_OPS:
             group = next((attribute.s.decode() for attribute in node.attribute if attribute.name == GROUP), "")
             ranks = artifact.manifest.groups_of(rank).get(group, ())
             op += f" with {','.join(str(other) for other in ranks if other != rank)}"

@@ -10,11 +10,6 @@ What the ranks of a list get of what they give follows from four fields of an en
     AllReduce  reduces          ReduceScatter  splits, reduces     Reduce     reduces, root takes
     AllGather  joins            AllToAll       splits, joins       Broadcast  root gives
 
-Two are of another kind: who gives what to whom follows from ids, which only a run tells (`looks_up`):
-
-    Pull       every rank's ids give it rows of a table, of which the owners have a run each
-    Push       rows go back to their owners, who know the ids from the Pull
-
 So a new one is an entry, by `register` or in the table below, and a primitive of the transports where none of theirs does it:
 
     register(CollectiveOp("Gather", "The values of all ranks joined along an axis, on one rank.", (ALONG, OF_ROOT),
@@ -38,12 +33,8 @@ from .format import (
     BROADCAST,
     CONCAT_AXIS,
     EXCHANGE,
-    GIVERS,
     GROUP,
     MAX,
-    OWNERS,
-    PULL,
-    PUSH,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
@@ -51,8 +42,6 @@ from .format import (
     REDUCE_SCATTER,
     REDUCE_TO,
     ROOT,
-    ROW,
-    ROWS,
     SEND_BOXES,
     SEND_PEERS,
     SPLIT_AXIS,
@@ -62,9 +51,6 @@ from .format import (
 
 Reference: TypeAlias = Callable[[Sequence[Array], int, Mapping[str, Any]], Array]
 """The result of one rank: of the values that ranks give, in the list's order, of its place in the list, and of the attributes."""
-
-RowsReference: TypeAlias = Callable[[Sequence[tuple[Any, ...]], int, Mapping[str, Any]], tuple[Any, ...]]
-"""The results of one rank of a Pull or a Push: of the operands that each rank gives, None for one that is left out."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +64,27 @@ class Attribute:
 
 
 @dataclass(frozen=True)
-class CollectiveOp:
-    """A collective: its name, one sentence, its attributes besides group and tag, what it does, and the numpy reference of that.
-
-    `coalesces`: it takes several values of one type, which travel as one. `dynamic`: it takes a value whose shape is known only when
-    the step runs. `boxes`: it is messages between pairs of ranks (Exchange), and none of the other fields says what it does.
-    `looks_up`: nor do they of a Pull or a Push, which have several operands and the reference `of_rows`.
-    """
+class GroupOp:
+    """An op by which the ranks of a list communicate: its name, one sentence, and its attributes besides group and tag."""
 
     name: str
     doc: str
     attributes: tuple[Attribute, ...] = ()
+
+    @property
+    def every_attribute(self) -> tuple[Attribute, ...]:
+        """All attributes of a node."""
+        return (AMONG, NUMBER, *self.attributes)
+
+
+@dataclass(frozen=True)
+class CollectiveOp(GroupOp):
+    """A collective: what it does, and the numpy reference of that.
+
+    `coalesces`: it takes several values of one type, which travel as one. `dynamic`: it takes a value whose shape is known only when
+    the step runs. `boxes`: it is messages between pairs of ranks (Exchange), and none of the other fields says what it does.
+    """
+
     splits: str = ""
     joins: str = ""
     reduces: bool = False
@@ -96,19 +92,17 @@ class CollectiveOp:
     coalesces: bool = False
     dynamic: bool = False
     boxes: bool = False
-    looks_up: bool = False
     reference: Reference | None = None
-    of_rows: RowsReference | None = None
 
     @property
     def every_attribute(self) -> tuple[Attribute, ...]:
-        """All attributes of a node."""
-        return (AMONG, NUMBER, *self.attributes, *([BY] if self.reduces else []))
+        """As `GroupOp` says."""
+        return (*super().every_attribute, *([BY] if self.reduces else []))
 
     @property
     def keeps_size(self) -> bool:
         """Whether the result is as large as the input on every rank that has both, and may take its place in memory."""
-        return not (self.splits or self.joins or self.boxes or self.looks_up or self.root == "takes")
+        return not (self.splits or self.joins or self.boxes or self.root == "takes")
 
 
 AMONG = Attribute(GROUP, "string", "The group of the manifest among whose lists of ranks it happens.")
@@ -229,69 +223,5 @@ register(
             ),
         ),
         boxes=True,
-    )
-)
-
-
-def pulled(given: Sequence[tuple[Any, ...]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The rows that a rank's ids name, of the runs of rows that the owners give; what was asked, by whom, and the ids' places."""
-    owners, givers, each = [*a[OWNERS]], [*a.get(GIVERS, ())], a[ROWS] // len(a[OWNERS])
-    ids = given[place][1]
-    rows = None if ids is None else np.concatenate([given[owner][0] for owner in owners])[ids]
-    if not givers:
-        return rows, None, None, None
-    once = {giver: np.unique(given[giver][1].reshape(-1) % a[ROWS], return_inverse=True) for giver in givers}
-    counts = np.zeros(len(owners) + len(givers), np.int64)
-    asked = places = None
-    if place in givers:
-        counts[: len(owners)] = np.bincount(once[place][0] // each, minlength=len(owners))
-        places = once[place][1].reshape(ids.shape)
-    if place in owners:
-        first = owners.index(place) * each
-        parts = [one[(first <= one) & (one < first + each)] - first for one, _ in once.values()]
-        counts[len(owners) :] = [one.size for one in parts]
-        asked = np.concatenate(parts)
-    return rows, asked, counts if asked is not None or places is not None else None, places
-
-
-def pushed(given: Sequence[tuple[Any, ...]], place: int, a: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What an owner gets: the ids that it was asked, and of each giver in order the sums of the rows for each."""
-    owners = [*a[OWNERS]]
-    if place not in owners:
-        return None, None
-    own, sums = owners.index(place), []
-    for giver in a[GIVERS]:
-        _, counts, places, rows = given[giver]
-        ends = np.cumsum([0, *counts[: len(owners)]])
-        total = np.zeros((ends[-1], *a[ROW]), rows.dtype)
-        np.add.at(total, places.reshape(-1), rows.reshape(-1, *a[ROW]))
-        sums.append(total[ends[own] : ends[own + 1]])
-    return given[place][0], np.concatenate(sums)
-
-
-_OF_TABLES = (
-    Attribute(
-        OWNERS, "ints", "The places in the list of the ranks that have equal runs of the table's rows, in their order."
-    ),
-    Attribute(ROWS, "int", "The number of the table's rows in all."),
-    Attribute(ROW, "ints", "The shape of a row; none where it is a number.", False),
-    Attribute(GIVERS, "ints", "The places in the list of the ranks that give rows back.", False),
-)
-register(
-    CollectiveOp(
-        PULL,
-        "The rows of a table, of which the owners have equal runs, that each rank's ids name; and what a Push reads of them.",
-        _OF_TABLES,
-        looks_up=True,
-        of_rows=pulled,
-    )
-)
-register(
-    CollectiveOp(
-        PUSH,
-        "What each giver gives to rows of a table goes to their owners: a row for each of the ids that an owner was asked by a Pull.",
-        _OF_TABLES,
-        looks_up=True,
-        of_rows=pushed,
     )
 )

@@ -1,4 +1,4 @@
-"""A collective node as data: what it says, and which shape it makes of which.
+"""A collective node as data: what it says, and which shape it makes of which. A lookup's is read in `lookup_node.py`.
 
     call = read_call(node, "rank_0000.onnx")
     result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
@@ -10,37 +10,36 @@ Negative axes count from the end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from ..errors import ArtifactError
 from .collectives import COLLECTIVES, CollectiveOp, dynamic_ops
 from .dtypes import Dtype, dense
 from .format import (
     DOMAIN,
-    GIVERS,
     GROUP,
-    OWNERS,
-    PULL,
     RANK,
     RECV_BOXES,
     RECV_PEERS,
     REDUCE,
     REDUCTIONS,
     ROOT,
-    ROW,
-    ROWS,
     SEND_BOXES,
     SEND_PEERS,
     SUM,
     TAG,
     Collective,
 )
+from .group_call import Call
+from .lookup_node import LookupCall, lookup_call, lookup_problems, wrong_lookup
+from .lookup_ops import GROUP_OPS, LOOKUPS
 from .onnx_graph import path_of
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, NodeProto
 
+AnyCall: TypeAlias = "CollectiveCall | LookupCall"
 Shape: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[tuple[int, int, int], ...]
 """A box: per dim begin, end and denominator."""
@@ -55,24 +54,17 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall(Call):
     """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
 
     `axis` is the one axis that an op splits or joins, and of an op that does both (AllToAll) the one that it splits; `gives` and `takes`
     are Exchange's. One of several values has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce
     then name the memory where all of them lie, and the others have none.
-
-    Of a Pull `source` are the ids and `operand` is the table; of a Push, which has no `source`, `operand` are the rows that go, and
-    `numbers` the ids that come beside the rows. `result` are rows. `asked`: what a Pull makes and a Push reads, the ids that an owner was
-    asked, counts, and places. `owners` and `givers` are places in the list; `rows` and `row` say how large the table is.
     """
 
-    op: str
+    LAW: ClassVar[str] = "op, reduction, axis or root"
     source: str | None
     result: str | None
-    group: str
-    tag: int
-    path: str
     reduce: str = ""
     axis: int = 0
     concat_axis: int = 0
@@ -80,13 +72,6 @@ class Call:
     gives: tuple[Shard, ...] = ()
     takes: tuple[Shard, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
-    operand: str | None = None
-    numbers: str | None = None
-    asked: tuple[str | None, ...] = ()
-    owners: tuple[int, ...] = ()
-    givers: tuple[int, ...] = ()
-    rows: int = 0
-    row: Shape = ()
 
     @property
     def kind(self) -> CollectiveOp:
@@ -100,8 +85,8 @@ class Call:
 
     @property
     def value(self) -> str:
-        """The value that reports name: what comes out, or what goes in where nothing does."""
-        return self.parts[0][1] if self.parts else self.result or self.source or self.operand or ""
+        """As `Call` says."""
+        return self.parts[0][1] if self.parts else self.result or self.source or ""
 
     @property
     def in_one_buffer(self) -> bool:
@@ -110,40 +95,41 @@ class Call:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The values that the rank gives."""
-        ends = (self.operand, self.source) if self.op == PULL else (*self.asked, self.source, self.operand)
-        return tuple(source for source, _ in self.parts) or tuple(filter(None, ends))
+        """As `Call` says."""
+        return tuple(source for source, _ in self.parts) or tuple(filter(None, [self.source]))
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The values that the rank gets."""
-        ends = (self.result, *self.asked) if self.op == PULL else (self.numbers, self.result)
-        return tuple(result for _, result in self.parts) or tuple(filter(None, ends))
-
-    @property
-    def made_numbers(self) -> tuple[str, ...]:
-        """Of what the rank gets in a lookup that which is no rows: ids, counts and places."""
-        return tuple(name for name in self.made if name != self.result) if self.kind.looks_up else ()
+        """As `Call` says."""
+        return tuple(result for _, result in self.parts) or tuple(filter(None, [self.result]))
 
     @property
     def typed(self) -> str | None:
-        """The value that goes in whose type is that of what comes out."""
-        return self.operand if self.kind.looks_up else self.source
+        """As `Call` says."""
+        return self.source
+
+    @property
+    def law(self) -> tuple[object, ...]:
+        """As `Call` says."""
+        return self.op, self.reduce, self.axis, self.concat_axis, self.root
 
     @property
     def leaves(self) -> bool:
-        """Whether bytes may still leave when the rank goes on, as those of a Send do; a Pull or a Push is over by then."""
-        return self.kind.boxes or (not self.made and not self.kind.looks_up)
+        """Whether bytes may still leave when the rank goes on, as those of a Send do."""
+        return self.kind.boxes or not self.made
 
-    @property
-    def rows_of_owner(self) -> int:
-        """How many rows of the table each owner has."""
-        return self.rows // len(self.owners)
+    def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
+        """As `Call` says."""
+        parts = tuple((names[source], names[result]) for source, result in self.parts)
+        ends = [names.get(name, name) if name else None for name in (self.source, self.result)]
+        if parts and self.in_one_buffer:
+            ends = [_buffer(parts)] * 2
+        return replace(self, source=ends[0], result=ends[1], parts=parts, tag=tag, path=path)
 
 
-def read_call(node: NodeProto, where: str) -> Call:
-    """The call that a node states; ArtifactError, naming the file `where`, if it is no sound node of `COLLECTIVES`."""
-    if node.op_type not in COLLECTIVES:
+def read_call(node: NodeProto, where: str) -> AnyCall:
+    """The call that a node states; ArtifactError, naming the file `where`, if it is no sound node of `GROUP_OPS`."""
+    if node.op_type not in GROUP_OPS:
         raise ArtifactError(
             f"{where}: this partc does not know the op '{DOMAIN}.{node.op_type}'\n  help: install a newer partc"
         )
@@ -157,14 +143,14 @@ def read_call(node: NodeProto, where: str) -> Call:
     def number(name: str) -> int:
         return found[name].i if name in found else 0
 
+    if node.op_type in LOOKUPS:
+        return lookup_call(node, found)
     kind = COLLECTIVES[node.op_type]
-    if kind.looks_up:
-        return _lookup(node, found)
     parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
     source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
     if parts:
-        source = result = f"{node.output[0]} and {len(parts) - 1} more" if kind.keeps_size else None
-    return Call(
+        source = result = _buffer(parts) if kind.keeps_size else None
+    return CollectiveCall(
         op=node.op_type,
         source=source,
         result=result,
@@ -181,36 +167,17 @@ def read_call(node: NodeProto, where: str) -> Call:
     )
 
 
-def _lookup(node: NodeProto, found: Mapping[str, AttributeProto]) -> Call:
-    """The call that a sound Pull or Push states."""
-    given = [*(name or None for name in node.input), *[None] * 4]
-    made = [*(name or None for name in node.output), *[None] * 4]
-    pulls = node.op_type == PULL
-    return Call(
-        op=node.op_type,
-        source=given[1] if pulls else None,
-        result=made[0] if pulls else made[1],
-        group=found[GROUP].s.decode(errors="replace"),
-        tag=found[TAG].i,
-        path=path_of(node),
-        operand=given[0] if pulls else given[3],
-        numbers=None if pulls else made[0],
-        asked=tuple(made[1:4] if pulls else given[:3]),
-        owners=tuple(found[OWNERS].ints),
-        rows=found[ROWS].i,
-        row=tuple(found[ROW].ints) if ROW in found else (),
-        givers=tuple(found[GIVERS].ints) if GIVERS in found else (),
-    )
+def _buffer(parts: Sequence[tuple[str, str]]) -> str:
+    """The name of the memory of several values that lie side by side."""
+    return f"{parts[0][1]} and {len(parts) - 1} more"
 
 
-def result_shape(call: Call, shape: Shape, ranks: int) -> Shape:
+def result_shape(call: CollectiveCall, shape: Shape, ranks: int) -> Shape:
     """The shape of what a rank gets where each of so many gives `shape`; ValueError says why there is none.
 
-    An Exchange's result has the shape that its rank file states, and how many rows a Push gives only a run tells.
+    An Exchange's result has the shape that its rank file states.
     """
     kind = call.kind
-    if kind.looks_up:
-        return (*shape, *call.row)
     if kind.splits:
         shape = _scaled(shape, place_of(call.axis, shape), 1, ranks)
     if kind.joins:
@@ -218,7 +185,7 @@ def result_shape(call: Call, shape: Shape, ranks: int) -> Shape:
     return shape
 
 
-def wrong_end(call: Call, is_root: bool) -> str:
+def wrong_end(call: CollectiveCall, is_root: bool) -> str:
     """What is wrong with the ends of a call with a root, on the root or on another rank; empty where nothing is."""
     who, root = "its root" if is_root else "a rank that is not its root", call.kind.root
     if root == "takes" and bool(call.result) != is_root:
@@ -228,19 +195,16 @@ def wrong_end(call: Call, is_root: bool) -> str:
     return f"{who} gets nothing" if root == "gives" and not is_root and not call.result else ""
 
 
-_NO_PART = "a rank takes part that has neither rows nor ids"
-
-
-def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
+def contradictions(call: AnyCall, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
     """Why a rank cannot run a call that the manifest lists as `record`, among the ranks of its list."""
     dtype = dense(record.type)
     if dtype is None:
         yield f"a {record.type} cannot take part in a collective"
-    elif call.reduce and not reducible(dtype, call.reduce):
-        yield f"a {record.type} has no {call.reduce}"
-    if call.kind.looks_up:
-        yield from _contradicts_owners(call, dtype, len(ranks), ranks.index(rank))
+    if isinstance(call, LookupCall):
+        yield from wrong_lookup(call, dtype, len(ranks), ranks.index(rank))
         return
+    if dtype is not None and call.reduce and not reducible(dtype, call.reduce):
+        yield f"a {record.type} has no {call.reduce}"
     if record.shape is None and not call.kind.dynamic:
         yield f"the shape of its input is not known; only {dynamic_ops()} take such"
     if not 0 <= call.root < len(ranks):
@@ -249,52 +213,6 @@ def contradictions(call: Call, record: Collective, ranks: Sequence[int], rank: i
         yield wrong
     if outside := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
         yield f"its peer {outside[0]} is not in its list, ranks {', '.join(map(str, ranks))}"
-
-
-def _contradicts_owners(call: Call, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
-    """Why a rank of so many cannot run a Pull or a Push."""
-    if dtype is not None and dtype.bits < 8:
-        yield f"rows of a {dtype.name} cannot be looked up on other ranks"
-    for word, places in (("owner", call.owners), ("giver", call.givers)):
-        if wrong := [one for one in places if not 0 <= one < ranks]:
-            yield f"its {word} {wrong[0]} is no place in a list of {ranks} ranks"
-    owns, gives = place in call.owners, place in call.givers
-    yield from _contradicts_pull(call, owns, gives) if call.op == PULL else _contradicts_push(call, owns, gives)
-    yield from _contradicts_asked(call, owns, gives)
-
-
-def _contradicts_pull(call: Call, owns: bool, gives: bool) -> Iterator[str]:
-    """What a rank's Pull lacks, or has beyond its part; `gives`: its Push gives rows back."""
-    if owns != bool(call.operand):
-        yield "an owner gives no table" if owns else "a rank that is no owner gives a table"
-    if not owns and not call.source:
-        yield _NO_PART
-    if bool(call.source) != bool(call.result):
-        yield "a rank has ids and the rows that they name, or neither"
-    if gives and not call.source:
-        yield "a giver has no ids"
-
-
-def _contradicts_push(call: Call, owns: bool, gives: bool) -> Iterator[str]:
-    """What a rank's Push lacks, or has beyond its part."""
-    if owns and not (call.numbers and call.result):
-        yield "an owner gets no ids and rows"
-    elif not owns and (call.numbers or call.result):
-        yield "a rank that is no owner gets ids and rows"
-    if not owns and not gives:
-        yield _NO_PART
-    if gives != bool(call.operand):
-        yield "a giver has no rows to give" if gives else "a rank that is no giver gives rows"
-
-
-def _contradicts_asked(call: Call, owns: bool, gives: bool) -> Iterator[str]:
-    """Which values by which a Push knows its Pull a rank lacks, or has beyond its part."""
-    words = [word for word, so in (("an owner", owns), ("a giver", gives)) if so]
-    role, due = " and ".join(words) or "neither owner nor giver", (owns, owns or gives, gives)
-    for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.asked, due, strict=True):
-        if bool(name) != (wanted and bool(call.givers)):
-            back = "" if call.givers else ", and no rank gives rows back"
-            yield f"it {'has' if name else 'leaves out'} {word}, and is {role}{back}"
 
 
 def place_of(axis: int, shape: Shape) -> int:
@@ -329,14 +247,13 @@ def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tupl
 
 def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]:
     """What keeps a node from being a call."""
-    kind = COLLECTIVES[node.op_type]
+    attributes = GROUP_OPS[node.op_type].every_attribute
     problems = [
-        f"its attribute '{one.name}' is missing"
-        for one in kind.every_attribute
-        if one.required and one.name not in found
+        f"its attribute '{one.name}' is missing" for one in attributes if one.required and one.name not in found
     ]
-    if kind.looks_up:
-        return problems or [*_lookup_problems(node, found)]
+    if node.op_type in LOOKUPS:
+        return problems or [*lookup_problems(node, found)]
+    kind = COLLECTIVES[node.op_type]
     sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
     if kind.coalesces and len(sources) > 1:
         axis = kind.splits or kind.joins
@@ -355,22 +272,6 @@ def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]
         problems += _box_problems(found, bool(sources), SEND_PEERS, SEND_BOXES, "input")
         problems += _box_problems(found, bool(results), RECV_PEERS, RECV_BOXES, "output")
     return problems
-
-
-def _lookup_problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> Iterator[str]:
-    most = (2, 4) if node.op_type == PULL else (4, 2)
-    if len(node.input) > most[0] or len(node.output) > most[1]:
-        yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes {most[0]} and makes {most[1]}"
-    givers = list(found[GIVERS].ints) if GIVERS in found else []
-    if len({*givers}) < len(givers) or (node.op_type != PULL and not givers):
-        yield f"its givers are {givers}: different places are needed"
-    owners, rows = found[OWNERS].ints, found[ROWS].i
-    if not owners or len({*owners}) < len(owners):
-        yield f"its owners are {list(owners)}: different places are needed"
-    elif rows <= 0 or rows % len(owners):
-        yield f"{rows} rows are no equal runs of {len(owners)} owners"
-    if ROW in found and any(size < 0 for size in found[ROW].ints):
-        yield f"its row has the shape {list(found[ROW].ints)}"
 
 
 def _box_problems(found: Mapping[str, AttributeProto], there: bool, peers: str, boxes: str, kind: str) -> Sequence[str]:

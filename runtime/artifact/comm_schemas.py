@@ -32,6 +32,7 @@ from .format import (
     TARGETS,
     TO,
 )
+from .lookup_ops import GROUP_OPS, LOOKUPS, LookupOp
 
 _TYPES = {
     "int": OpSchema.AttrType.INT,
@@ -65,12 +66,13 @@ def schemas() -> list[OpSchema]:
         _schema(RANK_CONSTANT, follows, _CONSTANT, None, _ONE),
         _copy(),
         *(_collective(op) for op in COLLECTIVES.values()),
+        *(_lookup(op) for op in LOOKUPS.values()),
     ]
 
 
 def register() -> None:
     """Make the schemas known to onnx; a second time changes nothing."""
-    names = (SEND, RECV, RANK_CONSTANT, COPY, *COLLECTIVES)
+    names = (SEND, RECV, RANK_CONSTANT, COPY, *GROUP_OPS)
     if all(onnx.defs.has(name, domain=DOMAIN) for name in names):
         return  # schemas() makes all of them anew, which takes longer than the check of a small file
     for schema in schemas():
@@ -89,8 +91,6 @@ def _copy() -> OpSchema:
 
 
 def _collective(op: CollectiveOp) -> OpSchema:
-    if op.looks_up:
-        return _lookup(op)
     given = _MANY if op.coalesces else _MAYBE if op.boxes or op.root == "gives" else _ONE
     made = _MANY if op.coalesces else _MAYBE if op.boxes or op.root else _ONE
     schema = _schema(op.name, op.doc, op.every_attribute, given, made)
@@ -98,7 +98,7 @@ def _collective(op: CollectiveOp) -> OpSchema:
     return schema
 
 
-def _lookup(op: CollectiveOp) -> OpSchema:
+def _lookup(op: LookupOp) -> OpSchema:
     """The schema of a Pull or a Push."""
 
     def formal(name: str, doc: str, type: str = "tensor(int64)") -> OpSchema.FormalParameter:

@@ -23,8 +23,8 @@ from ..files import counted
 from ..files.counted import LISTED_RANKS, Budget
 from ..files.regular import fault, lies_outside, open_regular, read_regular
 from . import dim_expression as expression
-from .collectives import COLLECTIVES
 from .format import FORMAT, MANIFEST, Manifest, Port, Shape, stays_inside
+from .lookup_ops import GROUP_OPS
 from .manifest_file import ManifestFile
 from .onnx_graph import model_tensors, read_model
 from .rank_constants import bound
@@ -283,7 +283,7 @@ def _bad_collectives(manifest: Manifest) -> Iterator[str]:
     tags: set[int] = set()
     for one in manifest.collectives:
         where = f"collective {one.tag}, {one.op} of '{one.value}'"
-        if one.op not in COLLECTIVES:
+        if one.op not in GROUP_OPS:
             yield f"{where}: this partc does not know the op"
         if one.group not in manifest.groups:
             yield f"{where}: there is no group '{one.group}'"

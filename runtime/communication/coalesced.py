@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from ..artifact.comm_node import Call
+from ..artifact.comm_node import CollectiveCall
 from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.tensor import Tensor
 from .collective import Action, BoundCollective, CollectivePlan
@@ -24,12 +24,18 @@ class CoalescedCollective:
     """The collective among `ranks` where each gives `elements` of `dtype` in all, values of these `sizes` in bytes."""
 
     def __init__(
-        self, call: Call, ranks: tuple[int, ...], sizes: Sequence[int], dtype: Dtype, transport: Transport, tag: int
+        self,
+        call: CollectiveCall,
+        ranks: tuple[int, ...],
+        sizes: Sequence[int],
+        dtype: Dtype,
+        transport: Transport,
+        tag: int,
     ) -> None:
         self.call, self.ranks, self.sizes = call, ranks, list(sizes)
         self.given = sum(self.sizes)
         elements = self.given * 8 // dtype.bits
-        flat = Call(call.op, "packed", "landing", call.group, call.tag, call.path, call.reduce)
+        flat = CollectiveCall(call.op, call.group, call.tag, call.path, "packed", "landing", call.reduce)
         self.work = CollectivePlan(flat, ranks, (elements,), dtype, transport, tag)
         self.made = dtype.bytes_of(self.work.result)
         self.packed = self.given

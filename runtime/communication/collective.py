@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..artifact.comm_node import Call, Shape, place_of, result_shape
+from ..artifact.comm_node import CollectiveCall, Shape, place_of, result_shape
 from ..artifact.dtypes import BY_NAME, Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_TO_ALL
 from ..artifact.tensor import Tensor, aligned
@@ -44,7 +44,7 @@ class CollectivePlan:
     """A collective among `ranks` where each gives `shape` of `dtype`. `tag` is the transport's."""
 
     def __init__(
-        self, call: Call, ranks: tuple[int, ...], shape: Shape, dtype: Dtype, transport: Transport, tag: int
+        self, call: CollectiveCall, ranks: tuple[int, ...], shape: Shape, dtype: Dtype, transport: Transport, tag: int
     ) -> None:
         self.call = call
         self.ranks = ranks
@@ -138,7 +138,7 @@ class CollectivePlan:
 
 
 def dynamic_collective(
-    call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
+    call: CollectiveCall, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
 ) -> Tensor:
     """The result of a collective on values of unknown shape, whole at once; StepError on all ranks where the shapes do not fit together.
 
@@ -171,7 +171,9 @@ def dynamic_collective(
     return Tensor.of(np.concatenate(kept, axis), source.dtype)
 
 
-def _whole(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What) -> Tensor:
+def _whole(
+    call: CollectiveCall, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
+) -> Tensor:
     work = CollectivePlan(call, ranks, source.shape, source.dtype, transport, tag)
     result = Tensor.empty(source.dtype, work.result)
     bound = work.bind(source, result, aligned(work.packed), aligned(work.landing), False)
@@ -186,7 +188,7 @@ def _whole(call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transpo
 
 
 def _shapes(
-    call: Call, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
+    call: CollectiveCall, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
 ) -> list[Shape]:
     """The shape that each rank gives."""
     if len(ranks) == 1:
@@ -200,7 +202,7 @@ def _shapes(
     return [tuple(row[1 : 1 + row[0]]) for row in rows]
 
 
-def give_up(call: Call, ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> None:
+def give_up(call: CollectiveCall, ranks: tuple[int, ...], tag: int, transport: Transport, what: What) -> None:
     """Takes part in a collective on values of unknown shape with nothing to give: it ends for all its ranks by a StepError."""
     if len(ranks) > 1:
         _rows([_MISSING] * (1 + _DIMS), ranks, tag, transport, what)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..artifact.boxes import slices
-from ..artifact.comm_node import Call, Shape, Shard
+from ..artifact.comm_node import CollectiveCall, Shape, Shard
 from ..artifact.dtypes import Array, Bytes, Dtype
 from ..artifact.tensor import Tensor
 from ..errors import RankError
@@ -35,7 +35,13 @@ class Redistribution:
     """One Exchange: `given` and `taken` are the shapes of its input and output on this rank, None where there is none."""
 
     def __init__(
-        self, call: Call, given: Shape | None, taken: Shape | None, dtype: Dtype, transport: Transport, tag: int
+        self,
+        call: CollectiveCall,
+        given: Shape | None,
+        taken: Shape | None,
+        dtype: Dtype,
+        transport: Transport,
+        tag: int,
     ) -> None:
         self.call = call
         self.given = given

@@ -9,6 +9,7 @@ whole to every rank of the list; what a rank then makes of them is the entry's `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..artifact.boxes import slices, whole_size
 from ..artifact.collectives import COLLECTIVES, CollectiveOp
 from ..artifact.dtypes import Array, by_numpy
 from ..artifact.format import COPY, DOMAIN, RANK_CONSTANT, RECV, ROOT, ROW, SEND, SHAPE
+from ..artifact.lookup_ops import LOOKUPS, LookupOp
 from ..artifact.rank_constants import constant_of
 from ..artifact.tensor import Tensor, Value, aligned
 from .message import HEADER, decode, encode, payload_size
@@ -33,7 +35,8 @@ def reference_ops(transport: Transport, groups: Mapping[str, Sequence[int]] | No
     ends = _Ends(transport, groups or {})
     plain = {SEND: ends.send_node, RECV: ends.receive_node, RANK_CONSTANT: ends.constant, COPY: ends.copy}
     ops = [_op(name, run) for name, run in plain.items()]
-    return ops + [_op(op.name, _Collective(ends, op)) for op in COLLECTIVES.values()]
+    ops += [_op(op.name, _Collective(ends, op)) for op in COLLECTIVES.values()]
+    return ops + [_op(op.name, partial(_looked_up, ends, op)) for op in LOOKUPS.values()]
 
 
 def _op(name: str, run: Any) -> type[OpRun]:
@@ -93,8 +96,6 @@ class _Collective:
     def __call__(self, *values: Any, group: str, tag: int, **attributes: Any) -> list[Any]:
         if self.op.boxes:
             return [self._exchange(*values, tag=tag, **attributes)]
-        if self.op.looks_up:
-            return self._looked_up(values, list(self.ends.groups[group]), tag, attributes)
         ranks = list(self.ends.groups[group])
         root = ranks[attributes.get(ROOT, 0)]
         givers = [root] if self.op.root == "gives" else ranks
@@ -113,22 +114,6 @@ class _Collective:
         given = [x if giver == rank else ends.receive(giver, tag) for giver in givers]
         assert self.op.reference is not None
         return self.op.reference(given, ranks.index(rank), attributes)
-
-    def _looked_up(
-        self, values: Sequence[Any], ranks: Sequence[int], tag: int, attributes: Mapping[str, Any]
-    ) -> list[Any]:
-        ends, operands = self.ends, [*values, *[None] * 4][:4]
-        for peer in ranks:
-            for value in operands if peer != ends.rank else ():
-                ends.send(value, peer, tag)
-        given = [
-            tuple(operands) if giver == ends.rank else tuple(ends.receive(giver, tag) for _ in operands)
-            for giver in ranks
-        ]
-        assert self.op.of_rows is not None
-        found = self.op.of_rows(given, ranks.index(ends.rank), {ROW: (), **attributes})
-        none = next(one for one in operands if one is not None)
-        return [none if one is None else one for one in found]  # the evaluator wants results, and gives those no name
 
     def _exchange(
         self,
@@ -176,3 +161,17 @@ def _as_value(value: Any) -> Value:
     dtype = by_numpy(value.dtype) if isinstance(value, np.ndarray | np.generic) else None
     array: Array = np.asarray(value)
     return Tensor.of(array, dtype) if dtype else value
+
+
+def _looked_up(ends: _Ends, op: LookupOp, *values: Any, group: str, tag: int, **attributes: Any) -> list[Any]:
+    """A lookup: every rank of the list tells every other one all that it gives."""
+    ranks, operands = list(ends.groups[group]), [*values, *[None] * 4][:4]
+    for peer in ranks:
+        for value in operands if peer != ends.rank else ():
+            ends.send(value, peer, tag)
+    given = [
+        tuple(operands) if giver == ends.rank else tuple(ends.receive(giver, tag) for _ in operands) for giver in ranks
+    ]
+    found = op.reference(given, ranks.index(ends.rank), {ROW: (), **attributes})
+    none = next(one for one in operands if one is not None)
+    return [none if one is None else one for one in found]  # the evaluator wants results, and gives those no name

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ..artifact.collectives import COLLECTIVES
-from ..artifact.comm_node import result_shape
 from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, Manifest
+from ..artifact.lookup_ops import LOOKUPS
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import CollectivePlan
 from ..communication.exchange import Redistribution
 from ..communication.transport import Transport
 from ..errors import RankError
 from ..program.memory_plan import Lifetime
-from ..program.steps import StartCollective, Step, WaitCollective
+from ..program.steps import LookUp, StartCollective, Step, WaitCollective
 from ..program.value_table import ValueTable
 
 if TYPE_CHECKING:
@@ -41,13 +40,11 @@ def plan_collectives(
     """
     found: dict[int, AnyCollective] = {}
     for step in steps:
+        if isinstance(step, LookUp) and step.call.tag in promises and step.call.op == PULL and step.call.result:
+            shapes[step.call.result] = (*promises[step.call.tag], *step.call.row)
         if not isinstance(step, StartCollective) or step.call.tag not in promises:
             continue
         call, promise = step.call, promises[step.call.tag]
-        if call.kind.looks_up:
-            if call.result and call.op == PULL:
-                shapes[call.result] = result_shape(call, promise, len(step.ranks))
-            continue
         dtype = values.dtype(call.source or call.value)
         try:
             if call.kind.boxes:
@@ -104,7 +101,7 @@ def _waits_alike(program: RankProgram, manifest: Manifest, transport: Transport)
     everyone = tuple(range(transport.size))
     alone = transport.single_host and not manifest.transfers and program.promises.keys() >= set(waited)
     alone = alone and all(manifest.groups[one.group] == [list(everyone)] for one in collectives)
-    alone = alone and not any(COLLECTIVES[one.op].looks_up for one in collectives)  # over when they have begun
+    alone = alone and not any(one.op in LOOKUPS for one in collectives)  # over when they have begun
     places = {tag: place for place, tag in enumerate(waited)}
     row = np.array([places.get(one.tag, -1) for one in collectives], np.int64)
     most = transport.all_reduce_max(np.concatenate([[not alone], row, -row]))

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..program.steps import Collective, Copy, Segment, StartCollective, Step, Update, WaitCollective, WaitRecv
+from ..program.steps import Collective, Copy, LookUp, Segment, Step, Update, WaitCollective, WaitRecv
 from .step_plan import Action, StepPlan
 from .targets.lanes import lanes_of
 
@@ -112,12 +112,12 @@ class Profiler:
 
 def _said(steps: list[tuple[Step, bool]]) -> list[_Said]:
     """What actions are: those of a step, and what is done beside it, a wait for a send or the end of a value."""
-    cells = [step.task if isinstance(step, Segment | Copy | Collective) else "" for step, _ in steps]
+    cells = [step.task if isinstance(step, Segment | Copy | Collective | LookUp) else "" for step, _ in steps]
     at = next(filter(None, cells), "")
     found = []
     for (step, is_step), cell in zip(steps, cells, strict=True):
         at = cell if cell and is_step else at
-        if not is_step or isinstance(step, WaitRecv | WaitCollective) or _looks_up(step):
+        if not is_step or isinstance(step, WaitRecv | WaitCollective | LookUp):
             found.append(_Said(WAIT, at, inside=is_step and bool(cell)))
         elif isinstance(step, Segment | Copy):
             found.append(_Said(COMPUTE, at))
@@ -147,11 +147,6 @@ def overlap(spans: Iterable[Iterable[tuple[float, float]]]) -> float:
         running += turn
         before = at
     return total
-
-
-def _looks_up(step: Step) -> bool:
-    """Whether a step is a Pull or a Push, in which a rank waits for others."""
-    return isinstance(step, StartCollective) and step.call.kind.looks_up
 
 
 def _timed(action: Action, seconds: list[float], starts: list[float], at: int) -> Callable[[], None]:

@@ -24,7 +24,7 @@ from ..communication.transport import Transport
 from ..devices.device_memory import Cell, Remote, move
 from ..errors import RankError, StepError
 from ..job.status_board import IDLE, SLOT, Board
-from ..program.steps import Copy, Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
+from ..program.steps import Copy, LookUp, Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
 from ..program.value_table import Storage
 from .at_large import give_up_at_large
 from .step_plan import StepPlan
@@ -94,11 +94,11 @@ def _failure(schedule: StepPlan, position: int, index: int, error: Exception) ->
     if not (isinstance(error, RankError) and text.startswith("rank ")):
         text = f"rank {rank} failed in {program.explain(index, error)}"
     step = program.steps[index] if schedule.is_step(position) else None
-    refused = isinstance(step, Send | StartCollective) and isinstance(error, StepError)
+    refused = isinstance(step, Send | StartCollective | LookUp) and isinstance(error, StepError)
     refused = refused or (isinstance(step, Send) and isinstance(error, ValueError))
     if isinstance(step, Segment) or refused:
-        # A collective on values of unknown shape fails after its ranks have met.
-        met = isinstance(step, StartCollective) and step.call.tag not in schedule.works
+        # A collective on values of unknown shape fails after its ranks have met, and so does a lookup.
+        met = isinstance(step, StartCollective | LookUp) and step.call.tag not in schedule.works
         return Failure(max(map(_tag, program.steps[: index + met]), default=-1), text)
     if isinstance(error, RankError) and not isinstance(error, StepError):
         raise error
@@ -110,7 +110,7 @@ def _tag(step: Step) -> int:
     match step:
         case Send() | WaitRecv():
             return step.tag
-        case StartCollective() | WaitCollective():
+        case StartCollective() | WaitCollective() | LookUp():
             return step.call.tag
     return -1
 
@@ -138,7 +138,7 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
             work = schedule.works[begin.call.tag]
             if begin.call.source and not isinstance(work, CoalescedCollective):
                 _provide(schedule, begin.call.source, work.gives_shape, again)
-        case StartCollective() as begin:
+        case StartCollective() | LookUp() as begin:
             if not again:
                 give_up_at_large(schedule, begin)
             return

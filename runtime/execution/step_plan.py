@@ -27,9 +27,9 @@ from ..job.status_board import IDLE, SLOT, Board
 from ..program.copy_runs import copy_runs
 from ..program.memory_plan import Lifetime, assign
 from ..program.session_values import check_promise
-from ..program.steps import Copy, PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
+from ..program.steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.value_table import Storage
-from .at_large import begin_at_large
+from .at_large import collect_at_large, look_up
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .memory.freed import Freed, fill, fills_freed
 from .memory.proof import refuse_meeting
@@ -195,6 +195,8 @@ class StepPlan:
                     action = self._post(index, step)
                 case WaitRecv():
                     action = self._receive(step)
+                case LookUp():
+                    action = look_up(self, step)
                 case StartCollective():
                     action = self._begin(index, step)
                     if step.call.leaves:
@@ -301,7 +303,7 @@ class StepPlan:
     def _begin(self, index: int, step: StartCollective) -> Action:
         call, work = step.call, self.works.get(step.call.tag)
         if work is None:
-            return begin_at_large(self, step)
+            return partial(collect_at_large, self, step)
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, CoalescedCollective):

@@ -25,7 +25,7 @@ def beside_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]
                 coming.add(step.tag)
             case WaitRecv():
                 coming.discard(step.tag)
-            case StartCollective() if step.call.tag not in at_once and not step.call.kind.looks_up:
+            case StartCollective() if step.call.tag not in at_once:
                 sent |= step.call.leaves
                 coming.add(step.call.tag)
             case WaitCollective():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..artifact.collectives import COLLECTIVES
 from ..artifact.format import Manifest
+from ..artifact.lookup_ops import LOOKUPS
 
 
 def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
@@ -11,7 +12,7 @@ def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
 
     An Exchange, a Pull or a Push is a message between every two ranks of its lists; the other collectives need no tag of the transport.
     """
-    paired = {op.name for op in COLLECTIVES.values() if op.boxes or op.looks_up}
+    paired = {op.name for op in COLLECTIVES.values() if op.boxes} | LOOKUPS.keys()
     exchanges = [one for one in manifest.collectives if one.op in paired]
     every = [one.tag for one in manifest.transfers] + [one.tag for one in exchanges]
     if all(tag <= largest for tag in every):

@@ -20,9 +20,9 @@ from math import prod
 
 import numpy as np
 
-from ..artifact.comm_node import Call
 from ..artifact.dtypes import BY_NAME, Array, Bytes, Dtype
 from ..artifact.format import ALL_TO_ALL
+from ..artifact.lookup_node import LookupCall
 from ..artifact.tensor import Tensor, aligned
 from ..communication.transport import CollectiveArgs, Request, Transport
 from ..errors import StepError, no_such_row
@@ -71,7 +71,7 @@ class Lookup:
 
     def __init__(
         self,
-        call: Call,
+        call: LookupCall,
         ranks: tuple[int, ...],
         dtype: Dtype,
         transport: Transport,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from .copy_runs import run_ends
 from .memory_plan import Lifetime
-from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
+from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 
 
 @dataclass
@@ -110,9 +110,7 @@ def lifetimes(
 
 def _keeps_size(step: StartCollective) -> bool:
     """Whether the output of a collective is as large as its input, and may begin as its input was."""
-    return step.call.kind.keeps_size or (
-        len(step.ranks) == 1 and not step.call.kind.boxes and not step.call.kind.looks_up
-    )
+    return step.call.kind.keeps_size or (len(step.ranks) == 1 and not step.call.kind.boxes)
 
 
 def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
@@ -132,6 +130,8 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
             yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
         case WaitCollective():
             yield from ((name, index) for name in step.call.made)
+        case LookUp():
+            yield from ((name, index) for name in (*step.call.given, *step.call.made))
 
 
 def _leaving(step: Step) -> str | None:

@@ -13,7 +13,7 @@ from ..artifact.format import CPU
 from ..devices.devices import Devices
 from ..errors import ArtifactError
 from .rank_file import RankFile
-from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update
+from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
 
 _SIZES = ("Shape", "Size")
 """Ops whose results lie on the host, whichever target runs them."""
@@ -76,7 +76,7 @@ def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
             return devices.target(step.target), tuple(step.inputs)
         case Send() | PostRecv():
             return CPU, (step.value,)
-        case StartCollective():
+        case StartCollective() | LookUp():
             return CPU, (*step.call.given, *step.call.made)
     return CPU, ()
 

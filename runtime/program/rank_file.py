@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..artifact.comm_node import Call, contradictions
+from ..artifact.comm_node import AnyCall, CollectiveCall, contradictions
 from ..artifact.dtypes import dense
 from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
+from ..artifact.lookup_node import LookupCall
 from ..artifact.manifest import Artifact
 from ..artifact.microbatches import refuse_left_out
 from ..artifact.onnx_graph import read_for_sizes_alone
 from ..errors import ArtifactError
 from .segmentation import segmented
-from .steps import Copy, PostRecv, Segment, Send, StartCollective, Step, Update
+from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -65,14 +66,20 @@ class RankFile:
         return [value.name for value in self.model.graph.output if value.name not in following]
 
     @cached_property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CollectiveCall]:
         """The collectives in the order in which they begin."""
         return [step.call for step in self.steps if isinstance(step, StartCollective)]
 
     @cached_property
-    def results(self) -> dict[str, Call]:
-        """By value that a collective makes the collective; of one of several values the name of the memory of all."""
-        return {call.result: call for call in self.calls if call.result}
+    def lookups(self) -> list[LookupCall]:
+        """The lookups in their order."""
+        return [step.call for step in self.steps if isinstance(step, LookUp)]
+
+    @cached_property
+    def results(self) -> dict[str, AnyCall]:
+        """By value that a collective or a lookup makes its call; of a collective of several values the name of the memory of all."""
+        calls: list[AnyCall] = [*self.calls, *self.lookups]
+        return {call.result: call for call in calls if call.result}
 
     @cached_property
     def received(self) -> dict[str, Transfer]:
@@ -165,13 +172,13 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
 
 
 def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Collective]:
-    """The record of each collective of this rank, by tag; ArtifactError where the file tells otherwise, or it cannot be run."""
+    """The record of each collective and lookup of this rank, by tag; ArtifactError where the file tells otherwise, or it cannot be run."""
     records = {one.tag: one for one in manifest.collectives}
     groups = manifest.groups_of(rank)
     used: set[int] = set()
     problems = []
     for step in steps:
-        if isinstance(step, StartCollective):
+        if isinstance(step, StartCollective | LookUp):
             tag = step.call.tag
             record = records.get(tag)
             if record is None or not step.ranks or not _same(step, record):
@@ -192,7 +199,7 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     return {tag: records[tag] for tag in used}
 
 
-def _same(step: StartCollective, record: Collective) -> bool:
+def _same(step: StartCollective | LookUp, record: Collective) -> bool:
     call = step.call
     return (record.op, record.group) == (call.op, call.group) and (call.result is None or call.value == record.value)
 

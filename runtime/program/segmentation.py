@@ -18,8 +18,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..artifact.comm_node import Call, read_call
+from ..artifact.comm_node import CollectiveCall, read_call
 from ..artifact.format import DOMAIN, OPTIMIZER, PEER, RECV, SEND, TAG, TASKS
+from ..artifact.lookup_node import LookupCall
 from ..artifact.onnx_graph import is_recomputed, moved_statistics, op_and_path, reads
 from ..artifact.onnx_graph import path_of as path_of
 from ..artifact.optimizer_function import is_elementwise
@@ -33,6 +34,7 @@ from .one_thread import Key, in_one_thread, wants_one_thread
 from .soundness import refuse_unsound
 from .steps import (
     Copy,
+    LookUp,
     PostRecv,
     Segment,
     Send,
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-_Step: TypeAlias = Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Copy
+_Step: TypeAlias = Send | PostRecv | WaitRecv | StartCollective | WaitCollective | LookUp | Copy
 _Cut: TypeAlias = _Step | Update | TaskCall | list[int]
 
 
@@ -210,12 +212,11 @@ class _Part:
             else:
                 call = read_call(node, self.where)
                 ranks = self.groups.get(call.group, ())
-                cutter.give(call.given, StartCollective(call, ranks))
-                finish = WaitCollective(call, ranks)
-                if call.kind.looks_up:  # over when it has begun: what reads rows need not begin a segment
-                    cutter.steps.append(finish)
+                if isinstance(call, LookupCall):
+                    cutter.give(call.given, LookUp(call, ranks))
                 else:
-                    cutter.pending |= dict.fromkeys(call.made, finish)
+                    cutter.give(call.given, StartCollective(call, ranks))
+                    cutter.pending |= dict.fromkeys(call.made, WaitCollective(call, ranks))
         cutter.close()
         cutter.wait(list(cutter.pending))
         return cutter
@@ -224,19 +225,11 @@ class _Part:
 def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
     """The steps of a body as those of a call, by the names and tags of its microbatch."""
     names, k, cell = task.names, task.microbatch, task.cell
-    calls: dict[int, Call] = {}
+    calls: dict[int, CollectiveCall] = {}
 
-    def called(call: Call) -> Call:
+    def called(call: CollectiveCall) -> CollectiveCall:
         if call.tag not in calls:
-            parts = tuple((names[source], names[result]) for source, result in call.parts)
-            ends = [names.get(name, name) if name else None for name in (call.source, call.result)]
-            if parts and call.in_one_buffer:
-                ends = [f"{parts[0][1]} and {len(parts) - 1} more"] * 2
-            path = f"{call.path}, {cell}"
-            one = replace(call, source=ends[0], result=ends[1], parts=parts, tag=call.tag + k, path=path)
-            operand, numbers = (names.get(name, name) if name else None for name in (call.operand, call.numbers))
-            asked = tuple(names.get(name, name) if name else None for name in call.asked)
-            calls[call.tag] = replace(one, operand=operand, numbers=numbers, asked=asked)
+            calls[call.tag] = call.renamed(names, call.tag + k, f"{call.path}, {cell}")
         return calls[call.tag]
 
     def renamed(step: Step) -> Step:
@@ -249,6 +242,10 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
                 return replace(step, source=names[step.source], result=names[step.result], path=path, task=cell)
             case StartCollective() | WaitCollective():
                 return replace(step, call=called(step.call), task=cell)
+            case LookUp():
+                return replace(
+                    step, call=step.call.renamed(names, step.call.tag + k, f"{step.call.path}, {cell}"), task=cell
+                )
             case Send() | PostRecv() | WaitRecv():
                 return replace(step, value=names[step.value], tag=step.tag + k, path=f"{step.path}, {cell}")
             case Update():
@@ -296,7 +293,7 @@ def _segments(steps: Sequence[_Cut], part: _Part, outputs: Iterable[str]) -> lis
                 wanted.add(step.source)
             case Send() | PostRecv() | WaitRecv():
                 wanted.add(step.value)
-            case StartCollective() | WaitCollective():
+            case StartCollective() | WaitCollective() | LookUp():
                 wanted.update((*step.call.given, *step.call.made))
             case TaskCall():
                 wanted.update(step.node.input)

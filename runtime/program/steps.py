@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..artifact.comm_node import Call
+from ..artifact.comm_node import AnyCall, CollectiveCall
+from ..artifact.lookup_node import LookupCall
 from ..artifact.onnx_graph import addends, op_and_path, reads
 
 if TYPE_CHECKING:
@@ -147,13 +148,9 @@ class Collective:
     `task`: the task inside of which it is, as a schedule writes it.
     """
 
-    call: Call
+    call: CollectiveCall
     ranks: tuple[int, ...]
     task: str = ""
-
-    def _text(self) -> str:
-        ranks = f", ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        return f"{self.call.op} of '{self.call.value}' in group '{self.call.group}'{ranks}{_source(self.call.path)}"
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ class StartCollective(Collective):
     """The collective begins: from here on its input is read and its output written."""
 
     def __str__(self) -> str:
-        return f"beginning of {self._text()}"
+        return f"beginning of {_among(self.call, self.ranks)}"
 
 
 @dataclass(frozen=True)
@@ -169,10 +166,27 @@ class WaitCollective(Collective):
     """The collective's output is needed: it must be complete."""
 
     def __str__(self) -> str:
-        return self._text()
+        return _among(self.call, self.ranks)
 
 
-Step: TypeAlias = Segment | Copy | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | Update
+@dataclass(frozen=True)
+class LookUp:
+    """One end of a Pull or a Push, which is over when it has begun; `ranks` and `task` as those of a collective."""
+
+    call: LookupCall
+    ranks: tuple[int, ...]
+    task: str = ""
+
+    def __str__(self) -> str:
+        return _among(self.call, self.ranks)
+
+
+Step: TypeAlias = Segment | Copy | Send | PostRecv | WaitRecv | StartCollective | WaitCollective | LookUp | Update
+
+
+def _among(call: AnyCall, ranks: Sequence[int]) -> str:
+    listed = f", ranks {', '.join(map(str, ranks))}" if ranks else ""
+    return f"{call.op} of '{call.value}' in group '{call.group}'{listed}{_source(call.path)}"
 
 
 def _source(path: str) -> str:

@@ -23,7 +23,7 @@ from ..errors import ArtifactError
 from .flat_buffers import FlatBuffer, flat_places
 from .liveness import LiveRange, live_ranges, merged_ranges
 from .rank_file import RankFile
-from .steps import PostRecv, Send, StartCollective
+from .steps import LookUp, PostRecv, Send, StartCollective
 
 
 class Storage(Enum):
@@ -139,8 +139,8 @@ def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype
 def check_results(file: RankFile, shapes: Collection[str], promises: Collection[int]) -> None:
     """ArtifactError for each collective the shape of whose result must be known and is not."""
     problems = []
-    for call in file.results.values():
-        if call.tag not in promises and not call.kind.dynamic and not call.kind.looks_up:
+    for call in (call for call in file.calls if call.result):
+        if call.tag not in promises and not call.kind.dynamic:
             fact = "the inputs of a step do not tell the shape of what it moves"
             problems.append(f"{file.where}: {call.op} of '{call.value}': {fact}")
         elif call.kind.boxes and call.result not in shapes:
@@ -155,7 +155,9 @@ def types_from_manifest(file: RankFile) -> dict[str, str]:
     types = {name: one.type for name, one in file.received.items()}
     for call in file.calls:
         types |= dict.fromkeys((*filter(None, [call.result]), *call.made), file.collectives[call.tag].type)
-        types |= dict.fromkeys(call.made_numbers, "tensor(int64)")
+    for lookup in file.lookups:
+        types |= {lookup.result: file.collectives[lookup.tag].type} if lookup.result else {}
+        types |= dict.fromkeys(lookup.made_numbers, "tensor(int64)")
     return types | {record.value: record.type for record in file.state}
 
 
@@ -171,7 +173,7 @@ def check_types(file: RankFile, types: Mapping[str, str]) -> None:
     problems = [
         f"{file.where}: the {step}: its input is {found}, the manifest says {file.collectives[step.call.tag].type}"
         for step in file.steps
-        if isinstance(step, StartCollective)
+        if isinstance(step, StartCollective | LookUp)
         if (found := types.get(step.call.typed or ""))
         if found != file.collectives[step.call.tag].type
     ]
@@ -197,7 +199,7 @@ def storage_of(
     return {
         **{name: computed(name, name in shapes) for name in (*file.received, *file.computed)},
         **{name: computed(name, call.tag in promises and call.op != PUSH) for name, call in file.results.items()},
-        **{name: Storage.TENSOR for call in file.calls for name in call.made_numbers},
+        **{name: Storage.TENSOR for call in file.lookups for name in call.made_numbers},
         **dict.fromkeys(flat, Storage.SLOT),
         **dict.fromkeys((name for call in file.calls if call.parts for name in call.made), Storage.SLOT),
         **dict.fromkeys(file.inputs, Storage.INPUT),

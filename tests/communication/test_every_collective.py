@@ -14,7 +14,7 @@ import onnx.parser
 import pytest
 from artifact_text import HEAD, write
 from partc.runtime import RankError, load_local
-from partc.runtime.artifact.comm_node import Call
+from partc.runtime.artifact.comm_node import CollectiveCall
 from partc.runtime.artifact.comm_schemas import register
 from partc.runtime.artifact.dtypes import BY_NAME, Array
 from partc.runtime.artifact.tensor import Tensor
@@ -279,7 +279,7 @@ def test_a_failure_and_a_missing_rank_name_the_collective(tmp_path: Path) -> Non
 
 
 def _alone(transport: LocalTransport) -> None:
-    call = Call("AllReduce", "h", "k", "all", 0, "", "sum")
+    call = CollectiveCall("AllReduce", "all", 0, "", "h", "k", "sum")
     dynamic_collective(
         call,
         (0, 1),

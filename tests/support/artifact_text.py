@@ -19,7 +19,6 @@ import numpy as np
 import onnx
 import onnx.parser
 from onnx import GraphProto, ModelProto, ValueInfoProto, helper, numpy_helper
-from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.dtypes import type_text
 from partc.runtime.artifact.format import (
     DOMAIN,
@@ -39,6 +38,7 @@ from partc.runtime.artifact.format import (
     rank_file,
     weights_file,
 )
+from partc.runtime.artifact.lookup_ops import GROUP_OPS, LOOKUPS
 from partc.runtime.artifact.manifest import sha256
 from partc.runtime.artifact.manifest_file import ManifestFile
 from safetensors.numpy import save_file
@@ -116,7 +116,7 @@ def write(
 def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | None]) -> list[Collective]:
     found: dict[int, Collective] = {}
     made: dict[int, str] = {}
-    for node in (node for model in models for node in model.graph.node if node.op_type in COLLECTIVES and node.output):
+    for node in (node for model in models for node in model.graph.node if node.op_type in GROUP_OPS and node.output):
         tag = next(attribute.i for attribute in node.attribute if attribute.name == "tag")
         if name := node.output[0 if node.op_type == PULL else -1]:
             made.setdefault(tag, name)
@@ -124,10 +124,10 @@ def _collectives(models: Sequence[ModelProto], shapes: Mapping[str, list[Dim] | 
         known = {value.name: value for value in _values(model.graph)}
         for node in model.graph.node:
             said = {attribute.name: attribute for attribute in node.attribute}
-            if node.op_type in COLLECTIVES and node.domain == DOMAIN and any(node.input):
+            if node.op_type in GROUP_OPS and node.domain == DOMAIN and any(node.input):
                 tag, given = said["tag"].i, node.input[0]
                 value = typed = made.get(tag, "")
-                if not COLLECTIVES[node.op_type].looks_up:
+                if node.op_type not in LOOKUPS:
                     typed = given
                 elif not (ids := [*node.input, "", ""][1 if node.op_type == PULL else 2]):
                     continue  # another rank says how many ids it has

@@ -13,9 +13,10 @@ from math import lcm, prod
 
 from onnx import ModelProto
 from partc.runtime.artifact.boxes import slices
-from partc.runtime.artifact.collectives import COLLECTIVES
-from partc.runtime.artifact.comm_node import Call, Shard, contradictions, read_call, result_shape
+from partc.runtime.artifact.comm_node import AnyCall, CollectiveCall, Shard, contradictions, read_call, result_shape
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
+from partc.runtime.artifact.lookup_node import LookupCall
+from partc.runtime.artifact.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.onnx_graph import node_title
 from partc.runtime.checker.across.lookups import lookup_types, wrong_operands
 from partc.runtime.checker.graph.declared import ValueType
@@ -32,7 +33,7 @@ class CallNode:
     Of several values, which travel as one vector, that vector stands for input and output; `parts` are what goes in and what comes out.
     """
 
-    call: Call
+    call: AnyCall
     rank: int
     file: str
     title: str
@@ -42,9 +43,10 @@ class CallNode:
     looked_up: tuple[tuple[str, ValueType | None], ...] = ()
 
     @property
-    def is_even(self) -> bool:
-        """Whether its output follows from its input and the number of ranks."""
-        return not self.call.kind.boxes and not self.call.kind.looks_up
+    def collective(self) -> CollectiveCall:
+        """The call of a collective."""
+        assert isinstance(self.call, CollectiveCall)
+        return self.call
 
     def on(self, rank: int) -> CallNode:
         """The node on another rank of its file."""
@@ -65,7 +67,7 @@ def call_nodes(
     found: list[CallNode] = []
     problems: list[Violation] = []
     for node in model.graph.node:
-        if node.domain == DOMAIN and node.op_type in COLLECTIVES:
+        if node.domain == DOMAIN and node.op_type in GROUP_OPS:
             try:
                 call = read_call(node, file)
             except ArtifactError as error:
@@ -73,12 +75,15 @@ def call_nodes(
                     Violation(file, str(error).splitlines()[0].split(": ", 2)[-1], node_title(node), help=_AGAIN)
                 )
                 continue
+            if isinstance(call, LookupCall):
+                looked_up = lookup_types(call, types)
+                found.append(CallNode(call, rank, file, node_title(node), None, None, looked_up=looked_up))
+                continue
             parts = tuple((types.get(source), types.get(result)) for source, result in call.parts)
             given, made = types.get(call.source or ""), types.get(call.result or "")
             if parts:
                 given, made = _as_one_vector([one for one, _ in parts]), _as_one_vector([one for _, one in parts])
-            looked_up = lookup_types(call, types) if call.kind.looks_up else ()
-            found.append(CallNode(call, rank, file, node_title(node), given, made, parts, looked_up))
+            found.append(CallNode(call, rank, file, node_title(node), given, made, parts))
     return found, problems
 
 
@@ -145,7 +150,7 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
         have, want = (", ".join(f"'{name}'" for name in names) for names in (call.given, record.sources))
         yield node.violation(f"it gives {have}; {MANIFEST} says {want}")
     yield from (node.violation(fact) for fact in contradictions(call, record, ranks, node.rank))
-    if call.kind.looks_up:
+    if isinstance(call, LookupCall):
         yield from (node.violation(fact) for fact in wrong_operands(call, record, node.looked_up, manifest))
         return
     for kind, name, declared in (("input", call.source, node.given), ("output", call.result, node.made)):
@@ -165,7 +170,7 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
         yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
 
 
-def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:
+def _made_of(call: CollectiveCall, given: ValueType, ranks: int) -> ValueType | None:
     """The type of what comes of one of several values, whose shape is a fixed one; None where its shards are not equal."""
     try:
         return given[0], list(result_shape(call, tuple(dim for dim in given[1] or () if isinstance(dim, int)), ranks))
@@ -175,12 +180,15 @@ def _made_of(call: Call, given: ValueType, ranks: int) -> ValueType | None:
 
 def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: int) -> Iterator[Violation]:
     """The declared output must be what the op makes of the input, at all sample sizes."""
-    for sizes in samples(manifest) if record.shape is not None and node.is_even else ():
+    call = node.call
+    if isinstance(call, LookupCall) or call.kind.boxes:
+        return  # its output does not follow from its input and the number of ranks
+    for sizes in samples(manifest) if record.shape is not None else ():
         given = numbers(record.shape or [], manifest, sizes)
         if None in given:
             continue
         try:
-            wanted = result_shape(node.call, tuple(size or 0 for size in given), ranks)
+            wanted = result_shape(call, tuple(size or 0 for size in given), ranks)
         except ValueError as error:
             yield node.violation(f"with {sizes}: {error}" if sizes else str(error))
             return
@@ -188,7 +196,7 @@ def _check_law(manifest: Manifest, node: CallNode, record: Collective, ranks: in
             made = numbers(node.made[1], manifest, sizes)
             if len(made) != len(wanted) or any(one not in (None, two) for one, two in zip(made, wanted, strict=True)):
                 yield node.violation(
-                    f"its output is {_text(node.made[1])}; {node.call.op} of {_text(record.shape)} "
+                    f"its output is {_text(node.made[1])}; {call.op} of {_text(record.shape)} "
                     f"on {ranks} ranks makes {list(wanted)}" + (f" with {sizes}" if sizes else "")
                 )
                 return
@@ -206,22 +214,18 @@ def _check_list(
                 yield Violation(MANIFEST, fact, help=_AGAIN)
         for node in there[1:]:
             first, other = there[0].call, node.call
-            facts = [
-                (one.op, one.reduce, one.axis, one.concat_axis, one.root, one.owners, one.rows, one.row, one.givers)
-                for one in (first, other)
-            ]
-            if facts[0] != facts[1]:
-                what = "op, owners, givers, rows or row" if first.kind.looks_up else "op, reduction, axis or root"
-                yield node.violation(f"it differs from the node of rank {there[0].rank} in {what}")
-            elif first.parts or other.parts:
+            if first.law != other.law:
+                yield node.violation(f"it differs from the node of rank {there[0].rank} in {first.LAW}")
+            elif isinstance(first, CollectiveCall) and (first.parts or node.collective.parts):
                 yield from _check_parts(there[0], node)
         return
-    for node in there:
-        for verb, shards in (("gives a box to", node.call.gives), ("takes a box from", node.call.takes)):
+    nodes = {rank: node for rank, node in nodes.items() if node.call.op == EXCHANGE}
+    for node in (nodes[rank] for rank in ranks if rank in nodes):
+        for verb, shards in (("gives a box to", node.collective.gives), ("takes a box from", node.collective.takes)):
             for peer in dict.fromkeys(shard.peer for shard in shards):
                 if peer in ranks and peer not in nodes:
                     yield node.violation(f"it {verb} rank {peer}, which has no such node")
-        for peer in dict.fromkeys(shard.peer for shard in (*node.call.gives, *node.call.takes)):
+        for peer in dict.fromkeys(shard.peer for shard in (*node.collective.gives, *node.collective.takes)):
             if peer in nodes:
                 yield from _check_pair(manifest, node, nodes[peer])
         yield from _check_cover(node)
@@ -229,9 +233,9 @@ def _check_list(
 
 def _check_cover(node: CallNode) -> Iterator[Violation]:
     """The boxes that a rank takes are all of its output, each element once."""
-    if not node.call.result:
+    if not node.collective.result:
         return
-    boxes = [shard.box for shard in node.call.takes]
+    boxes = [shard.box for shard in node.collective.takes]
     scale = [lcm(*(cut[2] for cut in cuts)) for cuts in zip(*boxes, strict=True)]
     places = [
         [(begin * of // end, to * of // end) for (begin, to, end), of in zip(box, scale, strict=True)] for box in boxes
@@ -240,7 +244,7 @@ def _check_cover(node: CallNode) -> Iterator[Violation]:
     if covered != 1:
         yield node.violation(f"the boxes that it takes are {covered} of its output, not all of it once")
     elif twice := overlapping(places):
-        one, two = (node.call.takes[at] for at in twice)
+        one, two = (node.collective.takes[at] for at in twice)
         fact = f"the boxes that it takes from ranks {one.peer} and {two.peer} overlap, so a part of its output is never written"
         yield node.violation(fact)
 
@@ -276,8 +280,8 @@ def _check_parts(first: CallNode, node: CallNode) -> Iterator[Violation]:
 
 def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterator[Violation]:
     """What one rank gives to another is what that one takes from it, box by box."""
-    gives = [shard for shard in giver.call.gives if shard.peer == taker.rank]
-    takes = [shard for shard in taker.call.takes if shard.peer == giver.rank]
+    gives = [shard for shard in giver.collective.gives if shard.peer == taker.rank]
+    takes = [shard for shard in taker.collective.takes if shard.peer == giver.rank]
     if len(gives) != len(takes):
         yield giver.violation(f"it gives {len(gives)} boxes to rank {taker.rank}, which takes {len(takes)} from it")
         return

@@ -21,9 +21,10 @@ from fractions import Fraction
 from itertools import pairwise
 from math import prod
 
-from partc.runtime.artifact.collectives import COLLECTIVES
-from partc.runtime.artifact.comm_node import Call
-from partc.runtime.artifact.format import Collective, LayoutRecord, Manifest
+from partc.runtime.artifact.comm_node import CollectiveCall
+from partc.runtime.artifact.format import EXCHANGE, Collective, LayoutRecord, Manifest
+from partc.runtime.artifact.lookup_node import LookupCall
+from partc.runtime.artifact.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.ranks import ranks_of
 from partc.runtime.checker.across.collectives import CallNode
 from partc.runtime.checker.across.lookups import check_owners
@@ -60,7 +61,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
         for node in there:
             nodes.setdefault(node.call.tag, {})[rank] = node
     for record in manifest.collectives:
-        if record.given is None or record.made is None or record.op not in COLLECTIVES:
+        if record.given is None or record.made is None or record.op not in GROUP_OPS:
             continue
         try:
             given, made = (layout_of(one, known) for one in (record.given, record.made))
@@ -120,16 +121,16 @@ def _check_list(
     record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: Layout, made: Layout
 ) -> None:
     """Raises ValueError where the ranks of a list do not bring the one layout to the other."""
-    kind = COLLECTIVES[record.op]
-    if kind.boxes:
+    if record.op == EXCHANGE:
         for rank in ranks:
             if rank in nodes:
-                _check_exchange(nodes[rank].call, rank, nodes, given, made)
+                _check_exchange(nodes[rank].collective, rank, nodes, given, made)
         return
     call = nodes[ranks[0]].call
-    if kind.looks_up:
+    if isinstance(call, LookupCall):
         check_owners(record, call, ranks, given, made)
         return
+    kind = call.kind
     if kind.root == "gives":
         root = given.held[ranks[call.root]]
         for rank in ranks:
@@ -155,7 +156,9 @@ def _check_list(
             raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.shard)}")
 
 
-def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[HeldShard], given: Layout, made: Layout) -> None:
+def _check_terms(
+    call: CollectiveCall, ranks: Sequence[int], before: Sequence[HeldShard], given: Layout, made: Layout
+) -> None:
     if (
         len(ranks) > 1
         and given.reductions != {call.reduce}
@@ -174,12 +177,14 @@ def _check_terms(call: Call, ranks: Sequence[int], before: Sequence[HeldShard], 
         raise ValueError(f"ranks {', '.join(map(str, ranks))} reduce shards of different places")
 
 
-def _check_exchange(call: Call, rank: int, nodes: Mapping[int, CallNode], given: Layout, made: Layout) -> None:
+def _check_exchange(
+    call: CollectiveCall, rank: int, nodes: Mapping[int, CallNode], given: Layout, made: Layout
+) -> None:
     """Each box that a rank takes is the region of the value that its peer gives."""
     taken: dict[int, int] = {}
     for shard in call.takes:
         at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
-        gives = [one for one in nodes[shard.peer].call.gives if one.peer == rank]
+        gives = [one for one in nodes[shard.peer].collective.gives if one.peer == rank]
         source, target = given.held[shard.peer], made.held[rank]
         here, there = _inside(target.shard, shard.box), _inside(source.shard, gives[at].box)
         if here != there:

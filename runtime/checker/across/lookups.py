@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from partc.runtime.artifact.comm_node import Call
 from partc.runtime.artifact.format import MANIFEST, PULL, PUSH, Collective, Dim, Manifest, Shape
+from partc.runtime.artifact.lookup_node import LookupCall
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import same_dims
 from partc.runtime.errors import Violation
@@ -28,14 +28,14 @@ _IDS = ("tensor(int32)", "tensor(int64)")
 _WORDS = ("the ids asked of an owner", "the counts", "the places")
 
 
-def lookup_types(call: Call, types: Mapping[str, ValueType]) -> tuple[tuple[str, ValueType | None], ...]:
+def lookup_types(call: LookupCall, types: Mapping[str, ValueType]) -> tuple[tuple[str, ValueType | None], ...]:
     """Of each value of a call what its file declares: ids, the other operand, ids that come out, rows, and the three of an asking."""
-    names = (call.source, call.operand, call.numbers, call.result, *call.asked)
+    names = (call.ids, call.operand, call.numbers, call.result, *call.asked)
     return tuple((name or "", types.get(name or "")) for name in names)
 
 
 def wrong_operands(
-    call: Call, record: Collective, types: Sequence[tuple[str, ValueType | None]], manifest: Manifest
+    call: LookupCall, record: Collective, types: Sequence[tuple[str, ValueType | None]], manifest: Manifest
 ) -> Iterator[str]:
     """What is wrong with the types and shapes of a call's values."""
     ids, operand, numbers, result, *asking = types
@@ -78,14 +78,15 @@ def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) ->
         (rank, name): (node, at)
         for rank, nodes in calls.items()
         for node in nodes
-        if node.call.op == PULL
+        if isinstance(node.call, LookupCall) and node.call.op == PULL
         for at, name in enumerate(node.call.asked)
         if name
     }
     pulls: dict[int, CallNode] = {}
     for rank, nodes in calls.items():
         for node in nodes:
-            for at, name in enumerate(node.call.asked) if node.call.op == PUSH else ():
+            call = node.call
+            for at, name in enumerate(call.asked) if isinstance(call, LookupCall) and call.op == PUSH else ():
                 pull, place = made.get((rank, name or ""), (None, at))
                 if name and (pull is None or place != at):
                     yield node.violation(f"its '{name}' is not {_WORDS[at]} of a Pull")
@@ -99,6 +100,8 @@ def _differs(
 ) -> str:
     """Why rows of a Push do not belong to the ids of a Pull on one rank, or ""; `pulls` are those of the Pushes seen."""
     one, other = push.call, pull.call
+    assert isinstance(one, LookupCall)
+    assert isinstance(other, LookupCall)
     first = pulls.setdefault(one.tag, pull)
     if first.call.tag != other.tag:
         return f"it reads what {pull} asked, and on rank {first.rank} what {first} asked"
@@ -113,7 +116,7 @@ def _differs(
     return "" if shapes[0] == shapes[1] else f"it has ids of the shape {shapes[0]}, and {pull} of {shapes[1]}"
 
 
-def check_owners(record: Collective, call: Call, ranks: Sequence[int], given: Layout, made: Layout) -> None:
+def check_owners(record: Collective, call: LookupCall, ranks: Sequence[int], given: Layout, made: Layout) -> None:
     """Raises ValueError where the ranks of a list do not have the runs of rows that the call says."""
     table, asked = (given, made) if record.op == PULL else (made, given)
     if given.terms > 1 or made.terms > 1:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from onnx import ModelProto, ValueInfoProto
 from partc.runtime.artifact import dim_expression as expression
 from partc.runtime.artifact.cells import marked
-from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.format import (
     DOMAIN,
     MANIFEST,
@@ -25,6 +24,7 @@ from partc.runtime.artifact.format import (
     Port,
     Transfer,
 )
+from partc.runtime.artifact.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.onnx_graph import node_title, path_of, read_for_sizes_alone
 from partc.runtime.artifact.rows import Row
 from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives
@@ -223,7 +223,7 @@ def _events(
     return [
         next(messages) if node.op_type in (SEND, RECV) else next(collectives)
         for node in model.graph.node
-        if node.domain == DOMAIN and node.op_type in (SEND, RECV, *COLLECTIVES)
+        if node.domain == DOMAIN and node.op_type in (SEND, RECV, *GROUP_OPS)
     ]
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from onnx import ModelProto, NodeProto, TensorProto
-from partc.runtime.artifact.comm_node import read_call
+from partc.runtime.artifact.comm_node import CollectiveCall, read_call
 from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
@@ -177,7 +177,7 @@ class _Places:
 
     def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
         call = read_call(node, file.name)
-        if call.parts or record.given is None or record.made is None:
+        if (isinstance(call, CollectiveCall) and call.parts) or record.given is None or record.made is None:
             return
         source = call.typed
         if source and (given := self._begins_of(file, source, layout_of(record.given, self.layouts))):

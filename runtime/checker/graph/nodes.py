@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
-from partc.runtime.artifact.collectives import COLLECTIVES
 from partc.runtime.artifact.format import COPY, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
+from partc.runtime.artifact.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.onnx_graph import all_nodes, graph_bodies, node_title, path_of, short_splits
 from partc.runtime.errors import Violation
 
@@ -133,7 +133,7 @@ def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
 
 
 def _known_ops() -> set[tuple[str, str]]:
-    return _schemas() | {(DOMAIN, op) for op in (SEND, RECV, RANK_CONSTANT, COPY, *COLLECTIVES)}
+    return _schemas() | {(DOMAIN, op) for op in (SEND, RECV, RANK_CONSTANT, COPY, *GROUP_OPS)}
 
 
 @functools.cache

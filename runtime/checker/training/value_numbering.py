@@ -26,17 +26,17 @@ from pathlib import Path
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
-from partc.runtime.artifact.comm_node import Call, read_call
+from partc.runtime.artifact.comm_node import AnyCall, CollectiveCall, read_call
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
     DOMAIN,
-    EXCHANGE,
     PULL,
     RECV,
     SEND,
     TAG,
     Manifest,
 )
+from partc.runtime.artifact.lookup_node import LookupCall
 from partc.runtime.artifact.onnx_graph import reads
 from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.checker.graph.declared import ValueType, declared_types
@@ -83,7 +83,7 @@ class Numbering:
         self.sent: dict[int, int] = {}
         self._expanded: dict[int, int] = {}
         self._items: dict[int, Items] = {}
-        self.given: dict[tuple[int, int], tuple[Call, list[int]]] = {}
+        self.given: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}
         self.groups = {rank: manifest.groups_of(rank) for rank in models}
         self.ops = {rank: _ops(model) for rank, model in models.items()}
         self._texts: dict[int, tuple[bytes, ...]] = {}
@@ -217,12 +217,12 @@ class Numbering:
         call, numbers = read_call(node, ""), self.numbers[rank]
         ranks = self.groups[rank][call.group]
         self.given[call.tag, rank] = call, [numbers[name] for name in call.given]
-        if call.op == EXCHANGE:
+        if isinstance(call, CollectiveCall) and call.kind.boxes:
             return self._visit_exchange(rank, call)
         if any((call.tag, other) not in self.given for other in ranks):
             return False
         given = [self.given[call.tag, other][1] for other in ranks]
-        if call.kind.looks_up:
+        if isinstance(call, LookupCall):
             return self._visit_lookup(rank, call, ranks)
         for place, name in enumerate(call.made):
             if call.kind.root == "gives":
@@ -234,15 +234,16 @@ class Numbering:
             numbers[name] = values[0] if call.op == ALL_REDUCE and len(ranks) == 1 else self._number(*made)
         return True
 
-    def _visit_lookup(self, rank: int, call: Call, ranks: Sequence[int]) -> bool:
+    def _visit_lookup(self, rank: int, call: LookupCall, ranks: Sequence[int]) -> bool:
         """Rows are those that the rank's ids name; what was asked follows from all givers' ids, what an owner gets from what all give."""
-        calls = [self.given[call.tag, other][0] for other in ranks]
+        others = (self.given[call.tag, other][0] for other in ranks)
+        calls = [other for other in others if isinstance(other, LookupCall)]
         known = [self.numbers[other] for other in ranks]
         place, own = ranks.index(rank), self.numbers[rank]
         if call.op == PULL:
             tables = tuple(known[owner][calls[owner].operand or ""] for owner in call.owners)
-            ids = own.get(call.source or "")
-            asked = tuple(known[giver].get(calls[giver].source or "") for giver in call.givers)
+            ids = own.get(call.ids or "")
+            asked = tuple(known[giver].get(calls[giver].ids or "") for giver in call.givers)
             if call.result:
                 own[call.result] = self._number("pull", tables, ids)
             for k, name in enumerate(call.asked):
@@ -255,13 +256,14 @@ class Numbering:
             own[name] = self._number("push", call.owners, call.rows, given, place, k)
         return True
 
-    def _visit_exchange(self, rank: int, call: Call) -> bool:
+    def _visit_exchange(self, rank: int, call: CollectiveCall) -> bool:
         if any((call.tag, shard.peer) not in self.given for shard in call.takes):
             return False
         taken: dict[int, int] = {}
         shards = []
         for shard in call.takes:
             other, values = self.given[call.tag, shard.peer]
+            assert isinstance(other, CollectiveCall)
             gives = [one for one in other.gives if one.peer == rank]
             at = taken[shard.peer] = taken.get(shard.peer, -1) + 1
             shards.append((shard.box, gives[at].box, values[0]))

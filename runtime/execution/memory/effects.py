@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ...program.steps import (
     Collective,
     Copy,
+    LookUp,
     PostRecv,
     Segment,
     Send,
@@ -108,6 +109,8 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
             return _begun(text, step, works)
         case WaitCollective():
             return _finished(text, step, works)
+        case LookUp():
+            return Effects(text, _uses(step.call.given), _uses(step.call.made))
 
 
 def _begun(text: str, step: StartCollective, works: Mapping[int, AnyCollective]) -> Effects:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ...artifact.comm_node import CollectiveCall
 from ...artifact.dtypes import Bytes
 from ...artifact.format import CPU
 from ...artifact.tensor import Tensor
@@ -16,7 +17,7 @@ from ...devices.device_memory import Cell, Remote
 from ...errors import RankError
 from ...job.status_board import IDLE, SLOT, Board
 from ...program.memory_plan import Lifetime
-from ...program.steps import Collective, Copy, PostRecv, Segment, Send, Step, Update, WaitRecv
+from ...program.steps import Collective, Copy, LookUp, PostRecv, Segment, Send, Step, Update, WaitRecv
 from ...program.value_table import Storage
 from ..collective_plans import scratch_name
 from ..memory.roles import Kind, Role
@@ -117,11 +118,11 @@ class Accesses:
             target = self.values.targets.get(step.source, CPU)
         return self.lanes[target]
 
-    def _of_collective(self, lane: int, step: Collective) -> Access:
+    def _of_collective(self, lane: int, step: Collective | LookUp) -> Access:
         call = step.call
-        names = (call.source, call.operand, call.result, call.numbers)
-        known = dict.fromkeys(name for name in (*call.given, *call.made, *names) if name in self.values.storage)
-        made = {*call.made, call.result, call.numbers}
+        ends = (call.source, call.result) if isinstance(call, CollectiveCall) else ()
+        known = dict.fromkeys(name for name in (*call.given, *call.made, *ends) if name in self.values.storage)
+        made = {*call.made, *ends[1:]}
         reads = self._ranges(name for name in known if name not in made)
         keys = [key for side in ("in", "out") if (key := scratch_name(call.tag, side)) in self.scratch]
         packed = [self.scratch[key] for key in keys]
