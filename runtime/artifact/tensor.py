@@ -40,7 +40,8 @@ class Tensor:
         """The bytes of an array of `dtype`, shared where it is contiguous and aligned, else copied once."""
         if dtype.bits < 8:
             return Tensor(dtype, array.shape, _packed(array, dtype.bits))
-        ready = np.require(array, requirements=("C", "A"))
+        flags = array.flags
+        ready = array if flags.c_contiguous and flags.aligned else np.require(array, requirements=("C", "A"))
         return Tensor(dtype, array.shape, ready.reshape(-1).view(np.uint8))
 
     def array(self) -> Array:

@@ -247,8 +247,10 @@ class LocalAgreements:
         self.everyone = tuple(range(world.size))
 
     def begin(self, vector: Vector) -> Callable[[], Vector]:
-        world, rank = self.world, self.rank
-        rendezvous = world.contribute(self.everyone, self.tag, rank, vector.copy())
+        world, rank, own = self.world, self.rank, vector.copy()
+        if world.size == 1:
+            return lambda: own
+        rendezvous = world.contribute(self.everyone, self.tag, rank, own)
         return lambda: _highest(world.collect(rank, rendezvous, lambda: AGREEMENT).values())
 
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import RankError, UsageError
 
@@ -83,12 +83,15 @@ class Turn:
         """Whether a thread has the turn."""
         return self._held.owner == thread
 
-    @contextmanager
-    def taken(self, level: int, what: str, ending: bool = False, local: bool = False) -> Iterator[None]:
+    def taken(self, level: int, what: str, ending: bool = False, local: bool = False) -> AbstractContextManager[None]:
         """The turn, for a call named `what`; UsageError where it may not be made, RankError after the end.
 
         `ending`: it ends all calls, and waits in any case. `local`: it takes one rank alone.
         """
+        return _Taken(self, level, what, ending, local)
+
+    def take(self, level: int, what: str, ending: bool, local: bool) -> None:
+        """Takes the turn, as `taken` says; the caller leaves it, whatever this raises."""
         me, held = threading.get_ident(), self._held
         if self.forked:
             fact = f"{what} in process {os.getpid()}, a fork of process {self._process}, which has loaded the program"
@@ -97,11 +100,7 @@ class Turn:
             if held.lent or level <= held.level:
                 raise self._inside(what)
             self._refuse_ended(ending)
-            before, held.level = held.level, level
-            try:
-                yield
-            finally:
-                held.level = before
+            held.level = level
             return
         if me in self.working:
             raise self._inside(what)
@@ -110,18 +109,27 @@ class Turn:
             raise UsageError(
                 f"{fact}\n  every rank takes part in a call\n  help: call the program that load_local gave"
             )
-        try:  # Ctrl-C may come anywhere, and must not leave the turn with a call that has gone
-            with held.changed:
-                self._await(what, ending)
-                self._refuse_ended(ending)
-                held.owner, held.level, held.doing = me, level, what
-            yield
-        finally:
-            with held.changed:
-                if held.owner == me:
-                    held.owner, held.doing, held.lent = 0, "", ""
-                if not held.owner:
-                    held.changed.notify()  # also where this one was refused after its wait: the next one has not been told
+        with held.changed:
+            self._await(what, ending)
+            self._refuse_ended(ending)
+            held.owner, held.level, held.doing = me, level, what
+
+    @property
+    def level(self) -> int | None:
+        """The level of the call that this thread is in; None where it is in none."""
+        return self._held.level if self._held.owner == threading.get_ident() else None
+
+    def leave(self, level: int | None) -> None:
+        """Goes back to the call of a level that this thread was in; where it was in none, tells the next thread."""
+        me, held = threading.get_ident(), self._held
+        if level is not None:
+            held.level = level
+            return
+        with held.changed:
+            if held.owner == me:
+                held.owner, held.doing, held.lent = 0, "", ""
+            if not held.owner:
+                held.changed.notify()  # also where this one was refused after its wait: the next one has not been told
 
     @contextmanager
     def lent(self, to: str) -> Iterator[None]:
@@ -161,6 +169,27 @@ class Taking(Protocol):
 
     @property
     def turn(self) -> Turn: ...
+
+
+class _Taken:
+    """The block of a call. It is entered in each step, twice, and so no generator."""
+
+    __slots__ = ("before", "of", "turn")
+
+    def __init__(self, turn: Turn, *of: Any) -> None:
+        self.turn, self.of = turn, of
+        self.before: int | None = None
+
+    def __enter__(self) -> None:
+        self.before = self.turn.level
+        try:  # Ctrl-C may come anywhere, and must not leave the turn with a call that has gone
+            self.turn.take(*self.of)
+        except BaseException:
+            self.turn.leave(self.before)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.turn.leave(self.before)
 
 
 Self = TypeVar("Self", bound=Taking)
