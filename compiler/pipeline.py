@@ -15,6 +15,7 @@ from pathlib import Path
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
+from partc.compiler.collection import uncollected
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
@@ -112,12 +113,13 @@ def start(
     *,
     kind: ProgramKind = ProgramKind.STEP,
     strict: bool = False,
-    verify_passes: bool = False,
+    begun: Program | None = None,
 ) -> Program:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
     Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. Of a
-    plan that trains, `kind` says which of its programs is meant: each has a model of its own. `strict` is as `compile_model` says.
+    plan that trains, `kind` says which of its programs is meant: each has a model of its own, and the others are over the tensors of the
+    step's, `begun`. `strict` is as `compile_model` says.
     """
     found = read(source.model, name, configuration)
     declared = source.declared
@@ -131,15 +133,9 @@ def start(
     trains = plan.train is not None
     model = source.model.clone() if trains else source.model
     weights = tuple(trainable_names(source.model)) if trains else ()
-    said = plan
-
-    def other(begun: Program, kind: ProgramKind) -> Program:
-        first = start(source, said, name, configuration, kind=kind)
-        return run_passes(replace(first, begun=begun), verify_passes=verify_passes)
-
     paths = node_paths(model)
     file_names = {path: str(node.meta.get(OWN_NAME) or path) for node, path in paths.items()}
-    first = Program(name, model, plan, declared, paths, file_names, kind, trainable=weights, strict=strict, other=other)
+    first = Program(name, model, plan, declared, paths, file_names, kind, trainable=weights, strict=strict, begun=begun)
     return replace(first, warnings=declared.warnings)
 
 
@@ -152,22 +148,24 @@ def _arriving(source: Source, plan: Plan) -> Dataset:
     return in_order(said, [*own, *labels], len(own))
 
 
+@uncollected()
 def run_passes(
     program: Program,
     after: After | None = None,
     watch: Watch = lambda name: None,
     *,
     verify_passes: bool = False,
+    behind: Pass | None = None,
     through: Pass | None = None,
 ) -> Program:
-    """The program after all passes, or after those to `through`; `after` and `watch` are told of each.
+    """The program after all passes, or after those behind `behind` and to `through`; `after` and `watch` are told of each.
 
     With `verify_passes`, or where the environment asks for it (`verify.py`), each pass's program is verified: InvalidProgram where it
     breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
     """
     verified = verify_passes or is_asked_for()
-    valid: Program | None = None
-    for step in PASSES:
+    valid = program if behind else None
+    for step in PASSES[PASSES.index(behind) + 1 if behind else 0 :]:
         name = step.__name__
         watch(name)
         try:
@@ -185,6 +183,29 @@ def run_passes(
     return program
 
 
+def step_program(
+    source: Source,
+    plan: Plan | None,
+    name: str,
+    configuration: str | None = None,
+    after: After | None = None,
+    watch: Watch = lambda name: None,
+    *,
+    strict: bool = False,
+    verify_passes: bool = False,
+) -> Program:
+    """The program of a step, after all passes; of a plan without `train` the one that there is. Arguments as of `start` and `run_passes`.
+
+    Where microbatches of a training are given numbers of the whole batch, these are made by a program of their own.
+    """
+    program = start(source, plan, name, configuration, strict=strict)
+    program = run_passes(program, after, watch, verify_passes=verify_passes, through=lower)
+    if program.training is not None and program.training.totals:
+        totals = start(source, plan, name, configuration, kind=ProgramKind.TOTALS, begun=program)
+        program = replace(program, totals=run_passes(totals, verify_passes=verify_passes))
+    return run_passes(program, after, watch, verify_passes=verify_passes, behind=lower)
+
+
 def analyse(
     model: Path,
     plan: Path | None,
@@ -194,7 +215,7 @@ def analyse(
     """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
     chosen = read_plan(plan) if plan is not None else None
     with blamed(model):
-        return run_passes(start(load(model, _named_by(chosen)), chosen, model.name, configuration), after)
+        return step_program(load(model, _named_by(chosen)), chosen, model.name, configuration, after)
 
 
 def _named_by(plan: Plan | None) -> Known:
@@ -260,17 +281,18 @@ def _compiled(
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
     watch("start")
-    program = start(
-        source, chosen, model.name, options.configuration, strict=options.strict, verify_passes=options.verify_passes
-    )
-    dumped = keep if options.dump_ir else None
-    program = run_passes(program, dumped, watch, verify_passes=options.verify_passes)
+    dumped, verified = keep if options.dump_ir else None, options.verify_passes
+    said = source, chosen, model.name, options.configuration
+    program = step_program(*said, dumped, watch, strict=options.strict, verify_passes=verified)
     if annotated is not None and any(is_inside(node) for node in program.model.graph):
         fact = "the model has local maps, which ONNX annotations cannot express"
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     if program.training is not None and plan is not None:
         program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
-    inner = _inner(program, watch)
+    inner = []
+    if program.training is not None:
+        watch(ProgramKind.EVALUATION.name.lower())
+        inner = [_evaluation(*said, program, verified)]
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
     report = _written(program, inner, source, out, sources, texts, options.check, watch)
     if annotated is not None:
@@ -280,20 +302,21 @@ def _compiled(
 
 def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "model") -> Report:
     """As `compile_model`, of a model and a plan in memory."""
-    program = run_passes(start(source, plan, name))
+    program = step_program(source, plan, name)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    inner = _inner(program)
+    inner = [_evaluation(source, plan, name, None, program, False)] if program.training is not None else []
     return _written(program, inner, source, out, {"model": record, "plan": None})
 
 
-def _inner(program: Program, watch: Watch = lambda name: None) -> list[Program]:
-    """The other programs of a plan that trains, over the same parameters; `program` is the step's."""
-    if program.training is None or program.other is None:
-        return []
-    watch(ProgramKind.EVALUATION.name.lower())
-    return [program.other(program, ProgramKind.EVALUATION)]
+def _evaluation(
+    source: Source, plan: Plan | None, name: str, configuration: str | None, step: Program, verify_passes: bool
+) -> Program:
+    """The program of an evaluation beside the one of the step, over the same parameters."""
+    first = start(source, plan, name, configuration, kind=ProgramKind.EVALUATION, begun=step)
+    return run_passes(first, verify_passes=verify_passes)
 
 
+@uncollected()
 def _written(
     program: Program,
     inner: list[Program],

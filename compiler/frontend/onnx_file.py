@@ -16,6 +16,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
+from partc.compiler.collection import uncollected
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.functions import extent_of, inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
@@ -59,6 +60,7 @@ def not_read(path: Path, error: OSError) -> Problem:
     return Problem(str(path), fact, help="pass the path of a model.py or a .onnx file")
 
 
+@uncollected()
 def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
     """As `load_onnx`, of a proto in memory; `path` names it in errors and its folder holds its external data."""
     where = path.name

@@ -9,7 +9,7 @@ edit its model. Decisions are bound to the graph's objects, not to names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -188,8 +188,8 @@ class Program:
     """What every copy of a value is called on the ranks of its group, for those who look inside."""
     warnings: tuple[str, ...] = ()
     begun: Program | None = None
-    other: Callable[[Program, ProgramKind], Program] | None = None
-    """Compiles another program of a plan that trains, over the tensors of the one that is given."""
+    totals: Program | None = None
+    """Of a step in microbatches the program that makes what they are given of the whole batch, where there is such."""
     microbatched: Microbatched | None = None
     """What a microbatch is, of a program that runs by microbatches without training."""
     schedule: Schedule | None = None

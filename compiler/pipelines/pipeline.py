@@ -38,8 +38,7 @@ def pipeline(program: Program) -> Program:
         return program
     if rules.microbatches == 1 and not rules.recompute:
         return program
-    totals = program.other(program, ProgramKind.TOTALS) if training and training.totals and program.other else None
-    units = _units(program, totals)
+    units = _units(program, program.totals)
     stages = node_stages(program)
     labels = labelled(units, stages)
     shape = _stages(stages, labels)
@@ -59,7 +58,7 @@ def pipeline(program: Program) -> Program:
         )
     schedule = schedule.split_alike()
     split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
-    made = rows_of(program, units, labels, stages, _order(schedule, costs), rules.microbatches, totals)
+    made = rows_of(program, units, labels, stages, _order(schedule, costs), rules.microbatches, program.totals)
     return replace(made, schedule=schedule, costs=costs)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
-from partc.compiler.pipeline import run_passes, start
+from partc.compiler.pipeline import step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.runtime.artifact.format import CPU
@@ -24,7 +24,7 @@ def with_targets(source: Source, text: str, file: Path, name: str, device: Devic
 
     def compiled(some: ProposedTargets) -> Program:
         plan = parse_plan(_edited(text, some), str(file))
-        return run_passes(start(dataclasses.replace(source, model=source.model.clone()), plan, name))
+        return step_program(dataclasses.replace(source, model=source.model.clone()), plan, name)
 
     return _edited(text, propose_targets(compiled, device, name)[0])
 

@@ -19,9 +19,10 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
-from partc.compiler.pipeline import run_passes, start
+from partc.compiler.pipeline import run_passes, start, step_program
 from partc.compiler.plan.matching import matched_nodes
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
@@ -105,7 +106,7 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
 
         bare = text([])
         try:
-            done = run_passes(_started(source, bare, name))
+            done = step_program(*_given(source, bare, name))
         except CompileError as error:
             if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                 raise
@@ -117,30 +118,30 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
             return text(_head(degrees, done, cut, stages, missing)), missing
 
         def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Program:
-            return run_passes(_started(source, text([], some), name))
+            return step_program(*_given(source, text([], some), name))
 
         targets, done = propose_targets(compiled, device, name)
         return text(_head(degrees, done, cut, stages, missing, "targets"), targets), missing
     raise CompileError(Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks"))
 
 
-def _started(source: Source, text: str, name: str) -> Program:
-    """The program before any pass by the text of a plan; passes may rewrite its model, so it is one of its own."""
-    return start(dataclasses.replace(source, model=source.model.clone()), parse_plan(text, _FILE), name)
+def _given(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
+    """What a compile begins with, by the text of a plan; passes may rewrite the model, so it is one of its own."""
+    return dataclasses.replace(source, model=source.model.clone()), parse_plan(text, _FILE), name
 
 
 def _shaped(source: Source, text: str, name: str) -> Program:
     """The program with shapes, by the text of a plan."""
-    return run_passes(_started(source, text, name), through=shapes)
+    return run_passes(start(*_given(source, text, name)), through=shapes)
 
 
 def _taken_apart(source: Source, frame: str, name: str) -> Program:
     """The program in the form that is cut: detours taken out, and packed weights taken apart, so that each part is linked by itself."""
     text = f'{frame}sharding: {{"**": colwise}}\n'
     try:
-        return run_passes(_started(source, text, name), through=unpack)
+        return run_passes(start(*_given(source, text, name)), through=unpack)
     except CompileError:
-        return run_passes(_started(source, text, name), through=straighten)
+        return run_passes(start(*_given(source, text, name)), through=straighten)
 
 
 def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:

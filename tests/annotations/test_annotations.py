@@ -25,7 +25,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
-from partc.compiler.pipeline import compile_model, run_passes, start
+from partc.compiler.pipeline import compile_model, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from sharded_models import BLOCK_STYLES, block, mlp, with_weights
@@ -50,7 +50,7 @@ def compiled(
     proto: onnx.ModelProto, plan: str | None, name: str = "m.onnx", configuration: str | None = None
 ) -> Program:
     chosen = parse_plan(plan, "plan.yaml") if plan is not None else None
-    return run_passes(start(Source(from_proto(proto, Path(name))), chosen, name, configuration))
+    return step_program(Source(from_proto(proto, Path(name))), chosen, name, configuration)
 
 
 def written(program: Program) -> onnx.ModelProto:

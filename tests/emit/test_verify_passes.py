@@ -29,7 +29,7 @@ train:
 @pytest.fixture(scope="module")
 def valid() -> Program:
     source = Source(from_proto(block(), Path("model.onnx")))
-    return pipeline.run_passes(pipeline.start(source, parse_plan(PLAN, "plan.yaml"), "model"))
+    return pipeline.step_program(source, parse_plan(PLAN, "plan.yaml"), "model")
 
 
 def first(program: Program) -> ir.Node:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from batch_in_parts import LOSSES, close, train, trained
 from partc.compiler.errors import CompileError
-from partc.compiler.pipeline import run_passes, start
+from partc.compiler.pipeline import run_passes, start, step_program
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
 from training_equivalence import from_text
@@ -129,7 +129,7 @@ def test_named_stages_learn_alike(plan: str, rows: str, whole: Any, tmp_path: Pa
 )  # fmt: skip
 def test_what_cannot_be_a_stage_is_refused(plan: str, words: str) -> None:
     with pytest.raises(CompileError) as error:
-        run_passes(start(from_text(NET, WEIGHTS), parse_plan(plan + TRAIN, "plan.yaml"), "m"))
+        step_program(from_text(NET, WEIGHTS), parse_plan(plan + TRAIN, "plan.yaml"), "m")
     assert words in str(error.value)
     assert "plan.yaml:" in str(error.value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from partc.compiler.pipeline import run_passes, start
+from partc.compiler.pipeline import step_program
 from partc.compiler.plan.read import parse_plan
 from training_equivalence import from_text
 
@@ -33,6 +33,6 @@ m (float[4, 6] x) => (float[4, 5] y)
 def test_a_line_that_decides_nothing_is_told(plan: str, told: list[str]) -> None:
     source = from_text(NET, {"w": (6, 8), "v": (8, 5)})
     parsed = parse_plan(f"ranks: 2\n{plan}\n", "plan.yaml")
-    found = [one for one in run_passes(start(source, parsed, "m")).warnings if "decides nothing" in one]
+    found = [one for one in step_program(source, parsed, "m").warnings if "decides nothing" in one]
     assert len(found) == len(told)
     assert all(words in one for words, one in zip(told, found, strict=True))

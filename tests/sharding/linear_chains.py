@@ -47,7 +47,7 @@ def parallel_block(biases: bool = True) -> onnx.ModelProto:
 def passes(proto: onnx.ModelProto, plan: str) -> Program:
     """The program after all passes."""
     source = Source(from_proto(proto, Path("model.onnx")))
-    return pipeline.run_passes(pipeline.start(source, parse_plan(plan, "plan.yaml"), "model"))
+    return pipeline.step_program(source, parse_plan(plan, "plan.yaml"), "model")
 
 
 @contextmanager

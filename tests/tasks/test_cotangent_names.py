@@ -10,7 +10,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, TaskCall, made_names
-from partc.compiler.pipeline import run_passes, start
+from partc.compiler.pipeline import step_program
 from partc.compiler.plan.read import parse_plan
 from sharded_models import with_weights
 
@@ -36,7 +36,7 @@ def compiled(nodes: tuple[str, ...], plan: str) -> Program:
         node.input[:] = [name.replace("_dot_", ".") for name in node.input]
         node.output[:] = [name.replace("_dot_", ".") for name in node.output]
     source = Source(from_proto(proto, Path("model.onnx")))
-    return run_passes(start(source, parse_plan(plan if "train:" in plan else plan + TRAIN, "plan.yaml"), "model"))
+    return step_program(source, parse_plan(plan if "train:" in plan else plan + TRAIN, "plan.yaml"), "model")
 
 
 def cotangents(program: Program, rank: int = 0) -> list[str]:

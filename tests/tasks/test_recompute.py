@@ -13,7 +13,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, TaskKind, made_names, read_names
-from partc.compiler.pipeline import compile_source, run_passes, start
+from partc.compiler.pipeline import compile_source, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
@@ -50,7 +50,7 @@ def pipeline(count: int, recompute: str = "", more: str = "") -> str:
 def compiled(plan: str, source: Source | None = None, loss: str = LOSSES["mean"]) -> Program:
     """The program of a plan, with the loss and plain gradient descent."""
     given = source or from_text(LAYERS, WEIGHTS)
-    return run_passes(start(given, parse_plan(plan + train(loss, 1), "plan.yaml"), "model"))
+    return step_program(given, parse_plan(plan + train(loss, 1), "plan.yaml"), "model")
 
 
 def kept(program: Program) -> list[str]:
@@ -220,7 +220,7 @@ def test_a_pattern_without_effect_is_told() -> None:
     frozen = ONE + train(
         LOSSES["mean"], 1, more="  parameters: {w: {frozen: true}, gain: {frozen: true}, u: {frozen: true}}\n"
     )
-    program = run_passes(
-        start(from_text(LAYERS, WEIGHTS), parse_plan(frozen + pipeline(1, "'one_*'"), "plan.yaml"), "model")
+    program = step_program(
+        from_text(LAYERS, WEIGHTS), parse_plan(frozen + pipeline(1, "'one_*'"), "plan.yaml"), "model"
     )
     assert program.warnings == ("plan.yaml:7: recompute 'one_*' changes nothing: no gradient passes through its nodes",)

@@ -10,7 +10,7 @@ from batch_in_parts import LOSSES, train
 from partc.compiler.analysis.operations import BYTE, multiply_adds, work
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
-from partc.compiler.pipeline import compile_source, run_passes, start
+from partc.compiler.pipeline import compile_source, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.schedule.costs import unit_costs
 from partc.compiler.schedule.memory import parse_limit, peaks
@@ -35,7 +35,7 @@ STATE = 4 * (64 * 256 + 256 * 1024 + 1024 * 5)
 def analysed(pipeline: str, ranks: int = 3, head: str = "symbols: {batch: {divisor: 32, max: 1024}}\n") -> Program:
     """The program of a step."""
     text = f"ranks: {ranks}\n{head}pipeline: {{microbatches: 8, {pipeline}}}\n" + train(LOSSES["squares"], 1)
-    return run_passes(start(from_text(NET, WEIGHTS), parse_plan(text, "plan.yaml"), "m"))
+    return step_program(from_text(NET, WEIGHTS), parse_plan(text, "plan.yaml"), "m")
 
 
 THREE = "stages: ['up, bend', 'second, curve', down]"

@@ -15,7 +15,7 @@ from partc.cli.commands.compile import command
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto, load_onnx
 from partc.compiler.frontend.source import Source
-from partc.compiler.pipeline import run_passes, start
+from partc.compiler.pipeline import run_passes, start, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.add_training import add_training
 from partc.compiler.training.trainable import trainable_names
@@ -264,7 +264,7 @@ def test_weights_beside_a_file_are_not_read_whole(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         source = Source(load_onnx(tmp_path / "model.onnx"))
-        program = run_passes(start(source, parse_plan(TWO + TRAIN, "plan.yaml"), "model.onnx"))
+        program = step_program(source, parse_plan(TWO + TRAIN, "plan.yaml"), "model.onnx")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

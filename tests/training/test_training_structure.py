@@ -11,7 +11,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, Event
-from partc.compiler.pipeline import run_passes, start
+from partc.compiler.pipeline import step_program
 from partc.compiler.plan.read import parse_plan
 from sharded_models import BLOCK_STYLES, block, mlp, with_weights
 
@@ -22,7 +22,7 @@ TRAIN = """train:
 
 
 def compiled(proto: onnx.ModelProto, plan: str) -> Program:
-    return run_passes(start(Source(from_proto(proto, Path("model.onnx"))), parse_plan(plan, "plan.yaml"), "model"))
+    return step_program(Source(from_proto(proto, Path("model.onnx"))), parse_plan(plan, "plan.yaml"), "model")
 
 
 def is_backward(event: Event) -> bool:
