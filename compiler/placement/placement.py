@@ -97,7 +97,7 @@ def _check_order(program: Program, named: dict[ir.Node, int]) -> None:
 
 def _by_module(program: Program, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
     """The nodes that a line places with a module around them, rather than by a name of their own; none that read a large weight."""
-    found, matching = set[ir.Node](), dict[str, set[str]]()
+    found, matching, modules = set[ir.Node](), dict[str, set[str]](), modules_of(program.paths.values())
     for rules in given:
         for node, rule in rules.items():
             path = program.paths[node]
@@ -105,7 +105,7 @@ def _by_module(program: Program, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
                 continue
             if rule.pattern not in matching:
                 matches = compile_pattern(rule.pattern).matches
-                matching[rule.pattern] = {module for module in modules_of(program.paths.values()) if matches(module)}
+                matching[rule.pattern] = {module for module in modules if matches(module)}
             if path.rpartition(".")[0] in matching[rule.pattern]:
                 found.add(node)
     return found
