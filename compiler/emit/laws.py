@@ -18,6 +18,10 @@ def with_laws(programs: Sequence[Program]) -> list[Program]:
     """The programs of an artifact, the main one first, as its files have them."""
     found: list[Program] = []
     for program in programs:
+        weights = {held.version.value for part, _ in program.alike for held in part.weights}
+        if not any(law_of(value) is not None for value in weights):
+            found.append(program)
+            continue
         main = found[0].parts if found else None
         cache: dict[tuple[object, ...], RankProgram] = {}
         found.append(
