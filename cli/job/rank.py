@@ -23,7 +23,7 @@ from partc.cli.job.profile import refuse_profile, write_profile
 from partc.cli.output import console
 from partc.cli.output.failures import INTERRUPTED, described
 from partc.cli.output.step_times import timing
-from partc.cli.output.targets import counted, line
+from partc.cli.output.targets import counted, line, mpi_memory
 from partc.runtime.communication.leaving import said
 from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
 from partc.runtime.files.replace import refuse_other
@@ -253,15 +253,6 @@ def finish(
     if counts:
         console.echo(line(counts, mpi_memory()))
     sys.stdout.flush()
-
-
-def mpi_memory() -> str:
-    """The kinds of memory of which MPI, where it has begun, says that it takes operands from there."""
-    if "mpi4py.MPI" not in sys.modules:
-        return ""
-    from partc.runtime.communication.mpi_calls import memory_kinds
-
-    return memory_kinds()
 
 
 def _report(job: Job, rank: int, error: Exception) -> None:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Literal
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.outputs import hand_over
 from partc.cli.job.profile import write_profile
-from partc.cli.job.rank import mpi_memory
 from partc.cli.job.settings import Settings
 from partc.cli.output import lookups
 from partc.cli.output.progress import TrainingBar
-from partc.cli.output.targets import counted, line
+from partc.cli.output.targets import counted, line, mpi_memory
 from partc.cli.output.training_log import TrainingLog, Watch, watch_through_file
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.metric_formula import told

@@ -6,6 +6,7 @@ targets: in a step 6 copies to cpu (1.17 KiB), 4 to cuda (400 B), 2 switches on 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def counted(ranks: Sequence[str]) -> dict[str, Any]:
 
 
 def line(counts: dict[str, Any], memory: str = "") -> str:
-    """The same as a line; `memory`: the kinds of memory of which MPI says that it takes operands from there."""
+    """The same as a line; `memory`: what `mpi_memory` says."""
     to = [
         f"{count(round(one['copies']), 'copy', 'copies') if not k else round(one['copies'])} to {target} ({size_text(round(one['bytes']))})"
         for k, (target, one) in enumerate(counts["to"].items())
@@ -40,3 +41,12 @@ def line(counts: dict[str, Any], memory: str = "") -> str:
         said = f"MPI speaks of {memory}" if memory else "MPI says nothing of other memory"
         text += f"; cuda is {', '.join(counts['devices'])}; operands of MPI lie on the host ({said})"
     return text
+
+
+def mpi_memory() -> str:
+    """The kinds of memory of which MPI, where it has begun, says that it takes operands from there."""
+    if "mpi4py.MPI" not in sys.modules:
+        return ""
+    from partc.runtime.communication.mpi_calls import memory_kinds
+
+    return memory_kinds()
