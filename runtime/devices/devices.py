@@ -121,27 +121,3 @@ def gpus() -> int:
     if seen is not None:
         return sum(bool(one.strip()) for one in seen.split(","))
     return sum(one.name[6:].isdecimal() for one in Path("/dev").glob("nvidia*"))
-
-
-def refuse_missing(devices: Devices, used: Sequence[str], where: str) -> None:
-    """UsageError where a program has targets whose device this machine has not, or onnxruntime cannot use."""
-    for target in used:
-        device = devices.of(target)
-        if device.is_host or not (why := _missing(device)):
-            continue
-        raise UsageError(
-            f"{where}: there is no device for the target {CUDA}: {device}: {why}\n"
-            f"  help: --device cuda=cpu runs the same program on the CPU; a GPU needs onnxruntime-gpu, CUDA and cuDNN"
-        )
-
-
-def _missing(device: Device) -> str:
-    """Why memory cannot be had on a device; empty where it can."""
-    from .device_memory import allocate
-
-    try:
-        allocate(device, 1)
-    except Exception as error:
-        text = " ".join(str(error).split())
-        return text.rpartition("GetProviderInfo_CUDA() ")[2] or type(error).__name__
-    return ""

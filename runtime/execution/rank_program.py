@@ -19,7 +19,8 @@ from ..artifact.manifest import Artifact, open_artifact
 from ..artifact.onnx_graph import read_model
 from ..artifact.tensor import Tensor, Value, aligned
 from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
-from ..devices.devices import Devices, refuse_missing
+from ..devices.devices import Devices
+from ..devices.missing import refuse_missing
 from ..errors import ArtifactError
 from ..lookups.lookup import Lookup, Memory
 from ..program.copy_runs import copied_buffers
