@@ -25,7 +25,8 @@ from partc.compiler.frontend import load
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Known, Source
 from partc.compiler.ir.graph import OWN_NAME, is_inside
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.pipelines.pipeline import pipeline
 from partc.compiler.placement.placement import place

@@ -23,7 +23,8 @@ from partc.runtime.artifact.onnx_graph import path_of
 from partc.runtime.artifact.targets import target_made_on, target_of
 
 if TYPE_CHECKING:
-    from partc.compiler.ir.program import Program, ShardedValue
+    from partc.compiler.ir.program import Program
+    from partc.compiler.ir.sharded import ShardedValue
 
 Arrays: TypeAlias = dict[str, Array]
 

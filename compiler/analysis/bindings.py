@@ -12,7 +12,8 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.input_dims import identifier
-from partc.compiler.ir.program import Program, SymbolInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import SymbolInfo
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
 

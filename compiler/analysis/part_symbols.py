@@ -13,7 +13,9 @@ import onnx_ir as ir
 from partc.compiler.analysis.records import batch_symbols, records_of
 from partc.compiler.dims.facts import ANY_DIM, Facts
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program, ProgramKind, SymbolInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ir.value_info import SymbolInfo
 from partc.compiler.plan.training.rules import TrainRules
 
 

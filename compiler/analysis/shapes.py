@@ -16,7 +16,8 @@ from partc.compiler.analysis.infer_shapes import infer_shapes, type_text
 from partc.compiler.analysis.operand_types import refuse_other_integers
 from partc.compiler.analysis.part_symbols import part_symbols
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program, Shape, ValueInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import Shape, ValueInfo
 
 
 def shapes(program: Program) -> Program:

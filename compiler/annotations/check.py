@@ -20,7 +20,9 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import annotation_keys as keys
-from partc.compiler.ir.program import Group, Program, SymbolInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.value_info import SymbolInfo
 from partc.compiler.layout.layout import Mesh
 from partc.compiler.plan.pattern import nearest
 

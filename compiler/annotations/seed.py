@@ -16,7 +16,8 @@ from partc.compiler.annotations.spread import Spread, any_layout, layout_on, mes
 from partc.compiler.errors import Problem
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.rule import WHOLE, Rule

@@ -14,7 +14,8 @@ from functools import lru_cache
 
 import onnx_ir as ir
 from partc.compiler.annotations.spread import Spread, fused_shards
-from partc.compiler.ir.program import Group, Shape
+from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.value_info import Shape
 
 _EQUAL = "the shards of a tensor are equal"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Group
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh, primes
 
 

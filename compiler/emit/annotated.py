@@ -19,7 +19,8 @@ from partc.compiler.emit.whole import save_unsharded
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.frontend.functions import CALLS
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.plan.matching import output_ranks

@@ -13,8 +13,9 @@ import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.program import Array, Program, Shape
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, RankConstant, RankProgram, TaskBody
+from partc.compiler.ir.value_info import Array, Shape
 
 
 class HelperTypes:

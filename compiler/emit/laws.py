@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from partc.compiler.ir.drawn import law_of
-from partc.compiler.ir.program import Program, ShardedValue
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import LocalTensor, RankProgram, StateTensor
+from partc.compiler.ir.sharded import ShardedValue
 
 
 def with_laws(programs: Sequence[Program]) -> list[Program]:

@@ -9,9 +9,13 @@ from itertools import pairwise
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.looked_up import looked_up
-from partc.compiler.ir.program import PART, Group, PackedBox, Program, ProgramKind, Shape, ShardedValue
+from partc.compiler.ir.packed import PART, PackedBox
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, CopyOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.sized import sized_inputs
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import Layout
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt

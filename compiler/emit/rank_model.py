@@ -13,7 +13,8 @@ import onnx_ir as ir
 from partc.compiler.emit.choice_text import cut_text
 from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.weights import Location, Stored, is_inline, shard_of, shard_text, stored
-from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,

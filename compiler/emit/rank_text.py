@@ -12,7 +12,8 @@ from partc.compiler.emit.node_text import node_text
 from partc.compiler.emit.shard_text import part_of
 from partc.compiler.emit.value_text import value_text
 from partc.compiler.ir.drawn import law_of
-from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,

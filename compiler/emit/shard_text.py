@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.layout.layout import Layout
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import Shape
 
 
 def value_text(program: Program, value: ir.Value, shape: Shape | None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Group
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh, layout_of
 from partc.compiler.layout.mesh import on_common_mesh
 

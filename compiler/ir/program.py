@@ -8,141 +8,30 @@ edit its model. Decisions are bound to the graph's objects, not to names.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.ir.graph import Reads, bodies, captured_by, reads_of
+from partc.compiler.ir.sharded import Group, Placed, ShardedValue
+from partc.compiler.ir.training import ProgramKind, Training
+from partc.compiler.ir.value_info import SymbolInfo, ValueInfo
 
 if TYPE_CHECKING:
     from partc.compiler.annotations.check import Followed
-    from partc.compiler.dims.facts import Facts
     from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
     from partc.compiler.ir.declared import Declared
     from partc.compiler.ir.microbatched import Microbatched
     from partc.compiler.ir.rank_program import Event, RankProgram
-    from partc.compiler.ir.training import Training
     from partc.compiler.layout.layout import Layout
     from partc.compiler.plan.rules import Plan
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
     from partc.compiler.tasks.local_view import LocalView
 
-Dim = int | str
-Shape = tuple[Dim, ...]
-Array = npt.NDArray[Any]
-Group = tuple[int, ...]
-"""Ranks in order that share values; a group of one is a rank."""
-
-
-class ProgramKind(Enum):
-    """What a program does of a training; its name in the artifact."""
-
-    STEP = ""
-    """A whole step, with the update."""
-    EVALUATION = "evaluate"
-    """The loss and the metrics alone."""
-    TOTALS = "totals"
-    """What microbatches are given of the whole batch; it becomes part of the step."""
-
-    @property
-    def backward(self) -> bool:
-        """Whether gradients are computed."""
-        return self is ProgramKind.STEP
-
-
-@dataclass(frozen=True)
-class SymbolInfo:
-    """A dynamic dim of the inputs: what is promised of it, and where (`plan.yaml:3`, or the input that names it).
-
-    `parts`: of how many equal parts the facts speak of one; `whole` are then those of all of them.
-    """
-
-    facts: Facts
-    where: str
-    unique: bool = False
-    parts: int = 1
-    whole: Facts | None = None
-
-
-@dataclass(frozen=True)
-class ValueInfo:
-    """What is known of a value: its type as onnxruntime writes it, and its global shape; None where only a run tells."""
-
-    type: str
-    shape: Shape | None
-    item_bytes: int | None
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.type.startswith("tensor(")
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where a node runs, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: wherever it is read, as constants do."""
-
-    groups: tuple[Group, ...]
-    rule: str
-    follows: bool = False
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks that run the node."""
-        return _members(self.groups)
-
-
-@functools.lru_cache(maxsize=1024)
-def _members(groups: tuple[Group, ...]) -> Group:
-    return tuple(dict.fromkeys(rank for group in groups for rank in group))
-
-
-@dataclass(frozen=True)
-class ShardedValue:
-    """One version of a value: its layout on a group."""
-
-    value: ir.Value
-    group: Group
-    layout: Layout
-
-    def __hash__(self) -> int:
-        """Of the first rank and the number only: a group may have hundreds, and one that is looked up is nearly always the same object."""
-        return hash((self.value, self.group[0], len(self.group), self.layout.cuts))
-
-    @property
-    def holders(self) -> tuple[tuple[int, Group], ...]:
-        """Of each shard the place of the first rank that holds it, and all ranks that do."""
-        return _holders(self.group, self.layout)
-
-
-@functools.lru_cache(maxsize=1024)
-def _holders(group: Group, layout: Layout) -> tuple[tuple[int, Group], ...]:
-    """Computed once for all values with this layout: there may be thousands of ranks."""
-    return tuple((held[0], tuple(group[index] for index in held)) for held in layout.holders.values())
-
-
-@dataclass(frozen=True)
-class PackedBox:
-    """Where a weight lies in a packed one: the name and shape of that, and per dim begin and end."""
-
-    tensor: str
-    shape: tuple[int, ...]
-    box: tuple[tuple[int, int], ...]
-
-    def within(self, dim: int, begin: int, size: int) -> PackedBox:
-        """The box of a slice of this part: `size` elements of `dim` from `begin`."""
-        start = self.box[dim][0] + begin
-        return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
-
-
 _OF_THE_MODEL = ("parameter", "statistics")
-PART = "partc.part_of"
-"""Key of `ir.Value.meta`: the `PackedBox` of a weight that is part of a packed one."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.ir.graph import captured_by
-from partc.compiler.ir.program import Array, Group, Shape, ShardedValue
+from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.value_info import Array, Shape
 from partc.runtime.artifact.format import Law
 
 if TYPE_CHECKING:

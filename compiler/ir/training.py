@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import onnx_ir as ir
 from partc.compiler.ir.graph import Operands
-from partc.compiler.ir.program import ProgramKind
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from partc.runtime.artifact.lr_schedule import OTHERS, scalar_name
 from pydantic import JsonValue
@@ -20,6 +20,22 @@ if TYPE_CHECKING:
 
 
 _LOSS = "loss"
+
+
+class ProgramKind(Enum):
+    """What a program does of a training; its name in the artifact."""
+
+    STEP = ""
+    """A whole step, with the update."""
+    EVALUATION = "evaluate"
+    """The loss and the metrics alone."""
+    TOTALS = "totals"
+    """What microbatches are given of the whole batch; it becomes part of the step."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self is ProgramKind.STEP
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import sympy
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.program import Shape, ValueInfo
+from partc.compiler.ir.value_info import Shape, ValueInfo
 
 
 def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | None:

@@ -16,7 +16,8 @@ from collections.abc import Collection, Mapping
 import onnx_ir as ir
 from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.program import Shape, ShardedValue, ValueInfo
+from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.value_info import Shape, ValueInfo
 
 
 class ValueTable:

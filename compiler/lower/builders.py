@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Shape
 from partc.compiler.ir.rank_program import ComputeOp, Constant, LocalTensor, RankOp, StateTensor
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.values import derived
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from partc.compiler.ir.program import Array, Group
 from partc.compiler.ir.rank_program import Constant, RankConstant
+from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.value_info import Array
 from partc.compiler.ops.local import likeness
 
 if TYPE_CHECKING:

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, RankOp, TaskKind, Way
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.value_bytes import whole_bytes
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout, Mesh

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Array, Program
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, LocalTensor
+from partc.compiler.ir.value_info import Array
 
 NameOf = Callable[[str, str], str]
 """The name of what is made of a value: by the value's name and a word."""

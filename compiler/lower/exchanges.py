@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeAlias
 
-from partc.compiler.ir.program import ShardedValue
 from partc.compiler.ir.rank_program import CommOp, Event
+from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.exchange import ExchangeBox, Routes, Span, span_of, within
 from partc.compiler.lower.rooted import broadcast, has_size, share_of_shard

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import ShardedValue
 from partc.compiler.ir.rank_program import RankConstant
+from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.sharding.operands import input_layout_of

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import onnx.defs
 import onnx_ir as ir
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.program import Shape, ValueInfo
 from partc.compiler.ir.rank_program import ComputeOp, RankOp, RankProgram, with_names
+from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.ir.values import derived
 from partc.runtime.artifact.format import CUDA
 from partc.runtime.artifact.half_kernels import has_kernel

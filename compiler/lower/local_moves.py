@@ -9,8 +9,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from partc.compiler.ir.program import Group
 from partc.compiler.ir.rank_program import RankConstant
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout import moves as mv
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import LocalTensor, RankOp, RankProgram, read_names
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.lower.builders import ProgramBuilder
 from partc.compiler.lower.early_pulls import pulls_first
 from partc.compiler.lower.kernels import fit_kernels

@@ -26,8 +26,10 @@ from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Group, Program, Shape, ShardedValue, ValueInfo
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, Event, Way
+from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name

@@ -6,8 +6,9 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from partc.compiler.ir.program import Group, ValueInfo
 from partc.compiler.ir.rank_program import CommOp
+from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout
 from partc.runtime.artifact import format as fmt

@@ -14,8 +14,9 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Group, Shape
 from partc.compiler.ir.rank_program import CommOp, Event
+from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.ops.families.local_map import COLLECTIVES, LINE, is_collective
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of

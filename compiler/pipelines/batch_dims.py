@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from partc.compiler.analysis.part_symbols import of_batch
 from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read, symbol
-from partc.compiler.ir.program import Shape, SymbolInfo
+from partc.compiler.ir.value_info import Shape, SymbolInfo
 
 
 class BatchDims:

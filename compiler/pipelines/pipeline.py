@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import RankProgram, needed_steps
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.pipelines.microbatches import rows_of
 from partc.compiler.pipelines.phases import Labels, Phase, Unit, labelled, split_backward
 from partc.compiler.pipelines.recompute import recompute, undivided

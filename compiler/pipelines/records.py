@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, LocalTensor, read_names
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.lower.cutting import Cutting, pieces_of
 from partc.compiler.pipelines.batch_dims import BatchDims
 from partc.compiler.pipelines.phases import UPDATE, Label, Unit

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.graph import bodies, captured
-from partc.compiler.ir.program import Shape
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     ComputeOp,
     Constant,

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ import sympy
 from partc.compiler.analysis.operations import work
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.dims.reading import read, symbol
-from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, made_names, read_names
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Unit, split_backward
 from partc.compiler.placement.middling import Middling
 from partc.compiler.schedule.costs import BYTES, Costs, StageCost

@@ -12,7 +12,8 @@ from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.dims.facts import facts_of
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.placement.staged import stages_of
 from partc.compiler.plan.groups import ranks_text
 from partc.runtime.artifact import format as fmt

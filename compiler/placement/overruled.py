@@ -10,7 +10,8 @@ from pathlib import PurePath
 from typing import Protocol
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.plan.matching import matched_nodes
 
 

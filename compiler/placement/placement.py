@@ -27,7 +27,9 @@ from dataclasses import replace
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.program import Group, Placed, Program, ProgramKind
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group, Placed
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ops.registry import draws
 from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
 from partc.compiler.placement.overruled import overruled

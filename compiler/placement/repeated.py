@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import trained_values
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.placement.infer import Inferred
 from partc.compiler.placement.middling import Middling
 from partc.runtime.artifact import format as fmt

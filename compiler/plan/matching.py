@@ -11,7 +11,8 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.graph import OWN_NAME
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
 from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.pipeline import RecomputeRule

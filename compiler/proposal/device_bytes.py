@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program, Shape
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     CopyOp,

@@ -23,7 +23,8 @@ from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read, symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.microbatched import Microbatched
-from partc.compiler.ir.program import Array, Dim, Program, Shape, SymbolInfo, ValueInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import Array, Dim, Shape, SymbolInfo, ValueInfo
 from partc.compiler.ops.rule import Rule
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.records import Records, local_form

@@ -22,7 +22,8 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import PART, PackedBox, Program
+from partc.compiler.ir.packed import PART, PackedBox
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.training import ParameterOptions
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of

@@ -28,7 +28,8 @@ from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.values import derived
 from partc.compiler.ops.registry import draws, entry_of
 from partc.compiler.plan.matching import matched_nodes, nothing_matched

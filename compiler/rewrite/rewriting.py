@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Dim, Program, ValueInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.value_info import Dim, ValueInfo
 
 
 class Rewriting:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Shape
 from partc.compiler.ir.rank_program import ComputeOp, RankOp, captured_names, read_names
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.rewrite.simplify import simplify
 
 

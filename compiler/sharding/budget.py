@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CopyOp, Event, RankProgram, TaskCall
+from partc.compiler.ir.training import ProgramKind
 from partc.runtime.artifact.format import ALL_GATHER, ALL_TO_ALL, EXCHANGE, SEND
 
 _RESHARDS = (ALL_GATHER, ALL_TO_ALL, EXCHANGE)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout
 from partc.compiler.plan.groups import Axes
 from partc.compiler.plan.shard_spec import ShardSpec, is_named

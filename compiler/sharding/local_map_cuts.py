@@ -12,7 +12,8 @@ from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import is_inside
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.ops.families.local_map import (
     ALONG,
     AXIS_INDEX,

@@ -12,7 +12,8 @@ from partc.compiler.analysis.lost import dim_of
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 

@@ -22,7 +22,7 @@ from pathlib import PurePath
 import onnx_ir as ir
 from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding, Operand, Pinned
 from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.program import Group
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.ops.rule import WHOLE
 

@@ -16,7 +16,8 @@ import onnx_ir as ir
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import WRITTEN
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh, primes
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule

@@ -15,7 +15,8 @@ from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Group, Program
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, primes
 from partc.compiler.plan.groups import ranks_text, shown_mesh
 from partc.compiler.plan.matching import sharding_rules

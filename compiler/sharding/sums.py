@@ -33,7 +33,8 @@ from partc.compiler.dims.facts import Facts, facts_of
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import is_inside
-from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.value_bytes import whole_bytes
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal

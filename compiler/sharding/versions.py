@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program, ProgramKind, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.values import derived
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout

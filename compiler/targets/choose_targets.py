@@ -23,7 +23,8 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.pulls import is_pulled
 from partc.compiler.plan.matching import matched_nodes, nothing_matched, of_the_whole
 from partc.compiler.plan.target import KINDS, TargetRule, named_target

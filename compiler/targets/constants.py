@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Array
 from partc.compiler.ir.rank_program import ComputeOp, Constant, RankOp, RankProgram, TaskBody, TaskCall
+from partc.compiler.ir.value_info import Array
 
 _PLAIN = frozenset(
     kind

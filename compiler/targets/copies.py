@@ -15,7 +15,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program, ProgramKind, Shape, ValueInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,

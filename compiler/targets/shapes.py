@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Dim, Program, Shape
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, Constant, RankOp, RankProgram, made_names, read_names
+from partc.compiler.ir.value_info import Dim, Shape
 from partc.compiler.ir.values import derived
 from partc.compiler.ops.registry import draws
 from partc.compiler.targets.of_ops import GROWING

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Shape
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout import moves as mv
 from partc.compiler.lower.comm import CommLowering
 

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.sharding.operands import input_layout_of, replicated_on

@@ -30,8 +30,9 @@ from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, StateTensor, TaskKind
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout

@@ -9,7 +9,9 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Program, Shape, ShardedValue, ValueInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import on_common_mesh

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Group
+from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.tasks.local_view import Gradient

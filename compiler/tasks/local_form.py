@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import Array, Group, Shape
 from partc.compiler.ir.rank_program import ComputeOp, Constant, RankConstant, with_names
+from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.value_info import Array, Shape
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering

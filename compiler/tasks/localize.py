@@ -16,8 +16,9 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import LocalTensor
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.lower.comm import CommLowering

@@ -18,8 +18,9 @@ from partc.compiler.autodiff.engine import RowGradient, differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import bodies, captured
-from partc.compiler.ir.program import Group, Program, ShardedValue
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, with_names
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name
 from partc.compiler.ops.registry import is_differentiable

@@ -17,8 +17,9 @@ from typing import cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.program import Program, ShardedValue
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, TaskKind
+from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering

@@ -23,8 +23,9 @@ from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.autodiff.engine import RowGradient
 from partc.compiler.dims.normal import normal as normal_expression
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.program import Dim, Group, Shape, ShardedValue, ValueInfo
 from partc.compiler.ir.rank_program import ComputeOp
+from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.value_info import Dim, Shape, ValueInfo
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllGather

@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Group, Program, Shape, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce

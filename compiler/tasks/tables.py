@@ -20,7 +20,8 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.pulls import is_pulled
 from partc.compiler.ops.registry import looks_up_rows, stops_gradient

@@ -15,8 +15,10 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import PART, Group, PackedBox, Program, ShardedValue
+from partc.compiler.ir.packed import PART, PackedBox
+from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, LocalTensor, RankConstant, StateTensor, TaskKind
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal

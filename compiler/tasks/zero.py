@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias
 
-from partc.compiler.ir.program import Program, ShardedValue
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
 

@@ -19,8 +19,8 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import operands_of, take_out
-from partc.compiler.ir.program import Program, ProgramKind
-from partc.compiler.ir.training import ParameterOptions, Training
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ParameterOptions, ProgramKind, Training
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.optimizer import Optimizer

@@ -21,7 +21,9 @@ from partc.compiler.analysis.part_symbols import training_records
 from partc.compiler.analysis.record_dims import Rows
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import take_out
-from partc.compiler.ir.program import Program, ProgramKind, ValueInfo
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetSpec, OutputRule

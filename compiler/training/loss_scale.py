@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Array
+from partc.compiler.ir.value_info import Array
 from partc.compiler.plan.precision import LARGEST, SMALLEST, LossScale
 
 STATE, STEPS = "loss_scale", "loss_scale.steps"

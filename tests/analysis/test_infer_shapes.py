@@ -15,7 +15,8 @@ from partc.compiler.autodiff.scope import Scope
 from partc.compiler.dims.facts import Facts
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program, ProgramKind
+from partc.compiler.ir.program import Program
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import ranked

@@ -15,7 +15,7 @@ from onnx.backend.test.case.test_case import TestCase
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import ValueInfo
+from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.pipeline import run_passes, start
 from partc.runtime.artifact.dim_expression import parse
 from test_onnx_nodes import cases, quiet

@@ -1,0 +1,22 @@
+"""Weights that lie packed in the model's file, several in one tensor, and are values of their own in the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+PART = "partc.part_of"
+"""Key of `ir.Value.meta`: the `PackedBox` of a weight that is part of a packed one."""
+
+
+@dataclass(frozen=True)
+class PackedBox:
+    """Where a weight lies in a packed one: the name and shape of that, and per dim begin and end."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+
+    def within(self, dim: int, begin: int, size: int) -> PackedBox:
+        """The box of a slice of this part: `size` elements of `dim` from `begin`."""
+        start = self.box[dim][0] + begin
+        return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
