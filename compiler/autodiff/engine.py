@@ -22,7 +22,8 @@ from partc.compiler.autodiff.builder import GradientBuilder, NoGradient, extend
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.autodiff.unbroadcast import unbroadcast
 from partc.compiler.ir.graph import bodies, captured_by
-from partc.compiler.ops.local import Shape, likeness
+from partc.compiler.ir.value_info import Shape
+from partc.compiler.ops.node import likeness
 from partc.compiler.ops.registry import entry_of, looks_up_rows, stops_gradient
 
 

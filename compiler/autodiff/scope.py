@@ -16,7 +16,7 @@ from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
-from partc.compiler.ops.local import Shape
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ops.node import same
 
 OPSETS = {"": 21, "com.microsoft": 1}

@@ -13,7 +13,7 @@ import numpy as np
 from partc.compiler.ir.rank_program import Constant, RankConstant
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Array
-from partc.compiler.ops.local import likeness
+from partc.compiler.ops.node import likeness
 
 if TYPE_CHECKING:
     from partc.compiler.tasks.local_form import LocalForm

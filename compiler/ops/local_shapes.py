@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ops.local import Local
-from partc.compiler.ops.rule import WHOLE
+from partc.compiler.ops.rule import WHOLE, Local
 
 
 def shards_of(local: Local, letters: str | None) -> tuple[int, ...]:

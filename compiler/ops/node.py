@@ -1,4 +1,4 @@
-"""What a rule reads of a node: dims, axes, integers that are constants, and the opset that gives an op its meaning.
+"""What a rule reads of a node: dims, axes, integers that are constants, the opset that gives an op its meaning; and which nodes are alike.
 
 A dim is an integer or a symbolic expression. Two dims are `same` only where that is certain: equal integers, or equal
 expressions; a dim of which nothing is known is equal to none.
@@ -94,3 +94,15 @@ def opset_of(node: ir.Node, newest: int = 21) -> int:
         return node.version
     versions = {} if node.graph is None else node.graph.opset_imports
     return versions.get(node.domain, versions.get("ai.onnx", newest) if node.domain == "" else newest)
+
+
+def likeness(node: ir.Node) -> tuple[object, ...]:
+    """Equal for nodes that are written alike: op, attributes, and the names of what they read and make."""
+    attributes = [one for _, one in sorted(node.attributes.items())]
+    return (
+        node.domain,
+        node.op_type,
+        tuple(value and value.name for value in node.inputs),
+        tuple(value.name for value in node.outputs),
+        tuple(ir.serde.serialize_attribute(one).SerializeToString(deterministic=True) for one in attributes),
+    )

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partc.compiler.ops.node import LETTERS, Dim, dims, operand, rank_of, same
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    from partc.compiler.ops.local import Local
 
 
 def replicated_rule(node: ir.Node) -> Rule:

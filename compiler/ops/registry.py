@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import onnx_shape_inference
 from partc.compiler.ops.notation import replicated_rule, rule
-from partc.compiler.ops.rule import OWN, Rule, RuleOf
+from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    from partc.compiler.ops.local import Local
 
 CONTRIB = "com.microsoft"
 FAMILIES = "partc.compiler.ops.families"
 
-LocalForm = Callable[["Local"], None]
+LocalForm = Callable[[Local], None]
 GradientRule = Callable[..., "str | Sequence[str | None] | None"]
 BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
 RowRule = Callable[..., "tuple[str, str]"]

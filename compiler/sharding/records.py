@@ -21,9 +21,8 @@ import onnx_ir as ir
 from partc.compiler.analysis.record_dims import KEEPS_ORDER, Rows, dim_of, reshaped, together
 from partc.compiler.dims.facts import Facts
 from partc.compiler.ir.program import Program
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
 """By op the operand of which only the type is read."""

@@ -18,9 +18,8 @@ from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_name
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import OWN, Rule
+from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
 
 

@@ -19,9 +19,8 @@ import onnxruntime
 from double_ops import IMPRECISE, STAND_INS
 from onnx.reference import ReferenceEvaluator
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.rule import Local, Rule
 from rule_case import Array, Case, case, node_of
 from rule_prover import _claims, _shard, _terms, divides, local_of, text_of
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 from rule_case import Array, Case, case, eighths, feeds_of, node_of, run
 
 __all__ = ["Case", "case", "claimed_rows", "divides", "local_of", "node_of", "text_of", "unclaimed", "violations"]

@@ -7,8 +7,8 @@ import onnx_ir as ir
 import pytest
 from gradient_case import evaluate
 from partc.compiler.autodiff.engine import differentiate_nodes
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import Local
 from rule_case import case, node_of
 
 OPERANDS = {"x0": np.linspace(1, 2, 77, dtype=np.float32).reshape(7, 11), "y0.dy": np.full((7, 11), 3, np.float32)}

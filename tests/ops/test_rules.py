@@ -11,10 +11,9 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from conftest import Golden
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import Entry, entries, rule_of, standard_ops
-from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.rule import Local, Rule
 from partc.compiler.rewrite.decompose import BENT, decompose
 from rule_case import feeds_of, run
 from rule_prover import Case, case, equal, local_of, node_of, text_of, unclaimed, violations

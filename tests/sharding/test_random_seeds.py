@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import Local
 
 OPS: dict[str, tuple[tuple[int, ...] | None, dict[str, Any]]] = {
     "RandomNormal": (None, {"shape": [5, 7]}),

@@ -15,9 +15,8 @@ from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.registry import rule_of
-from partc.compiler.ops.rule import OWN
+from partc.compiler.ops.rule import OWN, Local
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import to_training

@@ -19,11 +19,10 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.shapes import extents, joined, like
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import Dim, dims, operand, same
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 HEAD_COUNTS = ("num_heads", "kv_num_heads", "q_num_heads")
 _BATCH, _HEADS, _LENGTH, _DEPTH = range(4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from partc.compiler.ops.local import Local
+from partc.compiler.ops.rule import Local
 
 
 def bias_once(local: Local) -> None:

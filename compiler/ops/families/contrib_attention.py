@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.families.attention import fewer_heads, one_letter
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import Dim, dims, operand, same
 from partc.compiler.ops.registry import CONTRIB, op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 multi_head_attention = op(
     "MultiHeadAttention",

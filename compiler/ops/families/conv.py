@@ -9,11 +9,10 @@ from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.ops.families.bias import add_once, bias_once
 from partc.compiler.ops.families.conv_backward import spread, weight
 from partc.compiler.ops.families.windows import kernel_of, separate_windows, transposed_windows, windows_of
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import dims, operand
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.rule import Local, Rule
 
 conv = op(
     "Conv",

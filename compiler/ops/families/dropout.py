@@ -25,13 +25,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.autodiff.builder import GradientBuilder
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ops.families.random import seeded
-from partc.compiler.ops.local import Local, Shape
 from partc.compiler.ops.local_shapes import integer, integers, local_dims
 from partc.compiler.ops.node import operand, rank_of
 from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import OWN, Rule
+from partc.compiler.ops.rule import OWN, Local, Rule
 
 DROPOUT = "Dropout"
 PARTS, RECORDS_DIM = "parts", "records_dim"

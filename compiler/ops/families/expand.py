@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import like, numbers, once, vector
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, divided, integers, local_dims, shards_of
 from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of, same
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow", host=(1,))
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.autodiff.builder import GradientBuilder
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, rank_of
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import OWN, WHOLE, Rule
+from partc.compiler.ops.rule import OWN, WHOLE, Local, Rule
 
 EXTREME = "Extreme"
 

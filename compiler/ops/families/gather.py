@@ -12,11 +12,10 @@ from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import added_along, extents, joined, like, vector
 from partc.compiler.ops.families.concat import but_axes
 from partc.compiler.ops.families.indexing import OLDEST_OPSET, look_up, masked, rows_of, spread, summable
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, as_typed, integer
 from partc.compiler.ops.node import LETTERS, axis_of, constant_ints, counted, dims, opset_of, rank_of, same
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 ROW = "v"
 """The letter of an axis that is looked up into."""

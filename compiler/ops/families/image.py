@@ -7,12 +7,11 @@ from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import shaped
 from partc.compiler.ops.families.conv_backward import columns_of
 from partc.compiler.ops.families.windows import windows_of
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, divided, integers
 from partc.compiler.ops.node import LETTERS, constant_ints, operand, rank_of
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 grid_sample = op("GridSample", factors="nc_,nhw.->nchw", linear="each", partial=(0,))
 

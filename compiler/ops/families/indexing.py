@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import integer
+from partc.compiler.ops.rule import Local
 
 OLDEST_OPSET = 9
 """The first opset whose Where and Less of int64 a lookup needs."""

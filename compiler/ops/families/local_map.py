@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, rank_of
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import OWN, WHOLE, Rule
+from partc.compiler.ops.rule import OWN, WHOLE, Local, Rule
 
 ENTER, LEAVE, AXIS_INDEX = "Enter", "Leave", "AxisIndex"
 LINE = "partc.line"

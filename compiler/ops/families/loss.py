@@ -11,10 +11,9 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import like, vector
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import LETTERS, operand, rank_of
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 softmax_cross_entropy = op(
     "SoftmaxCrossEntropyLoss",

@@ -14,11 +14,10 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.ops.families.softmax import replicated_along
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import axis_of, counted, opset_of, rank_of
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import CONTRIB, op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 lp_normalization = op("LpNormalization", factors="ax->ax", replicated="x")
 

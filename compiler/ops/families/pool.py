@@ -9,11 +9,10 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.ops.families.conv_backward import TO_THE_END, spread
 from partc.compiler.ops.families.windows import SPATIAL, Windows, separate_windows, windows_of
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import rank_of
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.rule import Local, Rule
 
 FEW_PLACES = 4
 """Up to so many places of a kernel comparing each with the output is faster than a pooling that tells its indices, on one core."""

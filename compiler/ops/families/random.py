@@ -9,10 +9,9 @@ import zlib
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.rule import Local, Rule
 
 LARGEST_SEED = 2**24
 """Integers below it are exact in the attribute's type, a float of 32 bits."""

@@ -13,11 +13,10 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.ops.families.pool import scaled
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.node import FLOATING, LETTERS, axes_of, axis_of, operand, rank_of
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 Reduction = Callable[[GradientBuilder, str, str, str | None], str]
 """A gradient that takes the cotangent with a dim of 1 in the place of every reduced one, the operand, and the axes where an operand."""

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import shaped
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, shards_of
 from partc.compiler.ops.node import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, operand, opset_of
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 if TYPE_CHECKING:
     import sympy

@@ -7,11 +7,10 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import extents, inverse, joined, moved, once
 from partc.compiler.ops.families.concat import but_axes
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, divided, integers, shards_of
 from partc.compiler.ops.node import Dim, constant_ints, counted, dims, operand, opset_of, rank_of, same
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 _REMARKS = "resized dims are replicated, but where an integer scale repeats pixels"
 

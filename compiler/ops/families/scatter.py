@@ -12,11 +12,10 @@ from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import like
 from partc.compiler.ops.families.concat import but_axes
 from partc.compiler.ops.families.indexing import OLDEST_OPSET, Rows, look_up, rows_of, summable
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import as_int64, integers
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, opset_of, rank_of, same
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 ROW = "v"
 """The letter of a dim of the data that indices reach."""

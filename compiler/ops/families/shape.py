@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable
 
 import onnx_ir as ir
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import integer, integers, shard_of, shards_of
 from partc.compiler.ops.node import LETTERS, counted, opset_of, rank_of
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 shape = op(
     "Shape", factors="ab->_", remarks="the global extents, on every rank", stops_gradient=True, precision="follow"

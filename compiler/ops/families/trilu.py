@@ -5,11 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.ops.families.indexing import rows_of
-from partc.compiler.ops.local import Local
 from partc.compiler.ops.local_shapes import integer
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
-from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.rule import Local, Rule
 
 trilu = op("Trilu", factors="*rc,_->*rc", linear="joint", partial=(0,), precision="follow", host=(1,))
 
