@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
-from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.reading import names_in, read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import read_by

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext
-from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, is_whole, normal
 from partc.compiler.dims.reading import read
 

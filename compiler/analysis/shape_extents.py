@@ -18,7 +18,8 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.analysis.shape_data import entries_of, integers_of, scalar_of
-from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
 

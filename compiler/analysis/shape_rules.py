@@ -28,7 +28,8 @@ from partc.compiler.analysis.shape_extents import (
     squeeze,
 )
 from partc.compiler.analysis.shape_windows import conv_transpose, pool, resize
-from partc.compiler.dims.facts import Facts, facts_of, meet
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
 

@@ -37,8 +37,15 @@ class _Unread(Exception):
     """No rule reads this expression, or it is too large to be read."""
 
 
-def facts_of_expression(dim: ir.SymbolicDim | sympy.Expr | str, known: Mapping[str, Facts]) -> Facts:
-    """See `facts_of`. The result is remembered by the expression and by what is known of its names."""
+def facts_of(dim: int | ir.SymbolicDim | sympy.Expr | str, known: Mapping[str, Facts]) -> Facts:
+    """What is known of a dim's value, from what is `known` of the names in it; a name not in `known` is any dim.
+
+    A dim is an integer for every legal binding, so `batch/2` with an odd batch is no case. Where the expression has
+    functions that no rule reads, or is unknown, the facts say so (`[-inf,inf]`, `[0,inf]`); nothing is raised. The result
+    is remembered by the expression and by what is known of its names.
+    """
+    if isinstance(dim, int):
+        return Facts.constant(dim)
     if isinstance(dim, sympy.Expr):
         expression = dim
     else:

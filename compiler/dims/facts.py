@@ -9,7 +9,7 @@ case for it:
     v // k   (d1/k, r1//k) where k divides d1, else (1, 0)
 
 Every result holds for all pairs of values of the operands for which the operation is defined. An operation knows
-nothing of what its operands have in common: that is the work of `facts_of`, which reads whole expressions.
+nothing of what its operands have in common: that is the work of `facts_of` (`expression.py`), which reads whole expressions.
 
 Facts are kept in one form: the bounds are values that the congruence allows, the remainder is in 0 .. divisor - 1, and
 a range of one value is a constant. The text of a dump is `[64,512]|64N`, `[9,inf]|8N+1`, `[0,inf]`, and `784` for a
@@ -19,13 +19,9 @@ constant; in it N is any integer that the range allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    import sympy
+from typing import TypeAlias
 
 Bound: TypeAlias = int | float  # a float only as an infinity
 
@@ -180,21 +176,6 @@ def meet(a: Facts, b: Facts) -> Facts:
     step = b.divisor // g
     t = (b.remainder - a.remainder) // g * pow(a.divisor // g, -1, step) % step
     return _facts(a.divisor * step, a.remainder + a.divisor * t, low, high)
-
-
-def facts_of(dim: int | ir.SymbolicDim | sympy.Expr | str, known: Mapping[str, Facts]) -> Facts:
-    """What is known of a dim's value, from what is `known` of the names in it; a name not in `known` is any dim.
-
-    A dim is an integer for every legal binding, so `batch/2` with an odd batch is no case. Where the expression has
-    functions that no rule reads, or is unknown, the facts say so (`[-inf,inf]`, `[0,inf]`); nothing is raised.
-    """
-    if isinstance(dim, int):
-        return Facts.constant(dim)
-    if isinstance(dim, str) and dim in known:
-        return known[dim]
-    from partc.compiler.dims.expression import facts_of_expression
-
-    return facts_of_expression(dim, known)
 
 
 def times(x: Bound, y: Bound) -> Bound:

@@ -19,7 +19,7 @@ from typing import Any
 
 import onnx_ir as ir
 import sympy
-from partc.compiler.dims.expression import Bindings, facts_of_expression
+from partc.compiler.dims.expression import Bindings, facts_of
 from partc.compiler.dims.facts import ANY, Facts
 from partc.compiler.dims.reading import names_in, read, symbol
 
@@ -67,7 +67,7 @@ def _simplified(expression: Any, known: Mapping[str, Facts]) -> sympy.Expr:
     if rule is None:
         return sympy.expand(expression.func(*args))
     found = rule(args, known)
-    constant = facts_of_expression(found, known).value if found.args else None
+    constant = facts_of(found, known).value if found.args else None
     return found if constant is None else sympy.Integer(constant)
 
 
@@ -82,7 +82,7 @@ def _floor(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
         n = int(number * q)
         exact = n // q if n >= 0 or rest == 1 else -(-n // q)
         outside, inside = outside + exact * rest, inside + (n - exact * q) * rest
-    facts = facts_of_expression(inside, known)
+    facts = facts_of(inside, known)
     if facts.divisor % q == 0:
         return sympy.expand(outside + (inside - facts.remainder % q) / q)
     if _leading(inside) < 0:
@@ -124,7 +124,7 @@ def is_whole(expression: Any, known: Mapping[str, Facts]) -> bool:
             if not all(is_whole(factor, known) for _, rest in terms for factor in sympy.Mul.make_args(rest)):
                 return False
             q = math.lcm(*(int(number.q) for number, _ in terms))
-            return q == 1 or facts_of_expression(sympy.expand(expression * q), known).divisible_by(q)
+            return q == 1 or facts_of(sympy.expand(expression * q), known).divisible_by(q)
         case _:
             return False
 
@@ -173,7 +173,7 @@ def _absolute(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
 
 
 def _low(expression: sympy.Expr, known: Mapping[str, Facts]) -> float:
-    return facts_of_expression(expression, known).low
+    return facts_of(expression, known).low
 
 
 _RULES: dict[str, Callable[[list[sympy.Expr], Mapping[str, Facts]], sympy.Expr]] = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.emit.choice_text import cut_text, strategies
 from partc.compiler.emit.node_text import node_text
 from partc.compiler.emit.rank_text import RankTexts

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 import sympy
 from partc.compiler.analysis.operations import work
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.reading import read, symbol
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, made_names, read_names

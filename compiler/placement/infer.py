@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx_ir as ir
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.sharded import Group
 from partc.compiler.placement.staged import stages_of

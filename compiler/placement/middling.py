@@ -6,7 +6,8 @@ import math
 from functools import cached_property
 
 import onnx_ir as ir
-from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE

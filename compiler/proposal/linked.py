@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.ir.program import Program
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CopyOp, Event, RankProgram, TaskCall

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import onnx_ir as ir
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import is_inside

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Program

@@ -13,7 +13,8 @@ from pathlib import PurePath
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of, how_lost
-from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import SERVED

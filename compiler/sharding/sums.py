@@ -29,7 +29,8 @@ from typing import TypeAlias
 import onnx_ir as ir
 import sympy
 from partc.compiler.autodiff.reach import trained_values
-from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import is_inside

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import Program

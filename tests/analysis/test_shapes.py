@@ -7,7 +7,7 @@ import onnx
 import pytest
 from equivalence import compiled, model, same_as_whole
 from partc.compiler.analysis.shape_rules import CORRECTIONS
-from partc.compiler.dims.facts import facts_of
+from partc.compiler.dims.expression import facts_of
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Program
 from partc.runtime import load_local

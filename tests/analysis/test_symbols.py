@@ -10,7 +10,8 @@ import sys
 import onnx_ir as ir
 import pytest
 import sympy
-from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, facts_of, maximum, meet, minimum
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import ANY, ANY_DIM, Facts, maximum, meet, minimum
 from partc.compiler.dims.symbol import Symbol
 
 KNOWN = {

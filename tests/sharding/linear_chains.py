@@ -16,7 +16,8 @@ import onnx
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from partc.compiler import pipeline
-from partc.compiler.dims.facts import Facts, facts_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
