@@ -4,25 +4,26 @@
     checkpoint.read("fc1.weight", (4, 0), (8, 7))     # an array of 4 x 7
     checkpoint.load_into(record, rank, array)         # what this rank has of it under the plan at hand
 
-Nothing is believed: the index is held against its schema, a path against the folder (links resolved), a file's size and every
-tensor that is read against the index, before any memory is taken for it. Contents are hashed by a `Verification` (`hashes.py`).
+Nothing is believed: the index is held against its schema, and what is read against the index (`shard_files.py`), before any memory is
+taken for it. Contents are hashed by a `Verification` (`verification.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from partc.runtime.artifact.boxes import Region, intersection, whole
-from partc.runtime.artifact.dtypes import Array, Bytes
+from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.format import StateRecord
 
-from ..artifact.safetensors_stream import STORED, MappedFile, Stored, read_header, tensor_in
+from ..artifact.safetensors_stream import STORED, read_header, tensor_in
 from ..errors import CheckpointError, DamagedError
-from .index import FORMAT, CheckpointFile, CheckpointIndex, ShardRecord, TensorRecord, read_index
+from .index import FORMAT, CheckpointFile, CheckpointIndex, ShardRecord, TensorRecord
+from .newest import take_whole
 from .ownership import held_by
+from .shard_files import ShardFiles
 
 _AT_ONCE = 1 << 26
 """Bytes that are copied together."""
@@ -33,31 +34,18 @@ def _rows_at_once(shape: Sequence[int], size: int) -> int:
     return max(1, _AT_ONCE * shape[0] // size) if shape and size else 1
 
 
-class Checkpoint:
+class Checkpoint(ShardFiles):
     """An opened checkpoint: `index` says what it holds; `path` is its folder, or the one safetensors file that it is."""
 
     def __init__(self, path: Path, index: CheckpointIndex) -> None:
-        self.path = path
-        self.index = index
-        self._opened: dict[str, tuple[dict[str, Stored], MappedFile]] = {}
+        super().__init__(path, index)
         self._looked_at = 0
         """Bytes of mapped files that were copied since memory was given back."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
         """The checkpoint in a folder, or the newest of a folder of checkpoints that is whole at first sight."""
-        from .newest import find
-
-        return cls.at(find(Path(path)))
-
-    @classmethod
-    def at(cls, folder: str | Path) -> Checkpoint:
-        """The checkpoint in a folder. DamagedError says all that is wrong with it at first sight, before anything is hashed."""
-        place = Path(folder)
-        checkpoint = cls(place, read_index(place))
-        if problems := checkpoint.missing_files():
-            raise DamagedError(problems)
-        return checkpoint
+        return take_whole(Path(path), cls.at)[1]
 
     @classmethod
     def of_file(cls, file: str | Path) -> Checkpoint:
@@ -127,31 +115,6 @@ class Checkpoint:
                     for _, file in self._opened.values():
                         file.forget()
 
-    def missing_files(self) -> list[str]:
-        """What is wrong with the files at first sight: each absent, out of the folder, or of another size than the index says."""
-        found = []
-        inside = self.folder.resolve()
-        for name, record in self.index.files.items():
-            file = self.folder / name
-            if not file.exists():
-                found.append(f"{file}: is missing")
-            elif not file.resolve().is_relative_to(inside):
-                found.append(f"{file}: points outside the folder, to {file.resolve()}")
-            elif not file.is_file():
-                found.append(f"{file}: is not a regular file")
-            elif (size := file.stat().st_size) != record.bytes:
-                found.append(f"{file}: has {size} bytes, the index says {record.bytes}")
-        return found
-
-    def stored(self, tensor: str, piece: ShardRecord) -> Stored:
-        """Where a piece of a tensor lies in its file; DamagedError where the file is not sound, or has it otherwise than the index says."""
-        return self._opened_piece(tensor, piece)[0]
-
-    @cached_property
-    def folder(self) -> Path:
-        """Where the files are."""
-        return self.path if self.path.is_dir() else self.path.parent
-
     def _record(self, tensor: str) -> TensorRecord:
         if tensor not in self.index.tensors:
             raise CheckpointError(f"{self.path}: has no tensor '{tensor}'")
@@ -169,7 +132,7 @@ class Checkpoint:
         for piece in record.pieces:
             shared = intersection(piece.region, box)
             if shared is not None:
-                stored, data = self._opened_piece(tensor, piece)
+                stored, data = self._piece(tensor, piece)
                 found.append((shared.inside(box), tensor_in(data, stored)[shared.inside(piece.region)]))
                 filled += shared.count
         if filled != box.count:
@@ -177,19 +140,3 @@ class Checkpoint:
                 [f"{self.path}: the pieces of '{tensor}' have {filled} of the {box.count} elements of {box}"]
             )
         return found
-
-    def _opened_piece(self, tensor: str, piece: ShardRecord) -> tuple[Stored, Bytes]:
-        file, record = self.folder / piece.file, self._record(tensor)
-        if piece.file not in self._opened:
-            try:
-                self._opened[piece.file] = read_header(file, self.index.files[piece.file].header), MappedFile.of(file)
-            except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise DamagedError([f"{file}: {reason}"]) from None
-        header, mapped = self._opened[piece.file]
-        stored = header.get(piece.key)
-        if stored is None or (stored.dtype.shown, stored.shape) != (record.dtype, piece.region.shape):
-            have = "not there" if stored is None else f"{stored.dtype.shown} {list(stored.shape)}"
-            wanted = f"{record.dtype} {list(piece.region.shape)}"
-            raise DamagedError([f"{file}: '{piece.key}' of '{tensor}' is {have}; the index says {wanted}"])
-        return stored, mapped.data

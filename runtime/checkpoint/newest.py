@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ..errors import CheckpointError, DamagedError, UsageError, printable
-from .checkpoint import Checkpoint
 from .index import NONFINITE, is_step, read_index, steps
+from .shard_files import ShardFiles
 from .verification import Verification
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
@@ -56,11 +56,6 @@ def latest(folder: str | Path) -> Path | None:
     if not steps(Path(folder)):
         return None
     return next((place for place in candidates(Path(folder)) if not _first_sight(place)), None)
-
-
-def find(path: Path) -> Path:
-    """The checkpoint that a path means, or the newest in it that is whole at first sight; errors as `take_whole` has them."""
-    return take_whole(path, Checkpoint.at)[0]
 
 
 def take_whole(
@@ -132,7 +127,7 @@ def _offer(path: Path, option: str) -> str:
 
 def _whole(place: Path) -> list[str]:
     try:
-        with Verification(Checkpoint.at(place)) as proof:
+        with Verification(ShardFiles.at(place)) as proof:
             return proof.problems()
     except CheckpointError as error:
         return [str(error)]
@@ -140,7 +135,7 @@ def _whole(place: Path) -> list[str]:
 
 def _first_sight(place: Path) -> list[str]:
     try:
-        Checkpoint.at(place)
+        ShardFiles.at(place)
     except CheckpointError as error:
         return [str(error)]
     return []

@@ -28,7 +28,7 @@ from ..artifact.safetensors_stream import PART, STORED
 from ..errors import DamagedError
 from ..files.regular import open_regular
 from ..job.machine import usable_cores
-from .checkpoint import Checkpoint
+from .shard_files import ShardFiles
 
 _THREADS = 8
 _CHUNK = 1 << 22
@@ -83,7 +83,7 @@ def _buffer(size: int) -> memoryview:
 class Verification:
     """Hashes a rank's share of a checkpoint in background threads; `thorough`: by SHA-256 instead of CRC-32."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, thorough: bool = False) -> None:
+    def __init__(self, checkpoint: ShardFiles, rank: int = 0, ranks: int = 1, thorough: bool = False) -> None:
         self._pool = ThreadPoolExecutor(min(len(usable_cores()), _THREADS), thread_name_prefix="sums")
         self._problems: list[str] = []
         self._found: list[Future[str]] = []
@@ -109,7 +109,7 @@ class Verification:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _run(checkpoint: Checkpoint, rank: int, ranks: int, thorough: bool) -> Iterator[_Part]:
+def _run(checkpoint: ShardFiles, rank: int, ranks: int, thorough: bool) -> Iterator[_Part]:
     """The parts that a rank sums up; DamagedError where a file's header is not the one that was written."""
     if checkpoint.index.format == 1:
         for name, record in list(checkpoint.index.files.items())[rank::ranks]:

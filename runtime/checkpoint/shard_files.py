@@ -1,0 +1,74 @@
+"""The files of a checkpoint: each is opened and mapped when it is first asked for, and held against the index before anything of it is used.
+
+A path is held against the folder (links resolved), a file's size and every tensor that is asked for against the index.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from ..artifact.dtypes import Bytes
+from ..artifact.safetensors_stream import MappedFile, Stored, read_header
+from ..errors import DamagedError
+from .index import CheckpointIndex, ShardRecord, read_index
+
+
+class ShardFiles:
+    """The index and the files of a checkpoint; `path` is its folder, or the one safetensors file that it is."""
+
+    def __init__(self, path: Path, index: CheckpointIndex) -> None:
+        self.path = path
+        self.index = index
+        self._opened: dict[str, tuple[dict[str, Stored], MappedFile]] = {}
+
+    @classmethod
+    def at(cls, folder: str | Path) -> Self:
+        """The checkpoint in a folder. DamagedError says all that is wrong with it at first sight, before anything is hashed."""
+        place = Path(folder)
+        opened = cls(place, read_index(place))
+        if problems := opened.missing_files():
+            raise DamagedError(problems)
+        return opened
+
+    def missing_files(self) -> list[str]:
+        """What is wrong with the files at first sight: each absent, out of the folder, or of another size than the index says."""
+        found = []
+        inside = self.folder.resolve()
+        for name, record in self.index.files.items():
+            file = self.folder / name
+            if not file.exists():
+                found.append(f"{file}: is missing")
+            elif not file.resolve().is_relative_to(inside):
+                found.append(f"{file}: points outside the folder, to {file.resolve()}")
+            elif not file.is_file():
+                found.append(f"{file}: is not a regular file")
+            elif (size := file.stat().st_size) != record.bytes:
+                found.append(f"{file}: has {size} bytes, the index says {record.bytes}")
+        return found
+
+    def stored(self, tensor: str, piece: ShardRecord) -> Stored:
+        """Where a piece of a tensor lies in its file; DamagedError where the file is not sound, or has it otherwise than the index says."""
+        return self._piece(tensor, piece)[0]
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def _piece(self, tensor: str, piece: ShardRecord) -> tuple[Stored, Bytes]:
+        file, record = self.folder / piece.file, self.index.tensors[tensor]
+        if piece.file not in self._opened:
+            try:
+                self._opened[piece.file] = read_header(file, self.index.files[piece.file].header), MappedFile.of(file)
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise DamagedError([f"{file}: {reason}"]) from None
+        header, mapped = self._opened[piece.file]
+        stored = header.get(piece.key)
+        if stored is None or (stored.dtype.shown, stored.shape) != (record.dtype, piece.region.shape):
+            have = "not there" if stored is None else f"{stored.dtype.shown} {list(stored.shape)}"
+            wanted = f"{record.dtype} {list(piece.region.shape)}"
+            raise DamagedError([f"{file}: '{piece.key}' of '{tensor}' is {have}; the index says {wanted}"])
+        return stored, mapped.data
