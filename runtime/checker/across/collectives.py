@@ -6,58 +6,22 @@ Dims are compared as numbers, at a few legal sizes of the symbols, because equal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import zip_longest
 from math import lcm, prod
 
 from onnx import ModelProto
 from partc.runtime.artifact.boxes import slices
-from partc.runtime.artifact.comm_node import AnyCall, CollectiveCall, Shard, contradictions, read_call, result_shape
+from partc.runtime.artifact.comm_node import CollectiveCall, Shard, contradictions, read_call, result_shape
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
 from partc.runtime.artifact.lookup_node import LookupCall
 from partc.runtime.artifact.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.onnx_graph import node_title
+from partc.runtime.checker.across.call_node import AGAIN, CallNode
 from partc.runtime.checker.across.lookups import lookup_types, wrong_operands
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import Bindings, numbers, same_dims, samples
 from partc.runtime.errors import ArtifactError, Violation
-
-_AGAIN = "compile the model again"
-
-
-@dataclass(frozen=True)
-class CallNode:
-    """A collective node of a rank, with what the file declares of its input and output.
-
-    Of several values, which travel as one vector, that vector stands for input and output; `parts` are what goes in and what comes out.
-    """
-
-    call: AnyCall
-    rank: int
-    file: str
-    title: str
-    given: ValueType | None
-    made: ValueType | None
-    parts: tuple[tuple[ValueType | None, ValueType | None], ...] = ()
-    looked_up: tuple[tuple[str, ValueType | None], ...] = ()
-
-    @property
-    def collective(self) -> CollectiveCall:
-        """The call of a collective."""
-        assert isinstance(self.call, CollectiveCall)
-        return self.call
-
-    def on(self, rank: int) -> CallNode:
-        """The node on another rank of its file."""
-        return self if rank == self.rank else replace(self, rank=rank)
-
-    def violation(self, fact: str, help: str = _AGAIN) -> Violation:
-        """A violation at this node."""
-        return Violation(self.file, f"on rank {self.rank}: {fact}", self.title, self.call.path, help)
-
-    def __str__(self) -> str:
-        return f"{self.title} of group '{self.call.group}', tag {self.call.tag}"
 
 
 def call_nodes(
@@ -72,7 +36,7 @@ def call_nodes(
                 call = read_call(node, file)
             except ArtifactError as error:
                 problems.append(
-                    Violation(file, str(error).splitlines()[0].split(": ", 2)[-1], node_title(node), help=_AGAIN)
+                    Violation(file, str(error).splitlines()[0].split(": ", 2)[-1], node_title(node), help=AGAIN)
                 )
                 continue
             if isinstance(call, LookupCall):
@@ -211,7 +175,7 @@ def _check_list(
         for rank in ranks:
             if rank not in nodes:
                 fact = f"collective {record.tag}, {record.op} of '{record.value}', has no node on rank {rank}"
-                yield Violation(MANIFEST, fact, help=_AGAIN)
+                yield Violation(MANIFEST, fact, help=AGAIN)
         for node in there[1:]:
             first, other = there[0].call, node.call
             if first.law != other.law:

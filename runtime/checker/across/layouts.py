@@ -1,7 +1,7 @@
 """Proves of each collective that it makes of one layout the other: what the manifest says of both is held against the nodes.
 
-A layout gives every rank a shard of the value, as fractions of its dims, and where it is partial the number of its term. Of the
-ranks of a list, in its order, and the same along all other dims:
+A layout gives every rank a shard of the value and the number of its term (`held_shards.py`). Of the ranks of a list, in its order, and
+the same along all other dims:
 
     AllReduce       they have one shard, and all terms that are reduced, each once, by the reduction of the layout; the shard stays
     ReduceScatter   the same, and the i-th gets the i-th of p equal parts along `axis`
@@ -16,41 +16,17 @@ ranks of a list, in its order, and the same along all other dims:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from math import prod
 
 from partc.runtime.artifact.comm_node import CollectiveCall
-from partc.runtime.artifact.format import EXCHANGE, Collective, LayoutRecord, Manifest
+from partc.runtime.artifact.format import EXCHANGE, Collective, Manifest
 from partc.runtime.artifact.lookup_node import LookupCall
 from partc.runtime.artifact.lookup_ops import GROUP_OPS
-from partc.runtime.artifact.ranks import ranks_of
-from partc.runtime.checker.across.collectives import CallNode
+from partc.runtime.checker.across.call_node import AGAIN, CallNode
+from partc.runtime.checker.across.held_shards import HeldShard, Layout, Shard, Span, layout_of
 from partc.runtime.checker.across.lookups import check_owners
 from partc.runtime.errors import Violation
-
-Span = tuple[Fraction, Fraction]
-Shard = tuple[Span, ...]
-
-_AGAIN = "compile the model again"
-
-
-@dataclass(frozen=True)
-class HeldShard:
-    """What a rank has of a value: its shard, and of terms its own one's number."""
-
-    shard: Shard
-    term: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """By rank what it has; how many terms there are, and what reduces them."""
-
-    held: Mapping[int, HeldShard]
-    terms: int
-    reductions: frozenset[str]
 
 
 def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -> Iterator[Violation]:
@@ -74,47 +50,11 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
                 _check_list(record, ranks, nodes[record.tag], given, made)
         except (ValueError, KeyError, IndexError) as error:
             fact = f"collective {record.tag}, {record.op} of '{record.value}', does not make its second layout of its first: {_text(error)}"
-            yield Violation("manifest.json", fact, help=_AGAIN)
+            yield Violation("manifest.json", fact, help=AGAIN)
 
 
 def _text(error: Exception) -> str:
     return f"rank {error.args[0]} has no shard of it" if isinstance(error, KeyError) else str(error)
-
-
-def layout_of(record: LayoutRecord, known: dict[str, Layout]) -> Layout:
-    """What each rank has in a layout; ValueError where that is no sound one. Those in `known` are not made again."""
-    key = record.model_dump_json()
-    if key not in known:
-        ranks = ranks_of(record.ranks)
-        if prod(record.mesh) != len(ranks):
-            raise ValueError(f"a grid of {record.mesh} is not one of {len(ranks)} ranks")
-        axes = [axis for axis, _ in record.partial]
-        held = {}
-        for index, rank in enumerate(ranks):
-            at = _coordinates(index, record.mesh)
-            shard = []
-            for cut in record.cuts:
-                count, number = prod(record.mesh[axis] for axis in cut), _number(at, record.mesh, cut)
-                shard.append((Fraction(number, count), Fraction(number + 1, count)))
-            held[rank] = HeldShard(tuple(shard), _number(at, record.mesh, axes))
-        terms = prod(record.mesh[axis] for axis in axes)
-        known[key] = Layout(held, terms, frozenset(word for axis, word in record.partial if record.mesh[axis] > 1))
-    return known[key]
-
-
-def _coordinates(index: int, mesh: Sequence[int]) -> list[int]:
-    found = []
-    for size in reversed(mesh):
-        index, coordinate = divmod(index, size)
-        found.append(coordinate)
-    return found[::-1]
-
-
-def _number(at: Sequence[int], mesh: Sequence[int], axes: Sequence[int]) -> int:
-    number = 0
-    for axis in axes:
-        number = number * mesh[axis] + at[axis]
-    return number
 
 
 def _check_list(

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.format import MANIFEST, PULL, PUSH, Collective, Dim, Manifest, Shape
 from partc.runtime.artifact.lookup_node import LookupCall
+from partc.runtime.checker.across.call_node import CallNode
+from partc.runtime.checker.across.held_shards import Layout
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import same_dims
 from partc.runtime.errors import Violation
-
-if TYPE_CHECKING:
-    from partc.runtime.checker.across.collectives import CallNode
-    from partc.runtime.checker.across.layouts import Layout
 
 _IDS = ("tensor(int32)", "tensor(int64)")
 _WORDS = ("the ids asked of an owner", "the counts", "the places")

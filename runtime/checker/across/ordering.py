@@ -27,7 +27,8 @@ from partc.runtime.artifact.format import (
 from partc.runtime.artifact.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.onnx_graph import node_title, path_of, read_for_sizes_alone
 from partc.runtime.artifact.rows import Row
-from partc.runtime.checker.across.collectives import CallNode, call_nodes, check_collectives
+from partc.runtime.checker.across.call_node import CallNode
+from partc.runtime.checker.across.collectives import call_nodes, check_collectives
 from partc.runtime.checker.across.layouts import check_layouts
 from partc.runtime.checker.across.lookups import check_pushed
 from partc.runtime.checker.graph.declared import ValueType, declared_types, type_of

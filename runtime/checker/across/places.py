@@ -40,7 +40,7 @@ from partc.runtime.artifact.format import (
 )
 from partc.runtime.artifact.onnx_graph import node_title, path_of
 from partc.runtime.checker.across import place_rules
-from partc.runtime.checker.across.layouts import Layout, layout_of
+from partc.runtime.checker.across.held_shards import Layout, layout_of
 from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers, samples

@@ -1,0 +1,46 @@
+"""A node of a group as the checks across ranks take it: a collective or a lookup, with its rank and what its file declares of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from partc.runtime.artifact.comm_node import AnyCall, CollectiveCall
+from partc.runtime.checker.graph.declared import ValueType
+from partc.runtime.errors import Violation
+
+AGAIN = "compile the model again"
+"""The remedy for what only a fault of the compiler, or an edited file, can be."""
+
+
+@dataclass(frozen=True)
+class CallNode:
+    """A collective node of a rank, with what the file declares of its input and output.
+
+    Of several values, which travel as one vector, that vector stands for input and output; `parts` are what goes in and what comes out.
+    """
+
+    call: AnyCall
+    rank: int
+    file: str
+    title: str
+    given: ValueType | None
+    made: ValueType | None
+    parts: tuple[tuple[ValueType | None, ValueType | None], ...] = ()
+    looked_up: tuple[tuple[str, ValueType | None], ...] = ()
+
+    @property
+    def collective(self) -> CollectiveCall:
+        """The call of a collective."""
+        assert isinstance(self.call, CollectiveCall)
+        return self.call
+
+    def on(self, rank: int) -> CallNode:
+        """The node on another rank of its file."""
+        return self if rank == self.rank else replace(self, rank=rank)
+
+    def violation(self, fact: str, help: str = AGAIN) -> Violation:
+        """A violation at this node."""
+        return Violation(self.file, f"on rank {self.rank}: {fact}", self.title, self.call.path, help)
+
+    def __str__(self) -> str:
+        return f"{self.title} of group '{self.call.group}', tag {self.call.tag}"
