@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
+from partc.compiler.directives.calls import PlaceCall, is_module
 from partc.compiler.directives.recorder import calling_line, recorder
-from partc.compiler.directives.traced import TracedCall, is_module, traced, wrong_device
+from partc.compiler.directives.traced import traced, wrong_device
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.declared import On
 from partc.compiler.plan.target import named_target
@@ -29,15 +29,6 @@ Ranks: TypeAlias = int | Sequence[int] | Mapping[str, int]
 """A rank, ranks in order that are a group, or coordinates along axes of the plan's mesh."""
 ROLE = "MS_WORKER"
 _LAW = "a place is a rank, a list of ranks, or a slice of the plan's mesh: 3, [0, 1], {'pp': 1}"
-
-
-@dataclass
-class PlaceCall(TracedCall):
-    """One call of `place`: a module, a function, an op or a pattern, and where it runs."""
-
-    verb: ClassVar[str] = "place"
-    on: On | None
-    role: str = ""
 
 
 def place(

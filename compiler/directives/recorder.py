@@ -13,11 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from partc.compiler.directives.place_calls import PlaceCall
-    from partc.compiler.directives.shard_calls import ShardCall
+from partc.compiler.directives.calls import PlaceCall, ShardCall
 
 _COMPILER = Path(__file__).parents[1]
 

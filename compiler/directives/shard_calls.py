@@ -5,7 +5,7 @@
     shard(op.MatMul, in_strategy=((2, 4), (4, 1)))(x, weight)
 
 Strategies speak of the tensors in the order of the call: one entry each, a number of shards or mesh axes for each dim, None where
-the entry, or the cut of the dim beside axes, is left out. Regions (`traced.py`) of shard do not nest.
+the entry, or the cut of the dim beside axes, is left out. Regions (`calls.py`) of shard do not nest.
 """
 
 from __future__ import annotations
@@ -13,53 +13,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from partc.compiler.directives.calls import ShardCall, is_module
 from partc.compiler.directives.recorder import calling_line, recorder
-from partc.compiler.directives.traced import Region, TracedCall, is_module, traced, wrong_device
+from partc.compiler.directives.traced import traced, wrong_device
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling, shown_spec
+from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
 from partc.compiler.plan.target import named_target
 from partc.compiler.plan.violation import Violation
 
 Target = TypeVar("Target")
 _STRATEGY = "a strategy is a tuple with a tuple for each tensor, or None to derive it: ((4, 2), None)"
-
-
-@dataclass
-class ShardCall(TracedCall):
-    """One call of `shard`: the module, function or op, and its shard specs."""
-
-    verb: ClassVar[str] = "shard"
-    inputs: tuple[ShardSpec | None, ...] | None
-    outputs: tuple[ShardSpec | None, ...] | None
-    parameters: Mapping[str, ShardSpec]
-    level: int
-
-    def check(self, region: Region) -> None:
-        """Raises CompileError unless strategies have an entry for each tensor, and one for each of its dims."""
-        problems: list[Problem] = []
-        sides = [
-            ("in", "is called with", self.inputs, region.arguments),
-            ("out", "gives back", self.outputs, region.results),
-        ]
-        for side, verb, specs, values in sides:
-            if specs is None:
-                continue
-            if len(specs) != len(values):
-                fact = f"{side}_strategy is for {_count(len(specs), 'tensor')}, but '{self.name}' {verb} {len(values)}"
-                problems.append(Problem(self.where, fact, help="write None for a tensor whose layout is derived"))
-                continue
-            for k, (spec, value) in enumerate(zip(specs, values, strict=True)):
-                if spec is not None and value.shape is not None and len(spec) != len(value.shape):
-                    dims = ", ".join(str(dim) for dim in value.shape)
-                    fact = (
-                        f"{side}_strategy[{k}] {shown_spec(spec)} cuts {_count(len(spec), 'dim')}, but the tensor has"
-                    )
-                    fact = f"{fact} {len(value.shape)}, [{dims}]"
-                    problems.append(Problem(self.where, fact, help="write one entry for each dim"))
-        if problems:
-            raise CompileError(problems)
 
 
 def shard(
@@ -107,10 +72,6 @@ def shard(
     if is_module(fn_or_module):
         return fn_or_module
     return cast(Target, traced(call, cast("Callable[..., object]", fn_or_module)))
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass

@@ -11,50 +11,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
+from partc.compiler.directives.calls import Region, TracedCall, bound_op
 from partc.compiler.directives.recorder import Recorder, recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.target import is_default_device, named_target
-
-
-@dataclass
-class Region:
-    """What one call emitted: a scope's path, or one node; and the tensors that went in and came out."""
-
-    path: str
-    node: ir.Node | None
-    arguments: tuple[ir.Value, ...]
-    results: tuple[ir.Value, ...]
-
-
-@dataclass
-class TracedCall:
-    """One call of `place` or `shard`: its target, its line, and the regions that calls of the target became."""
-
-    verb: ClassVar[str]
-    target: object
-    where: str
-    regions: list[Region] = field(default_factory=list, init=False)
-    device: str = field(default="", init=False)
-    """The kind of device of the region; empty where the call says nothing of it."""
-
-    @property
-    def name(self) -> str:
-        """The module's class, the function's name, or the op's type."""
-        if is_module(self.target):
-            return type(self.target).__name__
-        if bound := _bound_op(self.target):
-            return bound[1]
-        name = str(getattr(self.target, "__name__", type(self.target).__name__))
-        return name if name.isidentifier() else "function"
-
-    def check(self, region: Region) -> None:
-        """Raises CompileError where the call cannot mean this region."""
 
 
 def wrong_device(device: object, where: str) -> Iterator[Problem]:
@@ -62,11 +26,6 @@ def wrong_device(device: object, where: str) -> Iterator[Problem]:
     if not is_default_device(device) and not named_target(device):
         law = "a device is 'cpu' or 'cuda', or 'Ascend' for the job's"
         yield Problem(where, f"device is {device!r}", law, "write 'cpu', or leave it out")
-
-
-def is_module(target: object) -> bool:
-    """Whether this is a module of onnxscript or torch."""
-    return not isinstance(target, type) and hasattr(target, "named_modules") and hasattr(target, "forward")
 
 
 def note_call(module: object, arguments: Sequence[object], result: object) -> None:
@@ -89,7 +48,7 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
     earlier, fn = _TRACED.get(target, ((), target)) if inspect.isfunction(target) else ((), target)
     calls = (*earlier, call)
     call.target = fn
-    bound = _bound_op(fn)
+    bound = bound_op(fn)
 
     def call_traced(*arguments: object, **named: object) -> object:
         op = bound[0] if bound else arguments[0] if arguments else None
@@ -157,12 +116,3 @@ def _tensors(values: Sequence[object]) -> tuple[ir.Value, ...]:
             case Mapping():
                 found += _tensors(list(value.values()))
     return tuple(found)
-
-
-def _bound_op(fn: object) -> tuple[OpBuilder, str] | None:
-    """The builder and op type of `op.MatMul`, which a builder makes as a function of its own."""
-    if not inspect.isfunction(fn) or fn.__module__ != OpBuilder.__module__:
-        return None
-    inside = inspect.getclosurevars(fn).nonlocals
-    builder, op_type = inside.get("self"), inside.get("op_type")
-    return (builder, op_type) if isinstance(builder, OpBuilder) and isinstance(op_type, str) else None

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import onnx_ir as ir
+from partc.compiler.directives.calls import Region, ShardCall, TracedCall, is_module
 from partc.compiler.directives.recorder import Recorder
-from partc.compiler.directives.shard_calls import ShardCall
-from partc.compiler.directives.traced import Region, TracedCall, is_module
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.declared import Placement

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: each is opened and mapped when it is first asked for, and held against the index before anything of it is used.
+"""The files of a checkpoint: each is opened and mapped when it is first asked for, and held against the index before it is used.
 
 A path is held against the folder (links resolved), a file's size and every tensor that is asked for against the index.
 """
