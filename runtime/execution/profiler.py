@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..program.steps import Collective, Copy, LookUp, Segment, Step, Update, WaitCollective, WaitRecv
-from .step_plan import Action, StepPlan
+from .step_plan import StepPlan
 from .targets.lanes import lanes_of
+from .targets.workers import Action
 
 _KEPT = 100
 """The times of so many steps are kept."""

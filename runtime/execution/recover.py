@@ -26,7 +26,6 @@ from ..errors import RankError, StepError
 from ..job.status_board import IDLE, SLOT, Board
 from ..program.steps import Copy, LookUp, Segment, Send, StartCollective, Step, WaitCollective, WaitRecv
 from ..program.value_table import Storage
-from .at_large import give_up_at_large
 from .step_plan import StepPlan
 
 
@@ -140,7 +139,7 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
                 _provide(schedule, begin.call.source, work.gives_shape, again)
         case StartCollective() | LookUp() as begin:
             if not again:
-                give_up_at_large(schedule, begin)
+                schedule.at_large.give_up(begin)
             return
     action()
 

@@ -7,7 +7,7 @@ string). Each of the rank's targets has an arena, and where several compute a la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -29,7 +29,7 @@ from ..program.memory_plan import Lifetime, assign
 from ..program.session_values import check_promise
 from ..program.steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
 from ..program.value_table import Storage
-from .at_large import collect_at_large, look_up
+from .at_large import AtLarge
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .memory.freed import Freed, fill, fills_freed
 from .memory.proof import refuse_meeting
@@ -39,9 +39,9 @@ from .symbol_bindings import Bindings
 from .targets.counts import switches
 from .targets.lanes import Accesses, Lanes, lanes_of
 from .targets.session_calls import SessionCalls
+from .targets.workers import Action
 from .under_way import beside_messages
 
-Action: TypeAlias = Callable[[], object]
 Shape: TypeAlias = tuple[int, ...]
 BYTE = BY_NAME["uint8"]
 
@@ -68,6 +68,7 @@ class StepPlan:
         self.works = plan_collectives(program.steps, self.values, kept, self.promises, self.shapes, transport, wire)
         self.cells: dict[str, Cell] = dict(program.constants)
         self.sessions = SessionCalls(program, self.cells)
+        self.at_large = AtLarge(program, transport, wire, self.promises, self.cells)
         self.transient = [name for name, kind in program.values.storage.items() if self._passes(name, kind)]
         self.requests: list[Request] = [None] * len(program.steps)
         self.scratch: dict[tuple[int, str], Bytes] = {}
@@ -86,7 +87,7 @@ class StepPlan:
         accesses = Accesses(program, lanes, self.cells, lives, self.scratch) if lanes else None
         self._plan(waits, accesses)
         if accesses is not None:
-            self.lanes = Lanes(self, [accesses.of(role) for role in self.roles], len(lanes))
+            self.lanes = Lanes(program, transport, self.actions, [accesses.of(role) for role in self.roles], len(lanes))
         refuse_meeting(self)
 
     def take(self, inputs: Mapping[str, Value]) -> None:
@@ -196,7 +197,7 @@ class StepPlan:
                 case WaitRecv():
                     action = self._receive(step)
                 case LookUp():
-                    action = look_up(self, step)
+                    action = self.at_large.look_up(step)
                 case StartCollective():
                     action = self._begin(index, step)
                     if step.call.leaves:
@@ -303,7 +304,7 @@ class StepPlan:
     def _begin(self, index: int, step: StartCollective) -> Action:
         call, work = step.call, self.works.get(step.call.tag)
         if work is None:
-            return partial(collect_at_large, self, step)
+            return partial(self.at_large.collect, step)
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, CoalescedCollective):

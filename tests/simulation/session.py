@@ -213,7 +213,7 @@ class Session:
 
             return act
 
-        schedule.actions = [(index, watched(k, index, act)) for k, (index, act) in enumerate(schedule.actions)]
+        schedule.actions[:] = [(index, watched(k, index, act)) for k, (index, act) in enumerate(schedule.actions)]
 
     def _happen(self, rank: int, _: str) -> None:
         """Counts what a rank does, and lets the fault happen when its time has come."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...artifact.dtypes import BY_NAME
 from ...artifact.tensor import Tensor
@@ -23,9 +22,7 @@ from ...program.value_table import Storage
 from ...updates.updater import Updater
 from ..collective_plans import scratch_name
 from .effects import Effects, at_the_end, effects_of, freed_name
-
-if TYPE_CHECKING:
-    from ..step_plan import StepPlan
+from .planned import Planned
 
 _SHOWN = 8
 _HELP = "  help: this is a bug in partc; please report it with the artifact and the sizes of the inputs"
@@ -42,7 +39,7 @@ class _Place:
     held: int
 
 
-def refuse_meeting(plan: StepPlan) -> None:
+def refuse_meeting(plan: Planned) -> None:
     """RankError that names the values of a step plan that share bytes while both are needed."""
     problems = list(dict.fromkeys(meetings(plan)))
     if problems:
@@ -52,7 +49,7 @@ def refuse_meeting(plan: StepPlan) -> None:
         raise RankError("\n".join([f"{where}: {problems[0]}", *problems[1:_SHOWN], *more, law, _HELP]))
 
 
-def meetings(plan: StepPlan) -> Iterator[str]:
+def meetings(plan: Planned) -> Iterator[str]:
     """What is wrong with the memory of a step plan, a line for each two values that meet."""
     done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
@@ -67,7 +64,7 @@ def meetings(plan: StepPlan) -> Iterator[str]:
 class _Memory:
     """The parts of a rank's memory while the actions of a step are followed in the order of the file."""
 
-    def __init__(self, plan: StepPlan, every: Sequence[Effects]) -> None:
+    def __init__(self, plan: Planned, every: Sequence[Effects]) -> None:
         self.plan = plan
         self.extra = _without_values(plan)
         names = dict.fromkeys(name for one in every for name, _ in (*one.checks, *one.sets))
@@ -192,7 +189,7 @@ class _Memory:
         return self.plan.values.storage.get(name) in (Storage.TENSOR, Storage.OBJECT)
 
 
-def _apart(plan: StepPlan) -> Iterator[str]:
+def _apart(plan: Planned) -> Iterator[str]:
     """Operands and results of updates that run as one over a range, and that do not follow each other in it."""
     groups = (one.group for updates in plan.program.updates.values() for one in updates if isinstance(one, Updater))
     for names in (names for group in groups for names in (*group.operands, *group.results)):
@@ -204,7 +201,7 @@ def _apart(plan: StepPlan) -> Iterator[str]:
                 yield f"{_said(after)} does not lie behind {_said(name)}, and their updates run as one over both"
 
 
-def _without_values(plan: StepPlan) -> dict[str, Placed]:
+def _without_values(plan: Planned) -> dict[str, Placed]:
     """Places that are no value's: those where collectives pack, and those that are filled."""
     found: dict[str, Placed] = {freed_name(role.name): role.place for role in plan.roles if role.place is not None}
     for tag, work in plan.works.items():
@@ -219,7 +216,7 @@ def _said(name: str) -> str:
     return f"what collective {tag} packs ({side})" if name.endswith("\n") else f"'{name}'"
 
 
-def _races(plan: StepPlan, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
+def _races(plan: Planned, memory: _Memory, done: Sequence[Effects]) -> Iterator[str]:
     """Actions of two lanes that meet and may run at the same time."""
     assert plan.lanes is not None
     order = plan.lanes.order

@@ -7,12 +7,12 @@ with one target has no lanes, and runs in the order of its file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ...artifact.comm_node import CollectiveCall
 from ...artifact.dtypes import Bytes
 from ...artifact.format import CPU
 from ...artifact.tensor import Tensor
+from ...communication.transport import Transport
 from ...devices.device_memory import Cell, Remote
 from ...errors import RankError
 from ...job.status_board import IDLE, SLOT, Board
@@ -23,10 +23,7 @@ from ..collective_plans import scratch_name
 from ..memory.roles import Kind, Role
 from ..rank_program import RankProgram
 from .dependencies import Access, Range, waits_of
-from .workers import LaneFailed, LanePlan, Workers
-
-if TYPE_CHECKING:
-    from ..step_plan import Action, StepPlan
+from .workers import Action, LaneFailed, LanePlan, Workers
 
 _FIXED = (Storage.SLOT, Storage.CONSTANT)
 
@@ -150,27 +147,33 @@ def _writes(access: Access) -> tuple[Range, ...]:
 
 
 class Lanes:
-    """The lanes of a step plan, which run at the same time."""
+    """The lanes of a step plan, which run at the same time; `accesses` are those of its actions, which get one more behind them."""
 
-    def __init__(self, plan: StepPlan, accesses: Sequence[Access], count: int) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        program: RankProgram,
+        transport: Transport,
+        actions: list[tuple[int, Action]],
+        accesses: Sequence[Access],
+        count: int,
+    ) -> None:
+        self._program, self._transport, self._actions = program, transport, actions
         lanes: list[list[int]] = [[] for _ in range(count)]
         for place, access in enumerate(accesses):
             lanes[access.lane].append(place)
         waits = waits_of(accesses, count)
         # The last action of the first lane waits for all others.
-        lanes[0].append(len(plan.actions))
+        lanes[0].append(len(actions))
         waits.append(tuple((lane, len(places)) for lane, places in enumerate(lanes) if lane and places))
-        plan.actions.append((len(plan.program.steps) - 1, _nothing))
+        actions.append((len(program.steps) - 1, _nothing))
         self.order = LanePlan(lanes, waits)
         self._wait: Action = _nothing
-        steps = plan.program.steps
-        communicates = any(isinstance(step, Send | PostRecv | Collective) for step in steps)
-        self._waiting = plan.transport.with_progress(self._run_wait) if communicates else self._run_wait
+        communicates = any(isinstance(step, Send | PostRecv | Collective) for step in program.steps)
+        self._waiting = transport.with_progress(self._run_wait) if communicates else self._run_wait
 
     def run(self, board: Board, step: int) -> None:
         """The actions of a step; RankError where one has failed."""
-        plan, program = self.plan, self.plan.program
+        program = self._program
         write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
         at = IDLE
 
@@ -182,7 +185,7 @@ class Lanes:
         if program.workers is None:
             program.workers = Workers(len(self.order.lanes), str(program.rank))
         try:
-            program.workers.run(self.order, plan.actions, tell, self._while_waiting, self._interrupt)
+            program.workers.run(self.order, self._actions, tell, self._while_waiting, self._interrupt)
         except LaneFailed as failed:
             raise self._error(failed.index, failed.cause) from failed.cause
         except RankError:
@@ -194,11 +197,10 @@ class Lanes:
     def _error(self, index: int, error: Exception) -> RankError:
         if isinstance(error, RankError):
             return error
-        plan = self.plan
-        return RankError(f"rank {plan.transport.rank} failed in {plan.program.explain(index, error)}")
+        return RankError(f"rank {self._transport.rank} failed in {self._program.explain(index, error)}")
 
     def _interrupt(self, index: int, error: Exception) -> None:
-        self.plan.transport.interrupt(str(self._error(index, error)))
+        self._transport.interrupt(str(self._error(index, error)))
 
     def _while_waiting(self, wait: Action) -> None:
         """Waits for another lane, while messages go on."""

@@ -1,0 +1,51 @@
+"""What the proof reads of a step plan: its actions by their roles, where everything lies, and the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ...artifact.dtypes import Bytes
+from ...communication.transport import Transport
+from ...devices.device_memory import Cell
+from ...program.value_table import ValueTable
+from ..collective_plans import AnyCollective
+from ..rank_program import RankProgram
+from ..targets.lanes import Lanes
+from ..targets.session_calls import SessionCalls
+from .roles import Role
+
+
+class Planned(Protocol):
+    """A step plan whose actions and places are known."""
+
+    program: RankProgram
+    values: ValueTable
+    transport: Transport
+    sessions: SessionCalls
+    lanes: Lanes | None
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """What each action is, in the order of the actions."""
+        ...
+
+    @property
+    def works(self) -> Mapping[int, AnyCollective]:
+        """By tag the collectives that go on beside others."""
+        ...
+
+    @property
+    def cells(self) -> Mapping[str, Cell]:
+        """By name the values that have a place."""
+        ...
+
+    @property
+    def scratch(self) -> Mapping[tuple[int, str], Bytes]:
+        """By tag and side the memory in which a collective packs."""
+        ...
+
+    @property
+    def arenas(self) -> Mapping[str, tuple[int, int]]:
+        """By target the address and the size of its arena."""
+        ...
