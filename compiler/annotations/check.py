@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import onnx_ir as ir
+from partc.compiler.annotations.followed import Followed
 from partc.compiler.annotations.read import NONE, Annotations, NodeMarks
 from partc.compiler.annotations.spec import spread_in
 from partc.compiler.annotations.spread import Spread
@@ -31,22 +32,6 @@ _TOOLS = (
     "annotate last: tools that extract, rename or convert drop configurations and leave names behind; "
     f"`--configuration {NONE}` compiles without annotations"
 )
-
-
-@dataclass(frozen=True)
-class Followed:
-    """What a node's annotation asks for: its ranks in order, its operands' spreads, and what metadata adds.
-
-    `cuts`: per group the mesh and the axes by factor; `reduced`: outputs that are reduced where they are made.
-    """
-
-    group: Group
-    inputs: Mapping[int, Spread]
-    outputs: Mapping[int, Spread]
-    where: str
-    follows: bool = False
-    cuts: Mapping[Group, tuple[Mesh, Mapping[str, tuple[int, ...]]]] = field(default_factory=dict)
-    reduced: frozenset[str] = frozenset()
 
 
 def follow_annotations(program: Program) -> Program:

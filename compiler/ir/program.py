@@ -20,7 +20,7 @@ from partc.compiler.ir.training import ProgramKind, Training
 from partc.compiler.ir.value_info import SymbolInfo, ValueInfo
 
 if TYPE_CHECKING:
-    from partc.compiler.annotations.check import Followed
+    from partc.compiler.annotations.followed import Followed
     from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
     from partc.compiler.ir.declared import Declared
     from partc.compiler.ir.microbatched import Microbatched

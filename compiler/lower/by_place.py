@@ -7,16 +7,13 @@ once   1, 0, 0, 0                            ->    Max(1 - place, 0)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.rank_program import Constant, RankConstant
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Array
 from partc.compiler.ops.node import likeness
-
-if TYPE_CHECKING:
-    from partc.compiler.tasks.local_form import LocalForm
 
 _MOST_ITEMS = 64
 """So many items of a constant are told one by one."""
@@ -46,7 +43,7 @@ def by_place(forms: Sequence[tuple[LocalForm, Sequence[int]]], sets: tuple[tuple
         constants[name] = law
     laws = [name for name, one in constants.items() if isinstance(one, RankConstant)]
     ends = tuple({name: _array(one.constants[name]) for name in laws} for one in (first, row[-1]))
-    return type(first)(first.ops, constants, first.types, ends)
+    return LocalForm(first.ops, constants, first.types, ends)
 
 
 def _array(constant: Constant) -> Array:

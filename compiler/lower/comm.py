@@ -1,7 +1,6 @@
-"""Communication in ranks' programs: a reshard's moves (`layout/reshard.py`) as messages, collectives and local nodes.
+"""What communication is written with: the builders of ranks' programs, the events and groups so far; and collectives of several values.
 
-h on 0-3 [2, 1]  -->  h on 0-3 [1, 1]      every rank   %h = AllGather(%h@[2, 1])
-h on 0           -->  h on 1               rank 0       Send(%h, 1)          rank 1   %h = Recv(0)
+A reshard writes its hops with it (`reshard.py`), as do lookups (`pulls.py`) and the buckets of gradients.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout, Mesh
-from partc.compiler.layout.reshard import lower, lower_unknown
 from partc.compiler.lower.builders import ProgramBuilders
-from partc.compiler.lower.exchanges import exchange
-from partc.compiler.lower.local_moves import keep, pad, slice_out
-from partc.compiler.lower.rooted import reduce_to
-from partc.compiler.sharding.operands import divisors
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.ranks import order_text
 
@@ -88,42 +82,6 @@ class CommLowering:
         """The same programs, where what is written belongs to `task`."""
         return replace(self, task=task)
 
-    def reshard(
-        self, source: ShardedValue, name: str, target: ShardedValue, wanted: str, cause: str, derived: bool = False
-    ) -> str:
-        """Brings `source`, which its ranks have as `name`, to the layout and ranks of `target`; what it is called there.
-
-        That is `wanted`, or `name` where nothing has to be done.
-        """
-        shape = self.values[source.value].shape
-        if shape is None:
-            moves = lower_unknown(source.layout, target.layout, source.group, target.group)
-        else:
-            proven = divisors(self.program, shape)
-            moves = lower(source.layout, target.layout, source.group, target.group, proven)
-        training = self.program.training
-        if (
-            training
-            and source.value in training.parameters
-            and moves
-            and isinstance(moves[0], mv.Exchange | mv.Transfer)
-        ):
-            # A message may be on its way until the step ends, and the update overwrites the parameter before.
-            name = self.beside(source.group, "Identity", [name], f"{name}.sent")
-            self.declare(source, name)
-        at = source
-        for k, move in enumerate(moves):
-            last = k == len(moves) - 1 and move.group == target.group
-            after = target if last else ShardedValue(source.value, move.group, move.after)
-            ranks = tuple(dict.fromkeys((*source.group, *move.group)))
-            out = wanted if last else self.builders.free(ranks, f"{wanted}.{type(move).__name__.lower()}")
-            self._write(move, Hop(at, after, name, out, cause, derived))
-            name, at = out, after
-        if moves and name != wanted:  # more ranks have it than the target's
-            self.rename(target, name, wanted)
-            name = wanted
-        return name
-
     def rename(self, version: ShardedValue, name: str, out: str) -> None:
         """Gives what a version's ranks have as `name` the name `out`."""
         if name != out:
@@ -134,40 +92,6 @@ class CommLowering:
         """Lists what a version's ranks have under a name."""
         value, shape = self.values.local_value(version), self.values.local_shape(version)
         self.builders.declare(version.group, name, value, shape)
-
-    def _write(self, move: mv.Move, hop: Hop) -> None:
-        match move:
-            case mv.Slice():
-                slice_out(self, move, hop)
-            case mv.Exchange() | mv.Transfer():
-                exchange(self, move, hop)
-            case mv.Reduce():
-                reduce_to(self, move, hop)
-            case mv.ZeroPad():
-                pad(self, move, hop)
-            case mv.MaskReplicas():
-                keep(self, move, hop)
-            case _:
-                self._collective(move, hop)
-        self.declare(hop.after, hop.out)
-
-    def _collective(self, move: mv.AllReduce | mv.AllGather | mv.ReduceScatter | mv.AllToAll, hop: Hop) -> None:
-        attributes: Attributes
-        match move:
-            case mv.AllReduce(reduce=reduce):
-                op_type, attributes = fmt.ALL_REDUCE, {fmt.REDUCE: reduce}
-            case mv.AllGather(dim=dim):
-                op_type, attributes = fmt.ALL_GATHER, {fmt.AXIS: dim}
-            case mv.ReduceScatter(dim=dim, reduce=reduce):
-                op_type, attributes = fmt.REDUCE_SCATTER, {fmt.AXIS: dim, fmt.REDUCE: reduce}
-            case mv.AllToAll(split_dim=split, concat_dim=concat):
-                op_type, attributes = fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: split, fmt.CONCAT_AXIS: concat}
-        sets, group = self.subgroups(move.after.mesh, move.axes, move.group)
-        amount, value = self.amount(hop.after.value, mv.received(move)[0]), hop.after.value
-        tag = self.event(op_type, hop, sets, group, amount)
-        attributes = {fmt.GROUP: group, **attributes}
-        step = CommOp(op_type, (hop.name,), (hop.out,), attributes, tag, value, hop.cause, amount)
-        self.append(move.group, step)
 
     def event(self, op_type: str, hop: Hop, ranks: tuple[Group, ...], group: str, amount: str) -> int:
         """Lists the event of a hop, whose messages have the shape of what is sent; its tag."""

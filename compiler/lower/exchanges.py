@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from partc.compiler.ir.rank_program import CommOp, Event
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.exchange import ExchangeBox, Routes, Span, span_of, within
+from partc.compiler.lower.comm import CommLowering, Hop
 from partc.compiler.lower.rooted import broadcast, has_size, share_of_shard
 from partc.runtime.artifact import format as fmt
-
-if TYPE_CHECKING:
-    from partc.compiler.lower.comm import CommLowering, Hop
 
 Sent: TypeAlias = "tuple[int, Span]"
 """The rank at the other end, and the box in the own shard."""

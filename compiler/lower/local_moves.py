@@ -6,15 +6,13 @@ All ranks do the same; which shard is a rank's own is a constant by its place, s
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from partc.compiler.ir.rank_program import RankConstant
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout import moves as mv
-
-if TYPE_CHECKING:
-    from partc.compiler.lower.comm import CommLowering, Hop
+from partc.compiler.lower.comm import CommLowering, Hop
 
 
 def slice_out(comm: CommLowering, move: mv.Slice, hop: Hop) -> None:

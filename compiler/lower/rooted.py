@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from partc.compiler.ir.rank_program import CommOp
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout
+from partc.compiler.lower.comm import CommLowering, Hop
 from partc.runtime.artifact import format as fmt
-
-if TYPE_CHECKING:
-    from partc.compiler.lower.comm import CommLowering, Hop
 
 
 def reduce_to(comm: CommLowering, move: mv.Reduce, hop: Hop) -> None:

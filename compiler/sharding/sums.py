@@ -45,7 +45,8 @@ from partc.compiler.plan.matching import output_ranks
 from partc.compiler.sharding.least_cut import ALWAYS, LeastCut
 from partc.compiler.sharding.operands import input_layout_of, proven_divisors, replicated_on
 from partc.compiler.sharding.picked_rows import picked_rows
-from partc.compiler.sharding.versions import ValueVersions, deliver, reduce_definition
+from partc.compiler.sharding.value_versions import ValueVersions
+from partc.compiler.sharding.versions import deliver, reduce_definition
 
 _Side: TypeAlias = set[NodeOnGroup | ir.Value | str]
 _FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.rank_program import LocalTensor, TaskKind
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.sharding.versions import ValueVersions
-from partc.compiler.tasks.local_form import LocalForm
+from partc.compiler.sharding.value_versions import ValueVersions
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import LocalTensor
 from partc.compiler.ir.sharded import Group, ShardedValue
@@ -25,10 +26,12 @@ from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.cutting import pieces_of
 from partc.compiler.lower.kept import keep_operands
 from partc.compiler.lower.pulls import is_pulled, write_pull
+from partc.compiler.lower.reshard import reshard
 from partc.compiler.lower.written import is_written, write_forward
 from partc.compiler.plan.matching import output_ranks
-from partc.compiler.sharding.versions import ValueVersions, can_share, find_versions, replicated_outputs
-from partc.compiler.tasks.local_form import LocalForm, local_forms
+from partc.compiler.sharding.value_versions import ValueVersions
+from partc.compiler.sharding.versions import can_share, find_versions, replicated_outputs
+from partc.compiler.tasks.local_forms import local_forms
 from partc.compiler.tasks.local_view import LocalView
 
 
@@ -106,7 +109,7 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
     for home in versions.defs.get(value, ()):
         if (canonical := versions.canonical.get(home)) and canonical not in done:
             cause = uses.get(canonical) or next(iter(uses.values()), "as the plan says")
-            comm.values.bind(canonical, comm.reshard(home, names[home], canonical, names[canonical], cause))
+            comm.values.bind(canonical, reshard(comm, home, names[home], canonical, names[canonical], cause))
             done.add(canonical)
     for version in sorted(uses, key=lambda version: -len(version.group)):
         if version in done:
@@ -114,7 +117,7 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
         there = next((one for one in _made(value, versions, done) if _has(one, version)), None)
         if there is None:
             source, derived = versions.definition_for(version), version in versions.derived
-            name = comm.reshard(source, names[source], version, names[version], uses[version], derived)
+            name = reshard(comm, source, names[source], version, names[version], uses[version], derived)
             comm.values.bind(version, name)
         elif version in versions.delivered.get(value, ()):
             comm.rename(version, names[there], names[version])  # an output has the name that the user knows

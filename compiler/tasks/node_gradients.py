@@ -18,6 +18,7 @@ from partc.compiler.autodiff.engine import RowGradient, differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import bodies, captured
+from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, with_names
 from partc.compiler.ir.sharded import Group, ShardedValue
@@ -28,7 +29,7 @@ from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.cotangent_names import first_free
 from partc.compiler.tasks.duals import typed
-from partc.compiler.tasks.local_form import LocalForm, renamed
+from partc.compiler.tasks.local_forms import renamed
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.cotangent_names import brought_spellings, first_free, sum_spellings
 from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient
@@ -221,7 +222,7 @@ class GradientReduction:
         apart = {*version.group}.isdisjoint(target.group) and builders.is_free(target.group, name)
         kept = apart and (name == final[0] if wanted else not version.layout.partial or target.layout.partial)
         out = name if kept else first_free(builders, tuple(dict.fromkeys((*version.group, *target.group))), final)
-        return comm.reshard(version, name, target, out, f"gradient of '{primal}'")
+        return reshard(comm, version, name, target, out, f"gradient of '{primal}'")
 
     def _sum(
         self, comm: CommLowering, version: ShardedValue, names: Sequence[str], wanted: str = "", *, final: bool = True

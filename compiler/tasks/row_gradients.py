@@ -31,6 +31,7 @@ from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllGather
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.cotangent_names import PARTIAL
 from partc.compiler.tasks.local_view import Gradient
 
@@ -319,7 +320,7 @@ class RowReduction:
         if self.low and not exact and source.value.dtype == ir.DataType.FLOAT:
             return self._sent_low(source, name, target, out, cause)
         ranks = tuple(dict.fromkeys((*source.group, *target.group)))
-        return self.comm.reshard(source, name, target, self.builders.free(ranks, out), cause)
+        return reshard(self.comm, source, name, target, self.builders.free(ranks, out), cause)
 
     def _sent_low(self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str) -> str:
         """Brings rows in bfloat16; their name in their own type."""
@@ -330,7 +331,7 @@ class RowReduction:
         given = self.builders.free(ranks, f"{name}.bfloat16")
         self.comm.emit(source.group, "Cast", [name], given, None, to=int(ir.DataType.BFLOAT16))
         self.comm.declare(one, given)
-        there = self.comm.reshard(one, given, other, self.builders.free(ranks, f"{out}.bfloat16"), cause)
+        there = reshard(self.comm, one, given, other, self.builders.free(ranks, f"{out}.bfloat16"), cause)
         made = self.builders.free(target.group, out)
         self.comm.emit(target.group, "Cast", [there], made, None, to=int(ir.DataType.FLOAT))
         self.comm.declare(target, made)

@@ -20,6 +20,7 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_view import Gradient
 from partc.compiler.training.whole_updates import ShardSum, Step, without_terms
@@ -79,7 +80,7 @@ class ShardSums:
         target = ShardedValue(first.value, one.home.group, normal(self._layout(one, step)))
         if target == first:
             return name
-        brought: str = self.comm.reshard(first, name, target, str(step.total.name), _cause(one, step))
+        brought: str = reshard(self.comm, first, name, target, str(step.total.name), _cause(one, step))
         return brought
 
     def _layout(self, one: Gradient, step: ShardSum) -> Layout:

@@ -24,6 +24,7 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower
+from partc.compiler.lower.reshard import reshard
 from partc.compiler.sharding.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
@@ -198,7 +199,7 @@ class Updates:
     def _share(self, one: Gradient, name: str) -> str:
         """Slices each rank's share of a parameter out of the version that it holds; the share's name."""
         wanted = self.builders.free(one.home.group, f"{name}.share")
-        return self.comm.reshard(one.home, name, one.share, wanted, f"update of '{one.parameter.name}'")
+        return reshard(self.comm, one.home, name, one.share, wanted, f"update of '{one.parameter.name}'")
 
     def _gather(self, one: Gradient, name: str, made: str) -> None:
         """Gathers the next parameter from the shares that ranks have updated."""
@@ -213,7 +214,7 @@ class Updates:
             assert shape is not None
             self.gathers.add(cast(Fused, moves[0]), following, made, shape, after)
             return
-        self.comm.reshard(share, made, whole, after, f"update of '{one.parameter.name}'")
+        reshard(self.comm, share, made, whole, after, f"update of '{one.parameter.name}'")
 
     def _keep(
         self,
@@ -238,7 +239,7 @@ class Updates:
         if at != wanted and wanted not in self.names:
             name = self.builders.free(home.group, f"{self.names[home]}.next")
             cause = f"update of '{home.value.name}'"
-            self.values.bind(wanted, self.comm.reshard(at, self.names[at], wanted, name, cause))
+            self.values.bind(wanted, reshard(self.comm, at, self.names[at], wanted, name, cause))
         return self.names[wanted if wanted in self.names else at]
 
     def _clip(self, gradients: Sequence[Gradient]) -> None:

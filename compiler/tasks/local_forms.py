@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.rank_program import ComputeOp, Constant, RankConstant, with_names
+from partc.compiler.ir.local_form import LocalForm
+from partc.compiler.ir.rank_program import ComputeOp
 from partc.compiler.ir.sharded import Group
-from partc.compiler.ir.value_info import Array, Shape
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering
@@ -21,49 +22,6 @@ from partc.compiler.lower.kept import operand_name
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
-
-
-@dataclass
-class LocalForm:
-    """A node on one rank, or on several that differ only in constants by their place: its local ops, constants and types.
-
-    `ends`: what constants by a rank's place are on the first and the last rank.
-    """
-
-    ops: list[ComputeOp] = field(default_factory=list)
-    constants: dict[str, Constant] = field(default_factory=dict)
-    types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
-
-    ends: tuple[Mapping[str, Array], ...] = ()
-
-    @property
-    def fixed(self) -> dict[str, Array]:
-        """The constants that are the same on all of the ranks."""
-        return {name: one for name, one in self.constants.items() if not isinstance(one, RankConstant)}
-
-    @property
-    def unknown(self) -> list[ir.Value]:
-        """The constants that differ by rank, as values of known type."""
-        laws = {name: one for name, one in self.constants.items() if isinstance(one, RankConstant)}
-        return [
-            ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(one.dtype)), shape=ir.Shape(one.shape))
-            for name, one in laws.items()
-        ]
-
-    @property
-    def inner(self) -> list[str]:
-        """The names of constants and intermediate values: all but the node's outputs."""
-        made = (out.name or "" for op in self.ops for out in op.node.outputs)
-        return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.types]
-
-    def renamed(self, names: Mapping[str, str]) -> LocalForm:
-        """This form with other names for its inner values."""
-        if not names:
-            return self
-        ops = [replace(op, node=with_names(op.node, names)) for op in self.ops]
-        constants = {names.get(name, name): one for name, one in self.constants.items()}
-        ends = tuple({names.get(name, name): one for name, one in end.items()} for end in self.ends)
-        return LocalForm(ops, constants, self.types, ends)
 
 
 class _Shards(dict[str, int]):

@@ -1,0 +1,31 @@
+"""The versions of values: as each is defined, and on every other group or in every other layout in which it is read (`sharding/versions.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.ir.sharded import ShardedValue
+
+
+@dataclass
+class ValueVersions:
+    """All versions of each value.
+
+    `defs`: as produced or fed. `canonical`: what a partial definition is reduced to, or an output is resharded to as the plan asks. `uses`:
+    versions that are read, with the first reader as cause. `delivered`: versions of the model's outputs. `names`: what each is called.
+    """
+
+    defs: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
+    canonical: dict[ShardedValue, ShardedValue] = field(default_factory=dict)
+    uses: dict[ir.Value, dict[ShardedValue, str]] = field(default_factory=dict)
+    delivered: dict[ir.Value, list[ShardedValue]] = field(default_factory=dict)
+    names: dict[ShardedValue, str] = field(default_factory=dict)
+    derived: set[ShardedValue] = field(default_factory=set)
+    """Versions that only readers whose sharding is derived ask for."""
+
+    def definition_for(self, version: ShardedValue) -> ShardedValue:
+        """The version from which a used one is made: the definition on its own group, else the first one; in its canonical layout."""
+        defs = self.defs[version.value]
+        home = next((one for one in defs if one.group == version.group), defs[0])
+        return self.canonical.get(home, home)
