@@ -14,7 +14,6 @@ from partc.compiler.emit.choice_text import cut_text
 from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.weights import Location, Stored, is_inline, shard_of, shard_text, stored
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
@@ -28,6 +27,7 @@ from partc.compiler.ir.rank_program import (
     made_names,
     read_names,
 )
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.release import release

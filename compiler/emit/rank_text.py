@@ -13,7 +13,6 @@ from partc.compiler.emit.shard_text import part_of
 from partc.compiler.emit.value_text import value_text
 from partc.compiler.ir.drawn import law_of
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
@@ -27,6 +26,7 @@ from partc.compiler.ir.rank_program import (
     TaskCall,
 )
 from partc.compiler.ir.value_bytes import bytes_text
+from partc.compiler.ir.value_info import Shape
 from partc.runtime.artifact.law import law_text
 
 

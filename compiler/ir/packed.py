@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import onnx_ir as ir
+
 PART = "partc.part_of"
 """Key of `ir.Value.meta`: the `PackedBox` of a weight that is part of a packed one."""
 
@@ -20,3 +22,9 @@ class PackedBox:
         """The box of a slice of this part: `size` elements of `dim` from `begin`."""
         start = self.box[dim][0] + begin
         return replace(self, box=(*self.box[:dim], (start, start + size), *self.box[dim + 1 :]))
+
+
+def tensor_of(parameter: ir.Value) -> str:
+    """The global name of a parameter's state: a part of a packed weight has that weight's name."""
+    part: PackedBox | None = parameter.meta.get(PART)
+    return parameter.name or "" if part is None else part.tensor

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.global_view import GlobalView
 from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, RankOp, TaskKind, Way
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.value_bytes import whole_bytes
@@ -58,7 +58,7 @@ class CommLowering:
     `program` is the one that `localize` was given: what is found out later lies in `values`.
     """
 
-    program: Program
+    program: GlobalView
     builders: ProgramBuilders
     values: ValueTable
     events: list[Event] = field(default_factory=list)

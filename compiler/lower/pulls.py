@@ -25,8 +25,8 @@ import sympy
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.global_view import GlobalView
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import CommOp, Event, Way
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.value_info import Shape, ValueInfo
@@ -40,7 +40,7 @@ _IDS = ir.TensorType(ir.DataType.INT64)
 _ID_BYTES = 8
 
 
-def is_pulled(program: Program, instance: NodeOnGroup) -> bool:
+def is_pulled(program: GlobalView, instance: NodeOnGroup) -> bool:
     """Whether a node on a group pulls the rows that it looks up."""
     choice = program.choices.get(instance)
     return SERVED in instance.node.meta or (choice is not None and bool(choice.pulled))

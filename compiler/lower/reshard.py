@@ -38,12 +38,7 @@ def reshard(
         proven = divisors(comm.program, shape)
         moves = lower(source.layout, target.layout, source.group, target.group, proven)
     training = comm.program.training
-    if (
-        training
-        and source.value in training.parameters
-        and moves
-        and isinstance(moves[0], mv.Exchange | mv.Transfer)
-    ):
+    if training and source.value in training.parameters and moves and isinstance(moves[0], mv.Exchange | mv.Transfer):
         # A message may be on its way until the step ends, and the update overwrites the parameter before.
         name = comm.beside(source.group, "Identity", [name], f"{name}.sent")
         comm.declare(source, name)

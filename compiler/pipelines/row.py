@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.graph import bodies, captured
-from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     ComputeOp,
     Constant,
@@ -19,6 +18,7 @@ from partc.compiler.ir.rank_program import (
     read_names,
     with_names,
 )
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.pipelines.phases import Label, Unit
 
 

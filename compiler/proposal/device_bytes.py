@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     CopyOp,
@@ -26,6 +25,7 @@ from partc.compiler.ir.rank_program import (
     made_names,
     read_names,
 )
+from partc.compiler.ir.value_info import Shape
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import CPU
 from partc.runtime.units import size_text

@@ -11,8 +11,8 @@ import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.global_view import GlobalView
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Program
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -31,7 +31,7 @@ def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> ShardedVal
     return ShardedValue(value, group, normal(layout))
 
 
-def input_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
+def input_layout_of(program: GlobalView, instance: NodeOnGroup, k: int) -> ShardedValue:
     """The version of operand `k` that a node on a group reads."""
     value = instance.node.inputs[k]
     assert value is not None
@@ -48,7 +48,7 @@ def _served(value: ir.Value, servers: Group) -> ShardedValue:
     return laid_out(value, servers, Layout((len(servers),), ((0,), *[()] * (rank - 1))))
 
 
-def output_layout_of(program: Program, instance: NodeOnGroup, k: int) -> ShardedValue:
+def output_layout_of(program: GlobalView, instance: NodeOnGroup, k: int) -> ShardedValue:
     """The version of output `k` that a node on a group makes."""
     value = instance.node.outputs[k]
     choice = program.choices.get(instance)
@@ -56,12 +56,12 @@ def output_layout_of(program: Program, instance: NodeOnGroup, k: int) -> Sharded
     return laid_out(value, instance.group, layout)
 
 
-def proven_divisors(program: Program, value: ir.Value) -> tuple[int, ...]:
+def proven_divisors(program: GlobalView, value: ir.Value) -> tuple[int, ...]:
     """Per dim a number that is known to divide its size."""
     return divisors(program, [dim_of(program, value, dim) for dim in range(len(value.shape or ()))])
 
 
-def divisors(program: Program, sizes: Sequence[int | str | None]) -> tuple[int, ...]:
+def divisors(program: GlobalView, sizes: Sequence[int | str | None]) -> tuple[int, ...]:
     """Per size, a number or an expression over the symbols, a number that is known to divide it; 1 of an unknown one."""
     known = {name: info.facts for name, info in program.symbols.items()}
     return tuple(
@@ -69,7 +69,7 @@ def divisors(program: Program, sizes: Sequence[int | str | None]) -> tuple[int, 
     )
 
 
-def is_derived(program: Program, instance: NodeOnGroup) -> bool:
+def is_derived(program: GlobalView, instance: NodeOnGroup) -> bool:
     """Whether a node's sharding is derived: the plan and the model give nothing of it."""
     choice = program.choices.get(instance)
     paths = program.derived_paths

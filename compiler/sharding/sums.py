@@ -6,16 +6,15 @@ for every reader. But a node that is linear in an operand (`Rule.linear`) makes 
     x + attn + mlp     reduced at once   (x + AllReduce(attn.partial)) + AllReduce(mlp.partial)
                        passed on         AllReduce((x.kept + attn.partial) + mlp.partial)
 
-The law: a value made as terms is open, if every reader takes its terms, or is reduced once, for all of its readers as if it had been
-made whole. What a sum joins with terms, and is whole, its first rank keeps (`lower/kept.py`). So what a choice of nodes costs is the
-sum of what every value costs by itself, and the least of all choices is a least cut of the graph: a node on the source's side makes
-terms, a value of it with a reader on the other side is paid for. Of equal costs the cut nearest to the source is taken, so nothing
-moves without a gain.
+The law: a value made as terms is open, if every reader takes its terms, or is reduced once, for all of its readers as if it had been made
+whole. What a sum joins with terms, and is whole, its first rank keeps (`lower/kept.py`). So what a choice of nodes costs is the sum of
+what every value costs by itself, and the least of all choices is a least cut of the graph: a node on the source's side makes terms, a
+value of it with a reader on the other side is paid for. Of equal costs the cut nearest to the source is taken: no move is without gain.
 
-What is moved must be proven to take no more bytes and no more collectives than before, for all sizes that the symbols may have. Not
-passed on are maxima and minima, sums of whose size only a run tells, those to a narrower type (each term would be rounded), through
-what is computed for several groups, in bodies or in local maps, and what the plan wants in a layout of its own. In training a product
-with another factor that learns makes terms of its gradient, too: their bytes count, and one more collective is taken for a quarter of all.
+What is moved must be proven to take no more bytes and no more collectives than before, for all sizes that the symbols may have. Not passed
+on are maxima and minima, sums of whose size only a run tells, those to a narrower type (each term would be rounded), through what is
+computed for several groups, in bodies or in local maps, and what the plan wants in a layout of its own. In training a product with
+another factor that learns makes terms of its gradient, too: their bytes count, and one more collective is taken for a quarter of all.
 """
 
 from __future__ import annotations
@@ -251,9 +250,8 @@ class _Sums:
 
     def _reduced(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
         """What it costs to reduce terms on all ranks that have them. Readers may want less: that is no gain of passing them on."""
-        return self._moved(
-            value, [(ShardedValue(value, group, layout), ShardedValue(value, group, Layout(layout.mesh, layout.cuts)))]
-        )
+        reduced = ShardedValue(value, group, Layout(layout.mesh, layout.cuts))
+        return self._moved(value, [(ShardedValue(value, group, layout), reduced)])
 
     def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
         """The cost of today's reductions: each reader gets the reduced value."""
@@ -351,9 +349,8 @@ class _Sums:
                     after += Cost() if value in side else costs[value]
         weights = [self._weight(cost, 1, 0) for cost in (before, after)]
         learns = any(found.gradients[one].count for one in part if one in found.choices)
-        if weights[1] > weights[0] or (
-            after.count > before.count and not (learns and weights[1] * _LEFT <= weights[0])
-        ):
+        more = after.count > before.count and not (learns and weights[1] * _LEFT <= weights[0])
+        if weights[1] > weights[0] or more:
             return False
         return (after.count < before.count or weights[1] < weights[0]) and self._is_no_more(after, before)
 

@@ -1,4 +1,4 @@
-"""The versions of values: as each is defined, and on every other group or in every other layout in which it is read (`sharding/versions.py`)."""
+"""The versions of values: as each is defined, and on every other group or in every other layout in which it is read."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
@@ -30,7 +28,9 @@ from partc.compiler.ir.rank_program import (
     made_names,
     read_names,
 )
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_bytes import bytes_text
+from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.targets.constants import with_constants
 from partc.compiler.targets.needed import without_unread
 from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, placed

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Program
-from partc.compiler.ir.value_info import Shape
 from partc.compiler.ir.rank_program import (
     CommOp,
     ComputeOp,
@@ -33,6 +32,7 @@ from partc.compiler.ir.rank_program import (
     made_names,
     read_names,
 )
+from partc.compiler.ir.value_info import Shape
 from partc.compiler.ops.registry import host_inputs
 from partc.runtime.artifact.format import CONSTANT, CPU
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.packed import PART, PackedBox
+from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.rank_program import ComputeOp, LocalTensor, RankConstant, StateTensor, TaskKind
 from partc.compiler.ir.sharded import Group, ShardedValue
@@ -86,7 +86,7 @@ class Updates:
         for value in self.training.parameters:
             for home in self.versions.defs.get(value, ()):
                 if (value, home) not in updated:
-                    self._keep(home, self.names[home], "", _tensor(value), "parameter")
+                    self._keep(home, self.names[home], "", tensor_of(value), "parameter")
         for value, following in self.training.statistics.items():
             for home in self.versions.defs.get(value, ()):
                 made = "" if following is None else self._replacing(home, following)
@@ -104,7 +104,7 @@ class Updates:
 
     def _keep_pending(self, one: Gradient, pending: Pending, number: int) -> None:
         """Lists a gradient that waits for its update."""
-        tensor, shape = _tensor(one.parameter), ir.Shape(self._sizes(one))
+        tensor, shape = tensor_of(one.parameter), ir.Shape(self._sizes(one))
         self._types(one.home.group, [ir.Value(name=pending.name, type=one.parameter.type, shape=shape)])
         listed = self.builders.derived(f"{tensor}.pending.{number}")
         self._keep(one.share, pending.name, pending.next, listed, "optimizer", tensor)
@@ -112,13 +112,13 @@ class Updates:
     def keep_sums(self, sums: Sequence[AccumulatedGradient]) -> None:
         """Lists the sums of gradients over the parts of a batch."""
         for one in sums:
-            parameter = _tensor(one.parameter)
+            parameter = tensor_of(one.parameter)
             self._keep(one.version, one.name, "", one.name, "gradient", parameter)
 
     def _update(self, one: Gradient, clipped: bool) -> None:
         optimizer = self.training.optimizer_of(one.parameter)
         self.target = self.program.update_targets.get(one.parameter, "")
-        name, group, tensor = self.names[one.home], one.home.group, _tensor(one.parameter)
+        name, group, tensor = self.names[one.home], one.home.group, tensor_of(one.parameter)
         shared = one.share != one.home
         shape = self.values.local_shape(one.share) or ()
         shard = self._share(one, name) if shared else name
@@ -391,12 +391,6 @@ class Updates:
             for builder in self.builders.of(ranks):
                 if value.name not in builder.types:
                     builder.types[str(value.name)] = typed(self.values, self.program.symbols, value)
-
-
-def _tensor(parameter: ir.Value) -> str:
-    """The global name of a parameter's state: a part of a packed weight has that weight's name."""
-    part: PackedBox | None = parameter.meta.get(PART)
-    return parameter.name or "" if part is None else part.tensor
 
 
 def _number(name: str) -> ir.Value:
