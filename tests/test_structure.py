@@ -1,4 +1,5 @@
-"""Structure: packages match folders, imports point one way, files and folders are small, heavy libraries are imported only where needed."""
+"""Structure: packages match folders, imports point one way and in no circle, files and folders are small, heavy libraries are imported
+only where needed."""
 
 import ast
 import re
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +71,63 @@ def test_imports_point_one_way() -> None:
             if name.split(".")[1] not in allowed[subsystem] or hidden:
                 wrong.append(f"{path.relative_to(ROOT)}: {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def modules() -> dict[str, Path]:
+    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in sources()}
+    return {".".join(("partc", *(part for part in parts if part != "__init__"))): path for path, parts in names.items()}
+
+
+def files_imported_by(name: str, files: dict[str, Path]) -> set[str]:
+    """The files of a file's imports, wherever in it these stand: at the top, for types alone, in a function."""
+    package = name if files[name].name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(files[name].read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            inside = {alias.name: f"{base}.{alias.name}" for alias in node.names}
+            found.update(file if file in files else base for file in inside.values())
+    return found & files.keys() - {name}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [*reversed(error.args[1])]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not for types alone either: which of two files is read first is then no question, and each can be taken by itself."""
+    files = modules()
+    assert circle({name: files_imported_by(name, files) for name in files}) == []
+
+
+def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
+    texts = {
+        "partc.a.__init__": "",
+        "partc.a.top": "from partc.a.types import Type\n",
+        "partc.a.types": "if TYPE_CHECKING:\n    from .inside import function\n",
+        "partc.a.inside": "def function():\n    from . import top\n",
+        "partc.b": "import partc.a.top\n",
+    }
+    files = {}
+    for name, text in texts.items():
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        files[name.removesuffix(".__init__")] = path
+    graph = {name: files_imported_by(name, files) for name in files}
+    assert graph["partc.b"] == {"partc.a.top"}
+    assert graph["partc.a.inside"] == {"partc.a.top"}
+    found = circle(graph)
+    assert found[0] == found[-1]
+    assert {*found} == {"partc.a.top", "partc.a.types", "partc.a.inside"}
+    assert circle(graph | {"partc.a.types": set()}) == []
 
 
 def test_files_are_one_idea_and_folders_one_room() -> None:
