@@ -23,7 +23,7 @@ from partc.compiler.ir.program import Program
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
-from partc.compiler.plan.matching import output_ranks
+from partc.compiler.matching import output_ranks
 
 IR_VERSION = 11
 CONFIGURATION = "partc"

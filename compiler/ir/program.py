@@ -20,9 +20,9 @@ from partc.compiler.ir.training import ProgramKind
 if TYPE_CHECKING:
     from partc.compiler.ir.rank_program import Event, RankProgram
     from partc.compiler.layout.layout import Layout
+    from partc.compiler.lower.local_view import LocalView
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
-    from partc.compiler.tasks.local_view import LocalView
 
 _OF_THE_MODEL = ("parameter", "statistics")
 

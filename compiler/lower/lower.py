@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Program
@@ -17,12 +16,10 @@ from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.lower.builders import ProgramBuilder
 from partc.compiler.lower.early_pulls import pulls_first
 from partc.compiler.lower.kernels import fit_kernels
+from partc.compiler.lower.local_view import LocalView
 from partc.compiler.rewrite.simplify_steps import simplify_steps
 
 _HALVES = ("tensor(float16)", "tensor(bfloat16)")
-
-if TYPE_CHECKING:
-    from partc.compiler.tasks.local_view import LocalView
 
 
 def lower(program: Program) -> Program:

@@ -41,10 +41,10 @@ from partc.compiler.ir.rank_program import (
     made_names,
     read_names,
 )
+from partc.compiler.matching import Region, matched_nodes, recomputed
 from partc.compiler.ops.registry import draws
 from partc.compiler.pipelines.phases import ONCE, Label, Labels, Phase, Place, Unit
 from partc.compiler.pipelines.row import named
-from partc.compiler.plan.matching import Region, matched_nodes, recomputed
 from partc.compiler.plan.pipeline import RecomputeRule
 from partc.runtime.artifact.format import RECV, SEND
 

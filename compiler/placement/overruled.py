@@ -12,7 +12,7 @@ from typing import Protocol
 import onnx_ir as ir
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.plan.matching import matched_nodes
+from partc.compiler.matching import matched_nodes
 
 
 class _Line(Protocol):

@@ -30,12 +30,7 @@ from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.sharded import Group, Placed
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ops.registry import draws
-from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
-from partc.compiler.placement.overruled import overruled
-from partc.compiler.placement.repeated import is_large_weight, repeatable, worth_repeating
-from partc.compiler.placement.staged import backward_edges
-from partc.compiler.plan.matching import (
+from partc.compiler.matching import (
     Rule,
     against_stages,
     default_group,
@@ -46,6 +41,11 @@ from partc.compiler.plan.matching import (
     sharding_rules,
     stage_rules,
 )
+from partc.compiler.ops.registry import draws
+from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
+from partc.compiler.placement.overruled import overruled
+from partc.compiler.placement.repeated import is_large_weight, repeatable, worth_repeating
+from partc.compiler.placement.staged import backward_edges
 from partc.compiler.plan.pattern import compile_pattern
 from partc.runtime.artifact import format as fmt
 

@@ -19,8 +19,8 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Program
+from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, start, step_program
-from partc.compiler.plan.matching import matched_nodes
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths

@@ -25,10 +25,10 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.training import ParameterOptions
+from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
-from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.rewrite.rewriting import Rewriting

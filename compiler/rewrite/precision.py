@@ -31,8 +31,8 @@ from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.values import derived
+from partc.compiler.matching import matched_nodes, nothing_matched
 from partc.compiler.ops.registry import draws, entry_of
-from partc.compiler.plan.matching import matched_nodes, nothing_matched
 from partc.compiler.plan.precision import PrecisionRules
 from partc.compiler.rewrite.batch_norm import EXACT
 from partc.compiler.rewrite.rewriting import Rewriting

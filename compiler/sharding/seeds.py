@@ -18,8 +18,8 @@ from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, primes
+from partc.compiler.matching import sharding_rules
 from partc.compiler.plan.groups import ranks_text, shown_mesh
-from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
 from partc.compiler.plan.shard_spec import ShardSpec

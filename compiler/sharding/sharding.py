@@ -19,9 +19,9 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Program
+from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
-from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.sharding.joint import is_text
 from partc.compiler.sharding.levels import prefer
 from partc.compiler.sharding.local_map_cuts import seed_local_maps

@@ -40,7 +40,7 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import bytes_moved, is_local
 from partc.compiler.layout.reshard import lower
-from partc.compiler.plan.matching import output_ranks
+from partc.compiler.matching import output_ranks
 from partc.compiler.sharding.least_cut import ALWAYS, LeastCut
 from partc.compiler.sharding.operands import input_layout_of, proven_divisors, replicated_on
 from partc.compiler.sharding.picked_rows import picked_rows

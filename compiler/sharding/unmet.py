@@ -14,8 +14,8 @@ from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.program import Program
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
+from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.rule import WHOLE
-from partc.compiler.plan.matching import sharding_rules
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import ShardingRule
 

@@ -26,7 +26,7 @@ from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.pulls import is_pulled
-from partc.compiler.plan.matching import matched_nodes, nothing_matched, of_the_whole
+from partc.compiler.matching import matched_nodes, nothing_matched, of_the_whole
 from partc.compiler.plan.target import KINDS, TargetRule, named_target
 from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC, TARGET
 

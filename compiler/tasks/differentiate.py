@@ -38,13 +38,13 @@ from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.kept import operand_name
+from partc.compiler.lower.local_view import LocalView
 from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
 from partc.compiler.lower.written import is_written, write_backward
 from partc.compiler.ops.registry import stops_gradient
 from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.cotangent_names import CotangentNames, first_free
 from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, typed, wanted_layout
-from partc.compiler.tasks.local_view import LocalView
 from partc.compiler.tasks.node_gradients import NodeGradients, row_keys
 from partc.compiler.tasks.reduce_gradients import GradientReduction
 from partc.compiler.tasks.row_gradients import RowTerm, named_rows

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.builders import ProgramBuilders
-from partc.compiler.tasks.local_view import Gradient
+from partc.compiler.lower.local_view import Gradient
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from partc.compiler.lower.builders import ProgramBuilders
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.cutting import pieces_of
 from partc.compiler.lower.kept import keep_operands
+from partc.compiler.lower.local_view import LocalView
 from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.lower.written import is_written, write_forward
-from partc.compiler.plan.matching import output_ranks
+from partc.compiler.matching import output_ranks
 from partc.compiler.sharding.value_versions import ValueVersions
 from partc.compiler.sharding.versions import can_share, find_versions, replicated_outputs
 from partc.compiler.tasks.local_forms import local_forms
-from partc.compiler.tasks.local_view import LocalView
 
 
 def localize(program: Program) -> Program:

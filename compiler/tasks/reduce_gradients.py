@@ -23,10 +23,10 @@ from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.local_view import AccumulatedGradient, Gradient
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.cotangent_names import brought_spellings, first_free, sum_spellings
-from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient
 from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
 from partc.compiler.tasks.zero import shared_out
 

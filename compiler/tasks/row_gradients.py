@@ -31,9 +31,9 @@ from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllGather
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.local_view import Gradient
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.cotangent_names import PARTIAL
-from partc.compiler.tasks.local_view import Gradient
 
 _INT64 = ir.TensorType(ir.DataType.INT64)
 

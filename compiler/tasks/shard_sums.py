@@ -20,9 +20,9 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.local_view import Gradient
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.duals import typed
-from partc.compiler.tasks.local_view import Gradient
 from partc.compiler.training.whole_updates import ShardSum, Step, without_terms
 
 Append = Callable[[Group, Sequence[ir.Node]], None]

@@ -23,12 +23,12 @@ from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.training import Training
+from partc.compiler.lower.local_view import LocalView
 from partc.compiler.lower.pulls import is_pulled
 from partc.compiler.ops.registry import looks_up_rows, stops_gradient
 from partc.compiler.placement.middling import Middling
 from partc.compiler.sharding.operands import input_layout_of
 from partc.compiler.tasks.duals import dual_of_input
-from partc.compiler.tasks.local_view import LocalView
 from partc.compiler.training.optimizers import whole_table
 
 

@@ -24,12 +24,12 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.layout.reshard import lower
+from partc.compiler.lower.local_view import AccumulatedGradient, Gradient, LocalView
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.sharding.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.late import Pending, Queues
-from partc.compiler.tasks.local_view import AccumulatedGradient, Gradient, LocalView
 from partc.compiler.tasks.shard_sums import ShardSums, without_dims
 from partc.compiler.tasks.update_rows import RowUpdates
 from partc.compiler.training.loss_scale import STATE, STEPS, next_nodes, number

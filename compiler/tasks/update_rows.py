@@ -13,7 +13,7 @@ import onnx_ir as ir
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.training import ParameterOptions, Training
 from partc.compiler.lower.builders import ProgramBuilders
-from partc.compiler.tasks.local_view import Gradient
+from partc.compiler.lower.local_view import Gradient
 from partc.compiler.training.optimizers import merge_node, row_update_node, takes_rows_again
 
 Append = Callable[[Group, Sequence[ir.Node]], None]

@@ -22,8 +22,8 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PINNED, SERVED
 from partc.compiler.ir.program import Program
+from partc.compiler.matching import given_to_roles, matched_nodes, modules_of, of_the_whole
 from partc.compiler.ops.registry import looks_up_rows
-from partc.compiler.plan.matching import given_to_roles, matched_nodes, modules_of, of_the_whole
 from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.rules import PlacementRule, ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
