@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from partc.compiler.ir.global_view import GlobalView
 from partc.compiler.ir.sharded import Group, ShardedValue
-from partc.compiler.ir.training import ProgramKind
 
 if TYPE_CHECKING:
     from partc.compiler.ir.rank_program import Event, RankProgram
