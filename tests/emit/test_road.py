@@ -155,3 +155,17 @@ MODEL = """from partc.compiler import Input, nn
 model = nn.Linear(4, 3)
 inputs = {"x": Input([2, 4], "float32")}
 """
+
+
+def test_the_page_of_one_value_quotes_the_dumps(tmp_path: Path) -> None:
+    """What compiler/README.md shows of `conv1.weight` is what a compile writes; what it names is there."""
+    root = Path(__file__).parents[2]
+    sample, page = root / "samples" / "lenet", (root / "compiler" / "README.md").read_text()
+    page = page.split("## One value from end to end\n")[1].split("\n## ")[0]
+    pipeline.compile_model(sample / "model.py", sample / "train.yaml", tmp_path / "build", dump_ir=True)
+    written = {
+        line.strip() for path in (tmp_path / "build" / "ir").glob("*.ir") for line in path.read_text().splitlines()
+    }
+    quoted = [line.strip() for line in page.splitlines() if line.startswith("    ")]
+    assert len(quoted) == 7
+    assert [line for line in quoted if line not in written] == []
