@@ -29,6 +29,7 @@ from partc.compiler.sharding.lost_cuts import lost_cuts, uneven_cuts
 from partc.compiler.sharding.propagate import Propagation
 from partc.compiler.sharding.region_cuts import group_mesh
 from partc.compiler.sharding.seeds import seed
+from partc.compiler.sharding.sizes_of_weights import ask_shards
 from partc.compiler.sharding.uncut import uncut
 from partc.compiler.sharding.unmet import gathered_inside, not_taken
 
@@ -60,6 +61,7 @@ def shard(program: Program) -> Program:
         derived.run()
         levels = prefer(rules, derived)
         uncut(program, derived)
+        ask_shards(derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given)]
         told += gathered_inside(program, choices)

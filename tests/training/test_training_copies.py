@@ -212,3 +212,45 @@ placement: {node_first: {pp: 0}, node_norm: {pp: 1}, node_layer: {pp: 0}, node_l
     parts = {node: path for node, path in program.paths.items() if ".BatchNormalization." in path}
     assert len(parts) > 10
     assert {placed.ranks for node, placed in program.placement.items() if node in parts} == {(2, 3)}
+
+
+SIZED = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, 6] x) => (float[batch, 8] y) <int64[1] one = {1}> {
+    [first] h = MatMul (x, w)
+    [shape] s = Shape (w)
+    [columns] n = Gather (s, one)
+    [columns_cast] c = Cast <to = 1> (n)
+    [size] q = Size (w)
+    [size_cast] z = Cast <to = 1> (q)
+    [rows] r = Shape <start = 0, end = 1> (w)
+    [rows_cast] f = Cast <to = 1> (r)
+    [divided] d = Div (h, c)
+    [scaled] e = Div (d, z)
+    [again] y = Mul (e, f)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape"),
+    [
+        ("ranks: 2\nsharding: {first: colwise}\n", (6, 4)),
+        ("ranks: 3\nsharding: {first: rowwise}\n", (2, 8)),
+        (
+            "ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\nsharding: {first: colwise}\n",
+            (6, 4),
+        ),
+        ("ranks: 4\nsharding: {first: {in: [[1, 2], [2, 2]]}}\n", (3, 4)),
+    ],
+)
+def test_no_rank_keeps_the_whole_for_its_size(plan: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    steps = [
+        {"x": random.standard_normal((n, 6), np.float32), "t": random.standard_normal((n, 8), np.float32)}
+        for n in (4, 6)
+    ]
+    program = same_training(
+        lambda: from_text(SIZED, {"w": (6, 8)}), plan + SQUARED, tmp_path, steps, rtol=1e-5, atol=1e-4
+    )
+    for part in program.parts:
+        kept = [one.version.layout.shards for one in part.kept if one.tensor == "w"]
+        assert [tuple(size // count for size, count in zip((6, 8), shards, strict=True)) for shards in kept] == [shape]
