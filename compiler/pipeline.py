@@ -15,7 +15,6 @@ from pathlib import Path
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
 from partc.compiler.annotations.read import read
-from partc.compiler.collection import uncollected
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
@@ -24,6 +23,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Known, Source
+from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.graph import OWN_NAME, is_inside
 from partc.compiler.ir.program import Program
 from partc.compiler.ir.training import ProgramKind

@@ -16,13 +16,13 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
-from partc.compiler.collection import uncollected
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.functions import extent_of, inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.frontend.torch_file import restored
+from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
 from partc.runtime.artifact.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
 from partc.runtime.errors import breaks_lines, one_line

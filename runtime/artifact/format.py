@@ -14,7 +14,7 @@ which do the same share one file. A collective over p ranks of a list:
     ReduceScatter(X...) -> Y... axis, reduce         the i-th of p equal blocks along axis, reduced, for the list's i-th rank
     AllToAll(X) -> Y        split_axis, concat_axis  the i-th block along split_axis goes to the i-th rank; what comes is joined
     Reduce(X) -> Y          root, reduce             the element-wise reduction of all X, for the list's root-th rank; others have no Y
-    Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others, which may leave X out, as the root Y
+    Broadcast(X) -> Y       root                     X of the list's root-th rank, for the others; the root may leave Y out, the others X
     Exchange(X) -> Y        send_peers, send_boxes, recv_peers, recv_boxes, rank
                             boxes of X go to ranks, boxes of Y come from ranks; X is left out where nothing is given, Y where
                             nothing is taken. Peers are ranks of the job; oneself means a copy. A box is `begin, end,

@@ -43,7 +43,7 @@ def counted(root: Path) -> Iterator[tuple[str, int]]:
     yield "functions", len(functions)
     uses = Counter(name for tree in trees.values() for name in _names(tree))
     alone = [one for one in functions if _is_short(one) and one.name.startswith("_") and uses[one.name] == 1]
-    yield f"private functions of at most {SHORT} statements with one use", len([*alone])
+    yield f"private functions of at most {SHORT} statements with one use", len(alone)
     late = [
         path
         for path in trees
