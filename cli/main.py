@@ -6,6 +6,7 @@ made for the user prints its text and no traceback; anything else is a bug in pa
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import os
@@ -20,6 +21,7 @@ from partc.cli.output.failures import INTERRUPTED, report
 _NO_READER = 141
 
 COMMANDS = {
+    "export": "Write a model as an .onnx file, so that torch exports it once.",
     "compile": "Compile a model and a plan into one program per rank.",
     "run": "Run an artifact over MPI, or in this process.",
     "train": "Train an artifact over MPI, or in this process.",
@@ -29,9 +31,11 @@ COMMANDS = {
     "check": "Check an artifact from its files alone.",
     "inspect": "Show nodes, memory and communication of each rank.",
     "simulate": "Show the time and memory of a pipeline schedule.",
+    "profile": "Show where the time of a trace went.",
     "plan": "Write a starting plan for a model.",
     "schema": "Print the JSON schema of a plan.",
     "ops": "Show how each op can be sharded.",
+    "doctor": "Look for what keeps jobs from running here.",
 }
 _HOMES = {"schema": "plan"}
 
@@ -91,6 +95,7 @@ def main() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+    gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
     sys.exit(code)
 
 

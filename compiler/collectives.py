@@ -28,9 +28,10 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 from onnxscript import OpBuilder
 from partc.compiler.directives.recorder import calling_line
+from partc.compiler.directives.traced import within_scope
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import INSIDE
-from partc.compiler.ops.families.local_map import AXIS_INDEX, COLLECTIVES, ENTER, LEAVE, LINE
+from partc.compiler.ops.families.control.local_map import AXIS_INDEX, COLLECTIVES, ENTER, LEAVE, LINE
 from partc.compiler.ops.rule import OWN
 
 __all__ = [
@@ -99,7 +100,8 @@ def local_map(
         scope = ".".join(part for part in op.builder._scope_names()[1:] if part)
         one = _Map(op, used, where, f"{where}|{scope}|{graph.num_nodes()}|{','.join(used)}")
         before = graph.num_nodes()
-        with _calling(one), _scope(op, getattr(fn, "__name__", "local_map")):
+        name = str(getattr(fn, "__name__", ""))
+        with _calling(one), within_scope(op.builder, name if name.isidentifier() else "local_map"):
             shards = [_border(one, ENTER, x, spec) for x, spec in zip(arguments, given, strict=True)]
             results = fn(op, *shards)
             values = list(results) if isinstance(results, list | tuple) else [results]
@@ -329,20 +331,6 @@ def _spec(spec: Spec, name: str, where: str, problems: list[Problem]) -> tuple[t
     if wrong or len(set(flat)) < len(flat):
         problems.append(Problem(where, f"{name} is {spec!r}", _LAW, "name an axis once in a spec"))
     return tuple(found)
-
-
-@contextmanager
-def _scope(op: OpBuilder, name: str) -> Iterator[None]:
-    """Within, nodes get a scope of the function's name."""
-    rootless = not op.builder._scope_names()
-    scopes = ([""] if rootless else []) + [name if name.isidentifier() else "local_map"]
-    for scope in scopes:
-        op.builder.push_module(scope)
-    try:
-        yield
-    finally:
-        for _ in scopes:
-            op.builder.pop_module()
 
 
 @contextmanager

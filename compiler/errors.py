@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from partc.runtime.errors import merged, printable
+from partc.runtime.options import Refused
 
 _MOST_TOLD = 100
 
@@ -24,6 +25,12 @@ class Problem:
     fact: str
     law: str = ""
     help: str = ""
+
+    @staticmethod
+    def of(refused: Refused, where: str, subject: str) -> Problem:
+        """The problem of `subject` at `where`: `plan.yaml:8: placement of 'conv1': ...`."""
+        fact = f"{subject}: {refused.fact}" if subject else refused.fact
+        return Problem(where, fact, refused.law, refused.help)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.fact}"]

@@ -11,13 +11,13 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.declared import Declared
 from partc.compiler.ir.graph import OWN_NAME
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Annotated, Loaded
 from partc.compiler.ir.sharded import Group
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
 from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.pipeline import RecomputeRule
 from partc.compiler.plan.rules import FULL_BATCH, PlacementRule, Plan, ShardingRule
-from partc.compiler.plan.violation import Violation
+from partc.runtime.options import Refused
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def modules_of(paths: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem]]:
+def placement_rules(program: Annotated) -> tuple[dict[ir.Node, Rule], list[Problem]]:
     """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there.
 
     A line of the model that decides nothing, since the plan places what it speaks of, may name any rank.
@@ -62,13 +62,13 @@ def placement_rules(program: Program) -> tuple[dict[ir.Node, Rule], list[Problem
             )
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
-        if not hit and not of_the_whole(program, rule.pattern):
+        if not hit and not is_unused_in_training(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))
     deciding = {*decided.values(), *of_plan}
     return decided, [problem for rule, problem in outside.items() if rule in deciding] + problems
 
 
-def stage_rules(program: Program) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule], list[Problem]]:
+def stage_rules(program: Loaded) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule], list[Problem]]:
     """Per node that the plan names in a stage its number and its rule; a problem per pattern that matches nothing, or another stage's."""
     stages = program.plan.pipeline.stages if program.plan.pipeline is not None else ()
     problems: list[Problem] = []
@@ -77,7 +77,7 @@ def stage_rules(program: Program) -> tuple[dict[ir.Node, int], dict[ir.Node, Rul
     for k, stage in enumerate(stages):
         for pattern, where in stage.patterns:
             hit = matched_nodes(program, pattern)
-            if not hit and not of_the_whole(program, pattern):
+            if not hit and not is_unused_in_training(program, pattern):
                 problems.append(nothing_matched(program, pattern, where))
             if twice := [node for node in hit if decided.get(node, k) != k]:
                 first = twice[0]
@@ -94,7 +94,7 @@ def stage_rules(program: Program) -> tuple[dict[ir.Node, int], dict[ir.Node, Rul
 
 
 def against_stages(
-    program: Program, decided: Mapping[ir.Node, Rule], stages: Mapping[ir.Node, int]
+    program: Loaded, decided: Mapping[ir.Node, Rule], stages: Mapping[ir.Node, int]
 ) -> Iterator[Problem]:
     """A problem per line of `placement` that puts a node of a stage on other ranks than the stage's."""
     assert program.plan.pipeline is not None
@@ -114,25 +114,25 @@ def against_stages(
             )
 
 
-def matched_nodes(program: Program, pattern: str) -> list[ir.Node]:
+def matched_nodes(program: Loaded, pattern: str) -> list[ir.Node]:
     """The nodes whose paths the pattern matches; where there are none, those whose own ONNX names, as Netron shows them, it does.
 
     What a pass has put in the place of a node is within its path, `bn.shifted` of `bn`, and has its name.
     """
-    matches = compile_pattern(pattern).matches
-    if hit := [node for node, path in program.paths.items() if matches(path)]:
+    compiled = compile_pattern(pattern)
+    if hit := compiled.among(program.paths):
         return hit
-    named = {path for path, name in program.file_names.items() if matches(name)}
+    named = set(compiled.among(program.file_names))
     return [node for node, path in program.paths.items() if not named.isdisjoint((path, *modules_of([path])))]
 
 
-def of_the_whole(program: Program, pattern: str) -> bool:
+def is_unused_in_training(program: Loaded, pattern: str) -> bool:
     """Whether a pattern names what the model has and training does not need, such as a second head."""
     matches = compile_pattern(pattern).matches
     return program.plan.train is not None and any(map(matches, (*program.file_names, *program.file_names.values())))
 
 
-def _declared(program: Program) -> tuple[list[Rule], dict[Rule, Problem]]:
+def _declared(program: Loaded) -> tuple[list[Rule], dict[Rule, Problem]]:
     """The placements of the model, and what is wrong with those whose groups do not fit the plan's ranks and mesh."""
     plan, found, wrong = program.plan, list[Rule](), dict[Rule, Problem]()
     lists = [rule.ranks for rule in plan.placement] + [p.on for p in program.declared.placements]
@@ -147,13 +147,13 @@ def _declared(program: Program) -> tuple[list[Rule], dict[Rule, Problem]]:
         try:
             group = group_of(placed.on, Frame(plan.ranks, plan.mesh, sizes, roles=plan.roles))
             found.append(Rule(placed.pattern, group.ranks, placed.where))
-        except Violation as violation:
+        except Refused as violation:
             found.append(Rule(placed.pattern, (), placed.where))
-            wrong[found[-1]] = violation.at(placed.where, f"place of '{placed.pattern}'")
+            wrong[found[-1]] = Problem.of(violation, placed.where, f"place of '{placed.pattern}'")
     return found, wrong
 
 
-def given_to_roles(program: Program) -> list[PlacementRule]:
+def placed_on_roles(program: Loaded) -> list[PlacementRule]:
     """The model's lines that give parameters to ranks of a role. CompileError for roles that the plan does not have."""
     frame, problems, found = Frame(program.plan.ranks, roles=program.plan.roles), [], []
     for placed in program.declared.placements:
@@ -161,14 +161,14 @@ def given_to_roles(program: Program) -> list[PlacementRule]:
             if placed.role:
                 ranks = group_of({"role": placed.role}, frame).ranks
                 found.append(PlacementRule(placed.pattern, ranks, placed.where, serves=True))
-        except Violation as violation:
-            problems.append(violation.at(placed.where, f"place of '{placed.pattern}'"))
+        except Refused as violation:
+            problems.append(Problem.of(violation, placed.where, f"place of '{placed.pattern}'"))
     if problems:
         raise CompileError(problems)
     return found
 
 
-def _readers(program: Program, pattern: str) -> list[ir.Node]:
+def _readers(program: Loaded, pattern: str) -> list[ir.Node]:
     """The nodes that compute with a weight whose name the pattern matches, as it is or transposed, cast and the like."""
     matches = compile_pattern(pattern).matches
     graph = program.model.graph
@@ -186,7 +186,7 @@ def _readers(program: Program, pattern: str) -> list[ir.Node]:
     return found
 
 
-def _annotated(program: Program) -> dict[ir.Node, Rule]:
+def _annotated(program: Annotated) -> dict[ir.Node, Rule]:
     """What the model's own annotations place; every rule is weaker."""
     return {
         node: Rule(program.paths[node], one.group, program.name)
@@ -203,14 +203,14 @@ def default_group(plan: Plan, declared: Declared) -> Group:
     return plan.workers if asked else plan.workers[:1]
 
 
-def sharding_rules(program: Program) -> tuple[dict[ir.Node, ShardingRule], list[Problem]]:
+def sharding_rules(program: Loaded) -> tuple[dict[ir.Node, ShardingRule], list[Problem]]:
     """Per node the sharding rule that decides, the plan's over the model's, and a problem per rule that matches nothing."""
     problems: list[Problem] = []
     decided: dict[ir.Node, ShardingRule] = {}
     for rule in (*program.declared.sharding, *program.plan.sharding):
         hit = matched_nodes(program, rule.pattern) or (_readers(program, rule.pattern) if rule.style else [])
         decided.update(dict.fromkeys(hit, rule))
-        if not hit and not of_the_whole(program, rule.pattern):
+        if not hit and not is_unused_in_training(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))
     return decided, problems
 
@@ -227,7 +227,7 @@ class Region:
     kind: Literal["module", "nodes", "patterns"]
 
 
-def recomputed(program: Program) -> tuple[dict[ir.Node, tuple[Region, RecomputeRule]], list[Problem]]:
+def recomputed(program: Loaded) -> tuple[dict[ir.Node, tuple[Region, RecomputeRule]], list[Problem]]:
     """Per node that is computed again its region and the rule, the last that matches; a problem per rule that matches nothing."""
     problems: list[Problem] = []
     decided: dict[ir.Node, tuple[Region, RecomputeRule]] = {}
@@ -235,7 +235,7 @@ def recomputed(program: Program) -> tuple[dict[ir.Node, tuple[Region, RecomputeR
         for pattern in rule.patterns:
             hit = matched_nodes(program, pattern)
             decided.update({node: (_region(program.paths[node], pattern, rule), rule) for node in hit})
-            if not hit and not of_the_whole(program, pattern):
+            if not hit and not is_unused_in_training(program, pattern):
                 problems.append(nothing_matched(program, pattern, rule.where))
     return decided, problems
 
@@ -248,7 +248,7 @@ def _region(path: str, pattern: str, rule: RecomputeRule) -> Region:
     return Region(path.rpartition(".")[0], "nodes") if outer is None else Region(outer, "module")
 
 
-def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:
+def output_ranks(program: Loaded) -> tuple[dict[ir.Value, tuple[tuple[int, ...] | None, bool]], list[Problem]]:
     """Per output of the model its ranks and whether it stays cut: rank 0 unless the plan says otherwise, None where it stays."""
     outputs = program.model.graph.outputs
     problems: list[Problem] = []
@@ -262,7 +262,7 @@ def output_ranks(program: Program) -> tuple[dict[ir.Value, tuple[tuple[int, ...]
     return decided, problems
 
 
-def nothing_matched(program: Program, pattern: str, where: str) -> Problem:
+def nothing_matched(program: Loaded, pattern: str, where: str) -> Problem:
     """The problem of a pattern that matches no module and no node of the model, or only what runs inside of another node."""
     if found := next(_inside(program, pattern), None):
         node, body, inner = found
@@ -273,7 +273,7 @@ def nothing_matched(program: Program, pattern: str, where: str) -> Problem:
     return _nothing(pattern, where, [*modules_of(program.paths.values()), *program.paths.values()], "module or node")
 
 
-def _inside(program: Program, pattern: str) -> Iterator[tuple[ir.Node, str, ir.Node]]:
+def _inside(program: Loaded, pattern: str) -> Iterator[tuple[ir.Node, str, ir.Node]]:
     """The nodes in bodies that a pattern matches by name, each behind the node of the main graph and the attribute that hold it."""
     matches = compile_pattern(pattern).matches
     for node, path in program.paths.items():

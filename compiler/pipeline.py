@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
@@ -21,14 +22,14 @@ from partc.compiler.emit.emit import emit, refuse_to_replace
 from partc.compiler.emit.prove import prove
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
+from partc.compiler.frontend.huggingface.safetensors_files import CONFIG
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Known, Source
 from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.graph import OWN_NAME, is_inside
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete, Loaded, Lowered
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.lower import lower
-from partc.compiler.pipelines.pipeline import pipeline
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
@@ -40,26 +41,27 @@ from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.precision import precision
 from partc.compiler.rewrite.rotary import repeat_tables
 from partc.compiler.rewrite.straighten import straighten
-from partc.compiler.sharding.budget import check_budget
 from partc.compiler.sharding.sharding import shard
-from partc.compiler.sharding.sums import pass_sums
+from partc.compiler.sharding.values.budget import check_budget
+from partc.compiler.sharding.values.sums import pass_sums
 from partc.compiler.targets.choose_targets import choose_targets
 from partc.compiler.targets.copies import copy_between_targets
-from partc.compiler.tasks.differentiate import differentiate
 from partc.compiler.tasks.localize import localize
-from partc.compiler.tasks.update import update
-from partc.compiler.training.add_training import add_training, misnamed
 from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.serve import serve
-from partc.compiler.training.trainable import trainable_names
+from partc.compiler.training_passes import add_training, differentiate, pipeline, update
 from partc.compiler.unsound import blamed
 from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
 
-Pass = Callable[[Program], Program]
-After = Callable[[str, Program], None]
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+P = TypeVar("P", bound=Loaded)
+Pass = Callable[[Any], Loaded]
+After = Callable[[str, Loaded], None]
 """Is told the name of a pass and the program that it gave."""
 Watch = Callable[[str], None]
 """Is told the name of what begins."""
@@ -89,16 +91,27 @@ PASSES: tuple[Pass, ...] = (
     copy_between_targets,
     check_budget,
 )
-"""What comes before is `load` and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_written`)."""
+"""From a `Loaded` program to a `Complete` one (`ir/program.py`), by the types of their arguments and results. What comes before is `load`
+and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_written`)."""
+LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
+    (ProgramKind.STEP, lower),
+    (ProgramKind.TOTALS, lower),
+    (ProgramKind.STEP, PASSES[-1]),
+    (ProgramKind.EVALUATION, PASSES[-1]),
+)
+"""How far each program of a plan goes before the next one begins or goes on: the others are over the tensors of the step's, and a step in
+microbatches has the totals in its rows."""
 
 
 @dataclass(frozen=True)
 class Report:
     """What a compile did: the program, the manifest of what was written, and what the user should know of."""
 
-    program: Program
+    program: Complete
     manifest: Manifest
     out: Path
+    exported: bool = False
+    """Whether torch exported the model."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -114,13 +127,13 @@ def start(
     *,
     kind: ProgramKind = ProgramKind.STEP,
     strict: bool = False,
-    begun: Program | None = None,
-) -> Program:
+    beside: Mapping[ProgramKind, Lowered] | None = None,
+) -> Loaded:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
     Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. Of a
     plan that trains, `kind` says which of its programs is meant: each has a model of its own, and the others are over the tensors of the
-    step's, `begun`. `strict` is as `compile_model` says.
+    programs `beside` it. `strict` is as `compile_model` says.
     """
     found = read(source.model, name, configuration)
     declared = source.declared
@@ -133,11 +146,28 @@ def start(
     plan = replace(plan, dataset=_arriving(source, plan))
     trains = plan.train is not None
     model = source.model.clone() if trains else source.model
-    weights = tuple(trainable_names(source.model)) if trains else ()
+    weights = _trainable(source.model) if trains else ()
     paths = node_paths(model)
     file_names = {path: str(node.meta.get(OWN_NAME) or path) for node, path in paths.items()}
-    first = Program(name, model, plan, declared, paths, file_names, kind, trainable=weights, strict=strict, begun=begun)
-    return replace(first, warnings=declared.warnings)
+    return Loaded(
+        name=name,
+        model=model,
+        plan=plan,
+        declared=declared,
+        paths=paths,
+        file_names=file_names,
+        kind=kind,
+        trainable=weights,
+        strict=strict,
+        beside=beside or {},
+        warnings=declared.warnings,
+    )
+
+
+def _trainable(model: ir.Model) -> tuple[str, ...]:
+    from partc.compiler.training.trainable import trainable_names
+
+    return tuple(trainable_names(model))
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:
@@ -151,22 +181,22 @@ def _arriving(source: Source, plan: Plan) -> Dataset:
 
 @uncollected()
 def run_passes(
-    program: Program,
+    program: Loaded,
+    through: Callable[[Any], P],
     after: After | None = None,
     watch: Watch = lambda name: None,
     *,
     verify_passes: bool = False,
     behind: Pass | None = None,
-    through: Pass | None = None,
-) -> Program:
-    """The program after all passes, or after those behind `behind` and to `through`; `after` and `watch` are told of each.
+) -> P:
+    """The program after the passes to `through`, from the first one on, or from behind `behind`; `after` and `watch` are told of each.
 
     With `verify_passes`, or where the environment asks for it (`verify.py`), each pass's program is verified: InvalidProgram where it
     breaks a law. Raises CompileError with all violations that the failing pass found. A note of whatever a pass raises names the pass.
     """
     verified = verify_passes or is_asked_for()
     valid = program if behind else None
-    for step in PASSES[PASSES.index(behind) + 1 if behind else 0 :]:
+    for step in PASSES[PASSES.index(behind) + 1 if behind else 0 : PASSES.index(through) + 1]:
         name = step.__name__
         watch(name)
         try:
@@ -179,12 +209,10 @@ def run_passes(
             valid = program
         if after:
             after(name, program)
-        if step is through:
-            break
-    return program
+    return cast(P, program)
 
 
-def step_program(
+def programs_of(
     source: Source,
     plan: Plan | None,
     name: str,
@@ -194,17 +222,39 @@ def step_program(
     *,
     strict: bool = False,
     verify_passes: bool = False,
-) -> Program:
-    """The program of a step, after all passes; of a plan without `train` the one that there is. Arguments as of `start` and `run_passes`.
+    kinds: Collection[ProgramKind] = tuple(ProgramKind),
+) -> dict[ProgramKind, Complete]:
+    """By kind the programs of a plan that are written, after their `LEGS`; arguments as of `start` and `run_passes`.
 
-    Where microbatches of a training are given numbers of the whole batch, these are made by a program of their own.
+    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation as a whole.
     """
-    program = start(source, plan, name, configuration, strict=strict)
-    program = run_passes(program, after, watch, verify_passes=verify_passes, through=lower)
-    if program.training is not None and program.training.totals:
-        totals = start(source, plan, name, configuration, kind=ProgramKind.TOTALS, begun=program)
-        program = replace(program, totals=run_passes(totals, verify_passes=verify_passes))
-    return run_passes(program, after, watch, verify_passes=verify_passes, behind=lower)
+    done: dict[ProgramKind, Lowered] = {}
+    for kind, through in LEGS:
+        is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
+        if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
+            continue
+        first: Loaded
+        if kind in done:
+            first = replace(done[kind], beside=beside)
+        else:
+            first = start(source, plan, name, configuration, kind=kind, strict=is_step and strict, beside=beside)
+        if kind is ProgramKind.EVALUATION:
+            watch(kind.name.lower())
+        told = (after, watch) if is_step else ()
+        behind = lower if kind in done else None
+        done[kind] = cast(Lowered, run_passes(first, through, *told, verify_passes=verify_passes, behind=behind))
+    return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+
+
+def _has(step: Lowered, kind: ProgramKind) -> bool:
+    """Whether the plan of a step has a program of this kind, too."""
+    training = step.training
+    return training is not None and (kind is ProgramKind.EVALUATION or bool(training.records.totals))
+
+
+def step_program(source: Source, plan: Plan | None, name: str, **how: Any) -> Complete:
+    """The program of a step alone; arguments as of `programs_of`."""
+    return programs_of(source, plan, name, kinds=(ProgramKind.STEP, ProgramKind.TOTALS), **how)[ProgramKind.STEP]
 
 
 def analyse(
@@ -212,18 +262,23 @@ def analyse(
     plan: Path | None,
     after: After | None = None,
     configuration: str | None = None,
-) -> Program:
+) -> Complete:
     """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
     chosen = read_plan(plan) if plan is not None else None
     with blamed(model):
-        return step_program(load(model, _named_by(chosen)), chosen, model.name, configuration, after)
+        source = load(model, _named_by(chosen))
+        return step_program(source, chosen, model.absolute().name, configuration=configuration, after=after)
 
 
 def _named_by(plan: Plan | None) -> Known:
     """Looks at the plan's names of parameters; CompileError for those that a module does not have."""
 
     def look(names: Sequence[str]) -> None:
-        if plan is not None and plan.train is not None and (problems := misnamed(plan.train, names)):
+        if plan is None or plan.train is None:
+            return
+        from partc.compiler.training.add_training import misnamed
+
+        if problems := misnamed(plan.train, names):
             raise CompileError(problems)
 
     return look
@@ -278,24 +333,31 @@ def _compiled(
     texts: dict[str, str] = {}
     annotated = options.annotated
 
-    def keep(name: str, program: Program) -> None:
+    def keep(name: str, program: Loaded) -> None:
         texts[f"ir/{len(texts) + 1}_{name}.ir"] = begin_text(program, name)
 
     watch("start")
     dumped, verified = keep if options.dump_ir else None, options.verify_passes
-    said = source, chosen, model.name, options.configuration
-    program = step_program(*said, dumped, watch, strict=options.strict, verify_passes=verified)
+    programs = programs_of(
+        source,
+        chosen,
+        model.absolute().name,
+        options.configuration,
+        dumped,
+        watch,
+        strict=options.strict,
+        verify_passes=verified,
+    )
+    program = programs.pop(ProgramKind.STEP)
     if annotated is not None and any(is_inside(node) for node in program.model.graph):
         fact = "the model has local maps, which ONNX annotations cannot express"
         raise CompileError(Problem(str(annotated), fact, help="leave out --annotated"))
     if program.training is not None and plan is not None:
-        program = replace(program, training=program.training.from_folder(os.path.relpath(plan.parent, out)))
-    inner = []
-    if program.training is not None:
-        watch(ProgramKind.EVALUATION.name.lower())
-        inner = [_evaluation(*said, program, verified)]
+        training = replace(program.training, folder=os.path.relpath(plan.parent, out))
+        program = replace(program, training=training)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    report = _written(program, inner, source, out, sources, texts, options.check, watch)
+    report = _written(program, [*programs.values()], source, out, sources, texts, options.check, watch)
+    report = replace(report, exported=source.exported)
     if annotated is not None:
         write_annotated(report.program, annotated)
     return report
@@ -303,24 +365,16 @@ def _compiled(
 
 def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "model") -> Report:
     """As `compile_model`, of a model and a plan in memory."""
-    program = step_program(source, plan, name)
+    programs = programs_of(source, plan, name)
+    program = programs.pop(ProgramKind.STEP)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    inner = [_evaluation(source, plan, name, None, program, False)] if program.training is not None else []
-    return _written(program, inner, source, out, {"model": record, "plan": None})
-
-
-def _evaluation(
-    source: Source, plan: Plan | None, name: str, configuration: str | None, step: Program, verify_passes: bool
-) -> Program:
-    """The program of an evaluation beside the one of the step, over the same parameters."""
-    first = start(source, plan, name, configuration, kind=ProgramKind.EVALUATION, begun=step)
-    return run_passes(first, verify_passes=verify_passes)
+    return _written(program, [*programs.values()], source, out, {"model": record, "plan": None})
 
 
 @uncollected()
 def _written(
-    program: Program,
-    inner: list[Program],
+    program: Complete,
+    inner: list[Complete],
     source: Source,
     out: Path,
     sources: dict[str, SourceRecord | None],
@@ -341,6 +395,6 @@ def _written(
 
 
 def _record(path: Path) -> SourceRecord:
-    """The hash of a source file itself; weights beside a model are covered by the hashes of the artifact's own."""
-    with open_regular(path) as file:
-        return SourceRecord(name=path.name, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+    """The hash of a source file itself, of a folder that of its configuration; weights are covered by the hashes of the artifact's own."""
+    with open_regular(path / CONFIG if path.is_dir() else path) as file:
+        return SourceRecord(name=path.absolute().name, sha256=hashlib.file_digest(file, "sha256").hexdigest())

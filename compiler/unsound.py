@@ -13,15 +13,15 @@ from pathlib import Path
 from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.compiler.frontend import load
 from partc.runtime.artifact.format import Manifest
-from partc.runtime.artifact.onnx_graph import read_model
-from partc.runtime.checker.written import check_model
+from partc.runtime.artifact.graph.onnx_graph import read_model
+from partc.runtime.checker.structures import check_model
 from partc.runtime.errors import PartcError
 from partc.runtime.program.ort import can_load, version
 
 
 @contextmanager
 def blamed(path: Path) -> Iterator[None]:
-    """What is raised inside and is no message about the model or the plan becomes one if the model in `path` is not sound."""
+    """Turns an internal error into a CompileError if the model at `path` proves invalid."""
     try:
         yield
     except Exception as error:
@@ -43,14 +43,10 @@ def unsound(path: Path) -> str:
             import onnx_ir
 
             model = onnx_ir.serde.serialize_model(built)
-        found = check_model(path.name, model, Manifest.model_construct(symbols={}))
+        found = check_model(path.name, model, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
     except Exception as error:  # of a model that cannot even be looked at
-        return _line(error)
+        return " ".join(f"{type(error).__name__}: {error}".split())
     if found:
         return f"{found[0].node}: {found[0].fact}" if found[0].node else found[0].fact
     refused = can_load(model.SerializeToString(), str(path.parent.resolve()), optimized=False)
     return f"onnxruntime {version()} does not load it: {refused}" if refused else ""
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

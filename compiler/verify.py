@@ -3,14 +3,16 @@
     graph       a node reads what stands before it; names are distinct; every node has a path
     shapes      every value has a type; a dim is a size or an expression over the symbols
     place       every node that is read has groups of distinct ranks of the job
-    shard       a sharding speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims
+    shard       a sharding speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims;
+                nodes that share a rule have it by themselves, too
     pass_sums   partial sums that a node is given are made so on its ranks, and it is linear in them
-    localize    a rank reads what it has, and makes a name once; forward ops stand before all others; every event has the same place in
-                the order of all its ranks; and so after differentiate and update
-    lower       the same of the finished programs, which are of all ranks and give back what they list
+    localize    the ranks of an op are among those of each value that it reads, and that is made before it; a name is made once on a rank;
+                forward ops stand before all others; every event has the same place in the order of all its ranks; and so after
+                differentiate and update
+    lower       the same of the finished programs, which are of all ranks and give back what they list; a message is one value at both ends
     copy_between_targets  every op has a target, what it reads lies there, and every copy is read (`targets/laws.py`)
 
-Laws hold from the pass on that fills the fields of which they speak. What breaks one is a fault of the pass, never of the user: the
+Laws hold from the phase on that has the facts of which they speak. What breaks one is a fault of the pass, never of the user: the
 error names the pass, and all that is wrong.
 """
 
@@ -20,6 +22,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
@@ -27,23 +31,17 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.reading import names_in, read
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import read_by
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import (
-    CommOp,
-    CopyOp,
-    Event,
-    RankOp,
-    RankProgram,
-    TaskBody,
-    TaskCall,
-    TaskKind,
-    made_names,
-    read_names,
-)
+from partc.compiler.ir.program import Complete, Loaded, Lowered, Placed, Scheduled, Sharded, Typed
+from partc.compiler.ir.programs import Body, Call, Comm, Copy, Event, Op, RankProgram, TaskKind, Value
+from partc.compiler.ir.sharded import Ranks, lowest, members, ranks_of
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
-from partc.compiler.ops.families.local_map import ALONG
+from partc.compiler.lower.job import Job, JobOp, Transfer
+from partc.compiler.lower.local_view import Localized
+from partc.compiler.ops.families.control.local_map import ALONG
+from partc.compiler.ops.registry import fresh_rule, rule_of
 from partc.compiler.targets.laws import target_faults
+from partc.runtime.artifact.format import RECV, SEND
 
 VARIABLE = "PARTC_VERIFY_PASSES"
 """The environment variable that has every compile verify after every pass; tests set it."""
@@ -51,7 +49,7 @@ _SHOWN = 12
 
 
 class InvalidProgram(Exception):
-    """A pass made a program that is not valid. It is no PartcError: the user can do nothing about it."""
+    """A pass made a program that is not valid. Not a PartcError: the user can do nothing about it."""
 
     def __init__(self, name: str, faults: list[str]) -> None:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
@@ -64,24 +62,26 @@ def is_asked_for() -> bool:
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
-def verify(program: Program, name: str, before: Program | None = None) -> None:
+def verify(program: Loaded, name: str, before: Loaded | None = None) -> None:
     """Raises InvalidProgram with all laws that the program breaks; `name` is that of the pass which made it.
 
     `before`: a program for which all laws were found to hold. Passes of the local view make new values and change none: there a law
     is not asked again of the very objects of which it held before.
     """
-    is_local = before is not None and (before.local is not None or bool(before.parts))
+    is_local = isinstance(before, Localized | Lowered)
     faults = [
         fault
-        for law, fields in LAWS.items()
-        if not is_local or any(getattr(program, field) is not getattr(before, field) for field in fields)
+        for law, (phase, fields) in LAWS.items()
+        if isinstance(program, phase)
+        if not (is_local and isinstance(before, phase))
+        or any(getattr(program, field) is not getattr(before, field) for field in fields)
         for fault in law(program)
     ]
     if faults:
         raise InvalidProgram(name, faults)
 
 
-def _graph(program: Program) -> Iterator[str]:
+def _graph(program: Loaded) -> Iterator[str]:
     graph = program.model.graph
     made: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
     names = Counter(value.name for value in made)
@@ -101,9 +101,7 @@ def _graph(program: Program) -> Iterator[str]:
     yield from (f"'{path}': {count} nodes have this path" for path, count in paths.items() if count > 1)
 
 
-def _shapes(program: Program) -> Iterator[str]:
-    if not program.values:
-        return
+def _shapes(program: Typed) -> Iterator[str]:
     graph = program.model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
     known: dict[int | str, str] = {}
@@ -121,20 +119,18 @@ def _shapes(program: Program) -> Iterator[str]:
                 yield f"'{value.name}': its dim {known[dim]}"
 
 
-def _dim_fault(dim: int | str, program: Program) -> str:
+def _dim_fault(dim: int | str, program: Typed) -> str:
     """What is wrong with a dim, '' if nothing is."""
     if isinstance(dim, int):
         return f"{dim} is below 0" if dim < 0 else ""
     expression = read(dim)
     if expression is None:
-        return f"'{dim}' is no expression"
+        return f"'{dim}' is not an expression"
     free = names_in(expression) - program.symbols.keys()
     return f"'{dim}' has {', '.join(sorted(free))}, of which nothing is known" if free else ""
 
 
-def _placement(program: Program) -> Iterator[str]:
-    if not program.placement:
-        return
+def _placement(program: Placed) -> Iterator[str]:
     read = {*program.model.graph.outputs}
     for node in reversed(program.model.graph):
         if not read.isdisjoint(node.outputs) or (placed := program.placement.get(node)) is None or placed.groups:
@@ -146,13 +142,15 @@ def _placement(program: Program) -> Iterator[str]:
             continue
         for group in placed.groups:
             if len(set(group)) != len(group) or not all(0 <= rank < program.plan.ranks for rank in group):
-                yield f"{path}: {list(group)} are no distinct ranks of {program.plan.ranks}"
+                yield f"{path}: {list(group)} are not distinct ranks of {program.plan.ranks}"
 
 
-def _choices(program: Program) -> Iterator[str]:
+def _choices(program: Sharded) -> Iterator[str]:
     known = {name: info.facts for name, info in program.symbols.items()}
     for instance, choice in program.choices.items():
         node, where = instance.node, program.paths.get(instance.node, instance.node.op_type)
+        if replace(rule_of(node), local=None) != replace(fresh_rule(node), local=None):
+            yield f"{where}: `rule_of` has the rule of another node, which is not alike"
         if node not in program.placement or instance.group not in program.placement[node].groups:
             yield f"{where}: it is cut over {list(instance.group)}, where it does not run"
         if math.prod(choice.mesh) != len(instance.group):
@@ -173,7 +171,7 @@ def _choices(program: Program) -> Iterator[str]:
             yield from (f"{where}: '{value.name}' {fault}" for fault in _uneven(program, value, layout, known))
 
 
-def _sums(program: Program) -> Iterator[str]:
+def _sums(program: Sharded) -> Iterator[str]:
     for instance, choice in program.choices.items():
         where = program.paths.get(instance.node, instance.node.op_type)
         for k in sorted(choice.partial):
@@ -200,7 +198,7 @@ def _operands(instance: NodeOnGroup, choice: NodeSharding) -> Iterator[tuple[ir.
                 yield value, layout
 
 
-def _uneven(program: Program, value: ir.Value, layout: Layout, known: dict[str, Facts]) -> Iterator[str]:
+def _uneven(program: Typed, value: ir.Value, layout: Layout, known: dict[str, Facts]) -> Iterator[str]:
     info = program.values.get(value)
     if info is None or info.shape is None:
         return
@@ -216,91 +214,132 @@ def _uneven(program: Program, value: ir.Value, layout: Layout, known: dict[str, 
             yield f"is cut into {shards} along dim {k}, which is {dim}"
 
 
-def _local(program: Program) -> Iterator[str]:
+def _local(program: Localized) -> Iterator[str]:
     local = program.local
-    if local is None:
-        return
-    rows: dict[int, list[int]] = {}
-    accumulated = {one.name: {*one.version.group} for one in local.accumulated}
-    for builder in local.comm.builders.distinct:
-        first, steps = builder.ranks[0], builder.program
-        sums = [name for name, ranks in accumulated.items() if first in ranks]
-        held = {*local.inputs[first], *builder.weights, *builder.kept, *builder.constants, *builder.scalars, *sums}
-        yield from (f"rank {first}: {fault}" for fault in _steps(steps, Counter(held), True))
-        rows |= dict.fromkeys(builder.ranks, _tags(steps))
+    job = local.comm.job
+    made: dict[Value, Ranks] = {}
+    for some in (job.inputs, job.weights, job.kept, job.constants, job.scalars):
+        for value, _, ranks in some:
+            made[value] = made.get(value, 0) | ranks
+    for one in local.accumulated:
+        made[one.value] = made.get(one.value, 0) | ranks_of(one.version.group)
+    yield from _job(job, made)
+    tags = [(step.tag, ranks) for step, ranks in job.program if isinstance(step, Comm | Transfer)]
+    rows = {
+        rank: list(dict.fromkeys(tag for tag, some in tags if some & ranks))
+        for ranks in job.distinct()
+        for rank in members(ranks)
+    }
     yield from _events(local.comm.events, rows)
 
 
-def _parts(program: Program) -> Iterator[str]:
-    if not program.parts:
-        return
+def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
+    """The faults of a job's ops in order: the ranks of an op have what it reads, and make a value once; `made`: what is there before."""
+    later: list[tuple[JobOp, Ranks]] = []
+    behind = 0
+    for step, ranks in job.program:
+        if step.task is not TaskKind.FORWARD:
+            later.append((step, ranks))
+            behind |= ranks
+        elif early := ranks & behind:
+            first = next(one for one, some in reversed(later) if some & early)
+            yield f"rank {lowest(early)}: {_title(step)} is forward, and stands behind {_title(first)}, which is not"
+        reading, making = (1 << step.source, 1 << step.target) if isinstance(step, Transfer) else (ranks, ranks)
+        for value in step.reads:
+            if without := reading & ~made.get(value, 0):
+                yield f"rank {lowest(without)}: {_title(step)} reads '{value}', which it does not have"
+        for value in step.makes:
+            there = made.get(value, 0)
+            if again := making & there:
+                yield f"rank {lowest(again)}: '{value}' is made again by {_title(step)}"
+            made[value] = there | making
+
+
+def _parts(program: Lowered) -> Iterator[str]:
     if [part.rank for part in program.parts] != list(range(program.plan.ranks)):
         yield f"there are {len(program.parts)} programs for {program.plan.ranks} ranks"
     for part, ranks in program.alike:
-        in_order = program.schedule is None and not program.targets
+        in_order = not program.targets and not (isinstance(program, Scheduled) and program.tasks is not None)
         yield from (f"rank {ranks[0]}: {fault}" for fault in _part(part, in_order))
-    yield from _events(program.events, {part.rank: _tags(part.steps) for part in program.parts})
+    yield from _events(
+        program.events,
+        {rank: list(dict.fromkeys(_each_tag(part.steps))) for part, ranks in program.alike for rank in ranks},
+    )
+    yield from _messages([part for part, _ in program.alike])
+
+
+def _messages(parts: Sequence[RankProgram]) -> Iterator[str]:
+    """The messages that are another value where they arrive than where they leave, where a copy for a target may leave.
+
+    A constant is the same by its name.
+    """
+    sent, received = dict[int, Sequence[Value]](), dict[int, Value]()
+    for part in parts:
+        steps = [*part.steps, *(step for body in part.bodies for step in body.steps)]
+        copied = {step.made: step.source for step in steps if isinstance(step, Copy)}
+        ends = [step for step in steps if isinstance(step, Comm)]
+        sent |= {step.tag: (one, copied.get(one, one)) for step in ends if step.op_type == SEND for one in step.reads}
+        received |= {step.tag: one for step in ends if step.op_type == RECV for one in step.makes}
+    for tag in sent.keys() & received.keys():
+        here = received[tag]
+        if not any(one is here or (one.constant is not None and str(one) == str(here)) for one in sent[tag]):
+            yield f"message {tag} is '{sent[tag][0]}' where it is sent and '{received[tag]}' where it arrives"
 
 
 def _part(part: RankProgram, in_order: bool) -> Iterator[str]:
     """The faults of a rank's program; `in_order`: whether its forward ops stand before all others, where no schedule says otherwise."""
-    held = [one.name for one in (*part.inputs, *part.weights)]
-    kept = [one.name for one in part.kept]
-    made = Counter([*held, *(name for name in kept if name not in held), *part.constants, *part.scalars])
+    made = Counter(part.given)
     yield from _steps(part.steps, made, in_order)
     for body in part.bodies:
         yield from (f"{body.name}: {fault}" for fault in _body(body, part))
-    wanted = [*(one.name for one in part.outputs), *(one.next for one in part.kept if one.next)]
-    yield from (f"'{name}' is given back, and nothing makes it" for name in wanted if name not in made)
+    missing = (value for value in part.results if value not in made and value.constant is None)
+    yield from (f"'{value}' is given back, and nothing makes it" for value in missing)
 
 
-def _body(body: TaskBody, part: RankProgram) -> Iterator[str]:
+def _body(body: Body, part: RankProgram) -> Iterator[str]:
     """The faults of the body of a task, and of its calls."""
-    made = Counter([*body.inputs, *(name for name in part.constants if name not in body.inputs)])
+    made = Counter(body.inputs)
     yield from _steps(body.steps, made, False)
-    yield from (f"'{name}' is given back, and nothing makes it" for name in body.outputs if name not in made)
+    yield from (f"'{value}' is given back, and nothing makes it" for value in body.outputs if value not in made)
     for step in part.steps:
-        ends = (len(step.inputs), len(step.outputs)) if isinstance(step, TaskCall) and step.body is body else None
+        ends = (len(step.inputs), len(step.outputs)) if isinstance(step, Call) and step.body is body else None
         if ends not in (None, (len(body.inputs), len(body.outputs))):
             yield f"a call of it has {ends} inputs and outputs"
 
 
-def _steps(steps: Sequence[RankOp], made: Counter[str], in_order: bool) -> Iterator[str]:
-    """The faults of a rank's ops in order; `made` counts the names that are there before, and then those that ops make."""
-    later: RankOp | None = None
+def _steps(steps: Sequence[Op], made: Counter[Value], in_order: bool) -> Iterator[str]:
+    """The faults of a rank's ops in order; `made` counts the values that are there before, and then those that ops make."""
+    later: Op | None = None
     for step in steps:
         if step.task is not TaskKind.FORWARD:
             later = step
         elif later is not None and in_order:
             yield f"{_title(step)} is forward, and stands behind {_title(later)}, which is not"
-        for name in read_names(step):
-            if name and name not in made:
-                yield f"{_title(step)} reads '{name}', which it does not have"
-        for name in made_names(step):
-            if name:
-                made[name] += 1
-    yield from (f"'{name}' is made {count} times" for name, count in made.items() if count > 1)
+        for value in step.reads:
+            if value not in made and value.constant is None:
+                yield f"{_title(step)} reads '{value}', which it does not have"
+        made.update(step.makes)
+    yield from (f"'{value}' is made {count} times" for value, count in made.items() if count > 1)
 
 
-def _title(step: RankOp) -> str:
-    if isinstance(step, TaskCall):
-        return f"the task {step.cell}"
-    if isinstance(step, CommOp):
-        return f"{step.op_type} of '{step.value.name}'"
-    if isinstance(step, CopyOp):
-        return f"the Copy of '{step.source}'"
-    return f"{step.node.op_type} '{step.node.name}'"
+def _title(step: Op | JobOp) -> str:
+    match step:
+        case Call():
+            return f"the task {step.cell}"
+        case Comm():
+            return f"{step.op_type} of '{step.value.name}'"
+        case Transfer():
+            return f"the message of '{step.value.name}'"
+        case Copy():
+            return f"the Copy of '{step.source}'"
+    return f"{step.node.op_type} '{step.label}'"
 
 
-def _tags(steps: Sequence[RankOp]) -> list[int]:
-    return list(dict.fromkeys(_each_tag(steps)))
-
-
-def _each_tag(steps: Sequence[RankOp]) -> Iterator[int]:
+def _each_tag(steps: Sequence[Op]) -> Iterator[int]:
     for step in steps:
-        if isinstance(step, CommOp):
+        if isinstance(step, Comm):
             yield step.tag
-        elif isinstance(step, TaskCall):
+        elif isinstance(step, Call):
             yield from (tag + step.microbatch for tag in _each_tag(step.body.steps))
 
 
@@ -314,7 +353,7 @@ def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[
     for rank, distinct in sorted(rows.items()):
         there = {*distinct}
         if unknown := [tag for tag in distinct if tag not in by_tag]:
-            yield f"rank {rank}: it takes part in {unknown}, which are no events"
+            yield f"rank {rank}: it takes part in {unknown}, which are not events"
         elif missing := [by_tag[tag] for tag in expected.get(rank, ()) if tag not in there]:
             first = missing[0]
             yield f"rank {rank}: it takes no part in the {first.op_type} of '{first.name}' of ranks {first.ranks}"
@@ -322,15 +361,14 @@ def _events(events: Sequence[Event], rows: Mapping[int, list[int]]) -> Iterator[
             yield f"rank {rank}: its events {distinct} are not in the order of all"
 
 
-_RANKS = ("plan", "parts", "events", "schedule", "targets", "has_copies")
-LAWS: dict[Callable[[Program], Iterator[str]], tuple[str, ...]] = {
-    _graph: ("model", "paths"),
-    _shapes: ("model", "values", "symbols"),
-    _placement: ("model", "paths", "plan", "placement"),
-    _choices: ("model", "paths", "placement", "choices", "values", "symbols"),
-    _sums: ("model", "paths", "choices"),
-    _local: ("plan", "local"),
-    _parts: _RANKS,
-    target_faults: _RANKS,
+LAWS: dict[Callable[[Any], Iterator[str]], tuple[type[Loaded], tuple[str, ...]]] = {
+    _graph: (Loaded, ("model", "paths")),
+    _shapes: (Typed, ("model", "values", "symbols")),
+    _placement: (Placed, ("model", "paths", "plan", "placement")),
+    _choices: (Sharded, ("model", "paths", "placement", "choices", "values", "symbols")),
+    _sums: (Sharded, ("model", "paths", "choices")),
+    _local: (Localized, ("plan", "local")),
+    _parts: (Lowered, ("plan", "parts", "events", "targets")),
+    target_faults: (Complete, ("parts", "targets")),
 }
-"""The laws, each with the fields of a program that it reads."""
+"""The laws, each with the phase from which it holds, and the facts of a program that it reads."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .execution.inputs import Whole
     from .execution.program import Program, load
     from .execution.rank_program import describe_action
-    from .training.trainer import Trainer, load_trainer
+    from .training.load import load_trainer
+    from .training.trainer import Trainer
 
 _HOMES = {
     "Artifact": "artifact.manifest",
@@ -28,7 +29,7 @@ _HOMES = {
     "Trainer": "training.trainer",
     "load": "execution.program",
     "load_local": "execution.in_process",
-    "load_trainer": "training.trainer",
+    "load_trainer": "training.load",
 }
 
 __all__ = [

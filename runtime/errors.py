@@ -43,7 +43,13 @@ class StepError(RankError):
 
 
 class NonFiniteError(PartcError):
-    """The loss of a step is no finite number, or a parameter is none; raised by all ranks alike."""
+    """The loss of a step, or a parameter, is not finite; raised by all ranks alike."""
+
+
+class StoppedError(PartcError):
+    """A training was asked to stop before its last step, on all ranks alike; its exit code, 75, is EX_TEMPFAIL: start it again."""
+
+    exit_code = 75
 
 
 class CheckpointError(PartcError):
@@ -84,14 +90,14 @@ class Violation:
 
 
 def no_such_row(lookup: str, record: int, id: int, rows: int, rank: int | None = None) -> str:
-    """The text of the refusal of an id that is no row of a table; `rank`: the one on which it is the id of a record."""
+    """The text of the refusal of an id that is not a row of a table; `rank`: the one on which it is the id of a record."""
     there = "" if rank is None else f" on rank {rank}"
     law = f"the table has {rows} rows: ids are {-rows} to {rows - 1}"
     return f"{lookup}: record {record}{there} has the id {id}\n  {law}\n  help: look at the data, or give the table more rows"
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey, or nobody would see, as escapes: names from files stand in messages.
+    """The text with control characters and invisible ones escaped, since messages contain names from files.
 
     Control characters, those that turn the direction of writing, and line ends but for the plain one, which stays.
     """

@@ -6,18 +6,35 @@ import math
 import re
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE | re.ASCII)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
+_TIME = re.compile(r"(?:(\d+(?:\.\d+)?)\s*(d|h|min|m|s)\s*)+", re.ASCII)
+_PART_OF_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|min|m|s)", re.ASCII)
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)", re.ASCII)
+_SECONDS = {"d": 86400, "h": 3600, "min": 60, "m": 60, "s": 1}
 FORMS = "a number of bytes, or a text such as 64MB, 1.5GB or 512KiB"
 """What `parse_bytes` takes, for messages."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes of `8GB` (1000^3), `512MiB` (1024^2), `1.5g` or `1000000`, in any case; None for a text that is no size."""
+    """The bytes of `8GB` (1000^3), `512MiB` (1024^2), `1.5g` or `1000000`, in any case; None for a text that is not a size."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         return None
     scale: int = (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper())
     return round(float(found[1]) * scale)
+
+
+def parse_seconds(text: str) -> float | None:
+    """The seconds of `90`, `11h 50min`, `1.5h`, `90s`, or of `11:50:00` and `1-12:00:00` as Slurm writes them; None for any other text."""
+    if (clock := _CLOCK.fullmatch(text.strip())) is not None:
+        days, hours, minutes, seconds = (float(one or 0) for one in clock.groups())
+        return days * 86400 + hours * 3600 + minutes * 60 + seconds
+    if _NUMBER.fullmatch(text.strip()) is not None:
+        return float(text)
+    if _TIME.fullmatch(text.strip()) is None:
+        return None
+    return sum(float(number) * _SECONDS[unit] for number, unit in _PART_OF_TIME.findall(text))
 
 
 def size_text(count: float, at_least: bool = False) -> str:

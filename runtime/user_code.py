@@ -1,4 +1,4 @@
-"""The one way in which a user's own Python is called while data are read and a model trains: whatever it raises is told as the user's.
+"""The one way in which a user's own Python is called while data are read and a model trains: whatever it raises becomes a user's error.
 
     with user_code("records.py", "reading record 17"):
         record = source[17]
@@ -73,7 +73,7 @@ class user_code:
         enters_users_code(-1)
         if error is None or isinstance(error, GeneratorExit | PartcError) or _interrupted(error):
             return
-        raise told(error, self.where, self.doing) from error
+        raise user_error(error, self.where, self.doing) from error
 
 
 def _interrupted(error: BaseException) -> bool:
@@ -81,7 +81,7 @@ def _interrupted(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
-def told(error: BaseException, where: str, doing: str = "") -> UserCodeError:
+def user_error(error: BaseException, where: str, doing: str = "") -> UserCodeError:
     """The user's error that an exception of their code is; its cause is still to be set."""
     circumstances = (f"while {doing}",) if doing else ()
     if isinstance(error, SyntaxError) and error.filename and error.lineno:

@@ -14,13 +14,13 @@ def byte_count(text: str) -> int:
     return found
 
 
-def _given(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+def _parsed(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
     return None if text is None else byte_count(text)
 
 
 max_bytes = click.option(
     "--max-bytes",
-    callback=_given,
+    callback=_parsed,
     metavar="SIZE",
     help="Memory limit of a rank for compressed or random data, such as 8GB; by default half of the machine's.",
 )

@@ -1,10 +1,11 @@
-"""The commands `partc checkpoint show`, `verify` and `export`."""
+"""The commands `partc checkpoint show`, `verify`, `export` and `import`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
+from partc.cli.commands.byte_count import byte_count
 from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.runtime.errors import printable
@@ -15,7 +16,7 @@ _PATH = click.Path(path_type=Path)
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Show, verify and export checkpoints.
+    """Show, verify, export and import checkpoints.
 
     CKPT is a checkpoint, or a folder of checkpoints whose newest intact one is used.
 
@@ -23,6 +24,7 @@ def command() -> None:
     partc checkpoint show checkpoints/
     partc checkpoint verify checkpoints/step_00000120
     partc checkpoint export checkpoints/ -o weights.safetensors
+    partc checkpoint import half.pt -o checkpoints
     """
 
 
@@ -38,9 +40,9 @@ def show(path: Path, as_json: bool) -> int:
     import json
 
     from partc.runtime.checkpoint.checkpoint import Checkpoint
-    from partc.runtime.checkpoint.newest import take_whole
+    from partc.runtime.checkpoint.newest import take_newest_intact
 
-    _, checkpoint = take_whole(path, Checkpoint.at, "partc checkpoint show")
+    _, checkpoint = take_newest_intact(path, Checkpoint.at, "partc checkpoint show")
     index = checkpoint.index
     if as_json:
         tensors = {
@@ -99,57 +101,130 @@ def verify(path: Path) -> int:
     return 0
 
 
-@command.command(short_help="Write one safetensors file, or the trained model.")
+@command.command(short_help="Write the weights in another format, or the trained model.")
 @click.argument("path", metavar="CKPT", type=_PATH)
 @click.option(
     "-o",
     "--output",
     "out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=_PATH,
     required=True,
-    help="The .safetensors or .onnx file to write.",
+    help="The file to write; with hf, dcp, or a name without suffix, the folder.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "hf", "torch", "dcp"]),
+    default="safetensors",
+    help="safetensors: a file, or a folder of files with an index. hf: a folder as from_pretrained of transformers reads it. "
+    "torch: a file as torch.load reads it. dcp: a folder of torch.distributed.checkpoint.",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A folder of a Hugging Face model whose config and tokenizer to copy.",
+)
+@click.option("--shard", default="5GB", metavar="SIZE", help="Largest file of a folder, such as 5GB.")
+@click.option(
+    "--like",
+    type=_PATH,
+    metavar="FILE",
+    help="A file of a PyTorch training whose form to keep, with the optimizer's state.",
 )
 @click.option("--model", type=_PATH, help="Write this model, the one that was trained, with the trained weights.")
 @click.option("--all", "everything", is_flag=True, help="Include the optimizer's tensors.")
-def export(path: Path, out: Path, model: Path | None, everything: bool) -> int:
-    """Write the weights of a checkpoint as one safetensors file, or the model with these weights as an .onnx file.
+@click.option("--ema", is_flag=True, help="Write the moving averages in place of the parameters.")
+def export(
+    path: Path,
+    out: Path,
+    form: str,
+    config: Path | None,
+    shard: str,
+    like: Path | None,
+    model: Path | None,
+    everything: bool,
+    ema: bool,
+) -> int:
+    """Write the weights of a checkpoint for other libraries, or the model with these weights as an .onnx file.
 
     Names and shapes are those of the model and do not depend on the plan. The model is written in its inference form.
 
     \b
     partc checkpoint export checkpoints/ -o weights.safetensors
     partc checkpoint export checkpoints/ --model model.py -o trained.onnx
+    partc checkpoint export checkpoints/ --format hf --config path/to/llama -o trained/
+    partc checkpoint export checkpoints/ --format torch --like half.pt -o trained.pt
     """
     from partc.runtime.checkpoint.checkpoint import Checkpoint
-    from partc.runtime.checkpoint.export import WEIGHTS, export_tensors
-    from partc.runtime.checkpoint.newest import take_whole
+    from partc.runtime.checkpoint.export import WEIGHTS, export_folder, export_tensors
+    from partc.runtime.checkpoint.interchange.torch_export import export_torch
+    from partc.runtime.checkpoint.newest import take_newest_intact
     from partc.runtime.errors import UsageError
 
-    wanted = ".safetensors" if model is None else ".onnx"
-    if out.suffix != wanted:
+    into_folder = form in ("hf", "dcp") or (form == "safetensors" and model is None and not out.suffix)
+    for option, given, where, fits in (
+        ("--config", config is not None, "--format hf", form == "hf"),
+        ("--like", like is not None, "--format torch or dcp", form in ("torch", "dcp")),
+        ("--model", model is not None, "an .onnx file alone", form == "safetensors"),
+        ("--all", everything, "one .safetensors file", form == "safetensors" and model is None and not into_folder),
+    ):
+        if given and not fits:
+            raise UsageError(f"{option}: it goes with {where}\n  help: change the format, or remove {option}")
+    wanted = ".onnx" if model is not None else {"safetensors": ".safetensors", "torch": ".pt"}.get(form, "")
+    if not into_folder and out.suffix not in (wanted, ".pth" if form == "torch" else wanted):
         remedy = (
             "add --model with the model that was trained"
             if out.suffix == ".onnx"
             else f"use a name that ends in {wanted}"
         )
         raise UsageError(f"{out}: its name must end in {wanted}\n  help: {remedy}")
-    if model is not None and everything:
-        raise UsageError("--all: an .onnx model cannot hold the optimizer's tensors\n  help: remove --all or --model")
-    kinds = (*WEIGHTS, "optimizer") if everything else WEIGHTS
 
-    def write(place: Path) -> tuple[Checkpoint, int]:
-        checkpoint = Checkpoint.at(place)
-        if model is None:
-            return checkpoint, len(export_tensors(checkpoint, out, kinds))
-        from partc.cli.comparison.checkpoint_model import export_model
+    def write(place: Path) -> tuple[Checkpoint, str]:
+        checkpoint = Checkpoint.at(place).averaged() if ema else Checkpoint.at(place)
+        if form in ("torch", "dcp"):
+            return checkpoint, count(len(export_torch(checkpoint, out, like, form == "dcp")), "tensor")
+        if into_folder:
+            return checkpoint, f"{', '.join(export_folder(checkpoint, out, config, byte_count(shard)))}: the weights"
+        if model is not None:
+            from partc.cli.comparison.checkpoint_model import export_model
 
-        return checkpoint, export_model(checkpoint, model, out)
+            return checkpoint, f"{model.name} with {count(export_model(checkpoint, model, out), 'weight')}"
+        kinds = (*WEIGHTS, "optimizer") if everything else WEIGHTS
+        return checkpoint, count(len(export_tensors(checkpoint, out, kinds)), "tensor")
 
-    _, (checkpoint, number) = take_whole(path, write, "partc checkpoint export")
-    if model is not None:
-        console.echo(f"{out}: {model.name} with {count(number, 'weight')} of step {checkpoint.index.step}")
-    else:
+    _, (checkpoint, what) = take_newest_intact(path, write, "partc checkpoint export")
+    size = "" if into_folder or model is not None else f", {size_text(out.stat().st_size)}"
+    console.echo(f"{out}: {what} of step {checkpoint.index.step}{size}")
+    return 0
+
+
+@command.command("import", short_help="Make a checkpoint of what another library has trained.")
+@click.argument("source", metavar="SOURCE", type=_PATH)
+@click.option("--build", type=_PATH, default="build", show_default=True, help="The artifact that is to go on with it.")
+@click.option("-o", "--output", "out", type=_PATH, required=True, help="The folder of checkpoints to write into.")
+@click.option("--step", type=click.IntRange(min=0), help="The number of steps taken, where SOURCE does not tell.")
+@click.option("--weights", is_flag=True, help="Leave the optimizer's state out: it begins anew.")
+def import_(source: Path, build: Path, out: Path, step: int | None, weights: bool) -> int:
+    """Make a checkpoint of what another library has trained; `partc train --resume` goes on with it, under any plan of the model.
+
+    SOURCE is a file of torch.save (a state_dict, or {"model": ..., "optimizer": ..., "step": ...}), a folder of
+    torch.distributed.checkpoint, a .safetensors file, or a folder of a Hugging Face model.
+
+    \b
+    partc checkpoint import half.pt -o checkpoints
+    partc checkpoint import path/to/llama --build build -o checkpoints
+    """
+    from partc.runtime.artifact.manifest import open_artifact
+    from partc.runtime.checkpoint.interchange.import_checkpoint import import_checkpoint
+
+    manifest = open_artifact(build, trust=True).manifest
+    done = import_checkpoint(source, manifest, out, step, weights)
+    optimizer = f", {done.slots} of the optimizer" if done.slots else "; the optimizer begins anew"
+    console.echo(f"{done.path}: {count(done.tensors, 'tensor')} of {source}{optimizer}")
+    if done.unused:
+        more = f" and {len(done.unused) - 8} more" if len(done.unused) > 8 else ""
         console.echo(
-            f"{out}: {count(number, 'tensor')} of step {checkpoint.index.step}, {size_text(out.stat().st_size)}"
+            printable(f"not used, since training changes nothing under the name: {', '.join(done.unused[:8])}{more}")
         )
+    console.echo(f"go on with it: partc train {build} --resume {out}")
     return 0

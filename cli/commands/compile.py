@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +57,7 @@ def command(
     dump_ir: bool,
     verify_passes: bool,
 ) -> int:
-    """Compile MODEL (.onnx or .py) by a plan into one ONNX program per rank.
+    """Compile MODEL (.onnx, .py or a folder of transformers) by a plan into one ONNX program per rank.
 
     An existing output folder is replaced when the new artifact is complete, and only if it is empty or holds nothing but an artifact.
 
@@ -68,8 +67,11 @@ def command(
     import time
 
     from partc.cli.output.compile_progress import CompileWatch
-    from partc.compiler.pipeline import compile_model
-    from partc.runtime.artifact.format import BEGIN_IR, END_IR
+    from partc.compiler.garbage_collection import uncollected
+
+    with uncollected():
+        from partc.compiler.pipeline import compile_model
+        from partc.runtime.artifact.format import BEGIN_IR, END_IR
 
     begin = time.perf_counter()
     with CompileWatch() as watch:
@@ -80,7 +82,8 @@ def command(
     if console.as_json():
         for warning in report.warnings:
             console.echo(f"warning: {warning}", err=True)
-        console.result(document(report, spent))
+        exported = {"export_seconds": round(watch.spent["load"], 4)} if report.exported else {}
+        console.result({**document(report, spent), **exported})
         return 0
     ranks_table(out).show()
     if report.manifest.collectives:
@@ -97,6 +100,9 @@ def command(
         console.echo(trained_line(report))
         for line in (*shared_lines(report), *table_lines(report)):
             console.echo(line)
+    if report.exported:
+        once = shlex.join(["partc", "export", str(model), "-o", f"{model.absolute().stem}.onnx"])
+        console.echo(f"torch exported the model in {seconds(watch.spent['load'])}; to export it once: {once}")
     console.echo(f"dumps: {out / BEGIN_IR}, {out / END_IR}")
     if report.program.training is not None and plan is not None:
         console.echo(f"train it with: {shlex.join(['partc', 'train', str(out), '--plan', str(plan)])}")
@@ -106,7 +112,7 @@ def command(
 def document(report: Report, spent: float) -> dict[str, object]:
     """The JSON document of a compile; byte counts of dynamic shapes are expressions in the symbols."""
     from partc.cli.output.stats import rank_stats, typical_sizes
-    from partc.compiler.sharding.budget import largest_first
+    from partc.compiler.sharding.values.budget import largest_first
     from partc.runtime.artifact.manifest import open_artifact
 
     artifact = open_artifact(report.out, trust=True)
@@ -133,7 +139,7 @@ def document(report: Report, spent: float) -> dict[str, object]:
 
 def communication_table(report: Report) -> Table:
     """A row per collective and message, the largest first; of more than ten, the last row counts the rest."""
-    from partc.compiler.sharding.budget import largest_first
+    from partc.compiler.sharding.values.budget import largest_first
 
     events = largest_first(report.program)
     table = Table(["communication", "value", "ranks", ">bytes per rank", "cause"])
@@ -159,7 +165,8 @@ def trained_line(report: Report) -> str:
     learned = trained_tensors(manifest)
     others = [value for value in candidates(report.program.model) if value not in known and _elements(value) > 1]
     parts = [f"trains {count(len(learned), 'parameter')}, {count(sum(learned.values()), 'element')}"]
-    parts += [f"frozen: {_counted(frozen)}"] if frozen else []
+    text = f"{count(len(frozen), 'parameter')}, {count(sum(map(_elements, frozen)), 'element')}"
+    parts += [f"frozen: {text}"] if frozen else []
     named = [f"{value.name} {list(value.shape or ())}" for value in others]
     if named:
         more = f", and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
@@ -169,7 +176,7 @@ def trained_line(report: Report) -> str:
 
 def shared_lines(report: Report) -> list[str]:
     """Lines about weights that several modules read, of many the first ones."""
-    found = report.program.training.shared if report.program.training is not None else ()
+    found = report.program.training.notes.shared if report.program.training is not None else ()
     more = [f"and {len(found) - _NAMED} more weights that several modules read"] if len(found) > _NAMED else []
     help_ = "  help: `train: parameters: {name: {shared: true}}` makes it one parameter, `shared: false` one per module"
     return [*found[:_NAMED], *more, *([help_] if found else [])]
@@ -177,12 +184,8 @@ def shared_lines(report: Report) -> list[str]:
 
 def table_lines(report: Report) -> list[str]:
     """Lines about parameters that are looked up, of many the first ones."""
-    found = report.program.training.tables if report.program.training is not None else ()
+    found = report.program.training.notes.tables if report.program.training is not None else ()
     return [*found[:_NAMED], *([f"and {len(found) - _NAMED} more tables"] if len(found) > _NAMED else [])]
-
-
-def _counted(values: Sequence[ir.Value]) -> str:
-    return f"{count(len(values), 'parameter')}, {count(sum(map(_elements, values)), 'element')}"
 
 
 def _elements(value: ir.Value) -> int:

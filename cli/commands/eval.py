@@ -7,15 +7,15 @@ from typing import Any
 
 import click
 from partc.cli.commands.run import WithLauncherOptions, origin_options, place_options, start
+from partc.cli.commands.train_options import data_option, setting, settings_of
 from partc.cli.job.job import Job, TrainingJob
+from partc.runtime.errors import UsageError
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
-@click.option(
-    "--data", multiple=True, metavar="PATH|INPUT=PATH", help="Evaluation data; by default the plan's `test:`."
-)
-@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Global batch size.")
+@data_option("data", "Evaluation data; by default the plan's `test:`.")
+@setting("batch", "N")
 @click.option(
     "--checkpoint",
     type=click.Path(exists=True, path_type=Path),
@@ -25,6 +25,7 @@ from partc.cli.job.job import Job, TrainingJob
 @click.option(
     "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append the metrics to this file as JSON lines."
 )
+@click.option("--ema", is_flag=True, help="Evaluate the moving averages of the checkpoint's parameters.")
 @origin_options
 @place_options
 @click.pass_context
@@ -38,15 +39,16 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     def absolute(name: str) -> str | None:
         return None if given[name] is None else str(given[name].absolute())
 
+    if given["ema"] and given["checkpoint"] is None:
+        raise UsageError("--ema: the moving averages are those of a checkpoint\n  help: give --checkpoint, too")
     training = TrainingJob(
-        base=str(Path.cwd()),
-        test=tuple(given["data"]),
-        batch=given["batch"],
+        said=settings_of({"test": given["data"], "batch": given["batch"]}),
         resume=absolute("checkpoint"),
         init=absolute("init"),
         metrics=absolute("metrics"),
         plan=absolute("plan"),
         trust_code=given["trust_code"],
         only_test=True,
+        averaged=given["ema"],
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), training=training), given)

@@ -16,11 +16,12 @@ from partc.cli.output.table import Table, show_tables
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
     from partc.cli.output.pipeline import Pipeline
     from partc.cli.output.stats import Moved, RankStats
     from partc.cli.output.training_stats import TrainingStats
+    from partc.runtime.artifact.format import Collective, Transfer
     from partc.runtime.artifact.manifest import Artifact
+    from partc.runtime.execution.memory.needed import RankMemory
 
 _LARGEST = 10
 _SHOWN = 3
@@ -56,13 +57,13 @@ def command(
     partc inspect --node 'conv*'           # where and why
     """
     from partc.cli.job.inputs import choose_sizes
+    from partc.cli.output.memory import memory_json, memory_of_ranks, memory_table
     from partc.cli.output.pipeline import pipeline_of, rows_text
     from partc.cli.output.stats import rank_stats, typical_sizes
-    from partc.cli.output.target_memory import memory_table, target_memory
     from partc.cli.output.target_stats import target_stats, targets_table
     from partc.cli.output.training_stats import training_stats
     from partc.runtime.artifact.manifest import open_artifact
-    from partc.runtime.artifact.tasks import unrolled
+    from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.errors import UsageError
 
     artifact = open_artifact(folder, trust=True, program=program)
@@ -80,29 +81,23 @@ def command(
     sizes = {**typical_sizes(manifest), **given}
     stats = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
     targets = [one for k in range(manifest.ranks) for one in target_stats(unrolled(artifact.model(k)), k, sizes)]
-    memory = [one for k in range(manifest.ranks if targets else 0) for one in target_memory(artifact, k, sizes)]
+    memory = memory_of_ranks(artifact, sizes)
     trains = any(record.next for record in manifest.state)
     trained = [
         training_stats(manifest, unrolled(artifact.model(one)), one, sizes) for one in range(manifest.ranks) if trains
     ]
     if as_json:
-        parts: dict[str, Sequence[Any]] = {"ranks": stats, "targets": targets, "memory": memory, "training": trained}
-        found = _as_json(artifact, sizes, parts)
+        parts: dict[str, Sequence[Any]] = {"ranks": stats, "targets": targets, "training": trained}
+        found = {**_as_json(artifact, sizes, parts), "memory": memory_json(memory)}
         console.echo(json.dumps(found, indent=1))
         return 0
     pipeline = pipeline_of(artifact)
-    largest = [*_largest_transfers(artifact, sizes), *_largest_collectives(artifact, sizes)]
-    tables = [
-        *_pipeline(pipeline, stats, sizes),
-        *_training(trained, artifact),
-        *targets_table(targets),
-        *memory_table(memory),
-    ]
-    show_tables([_ranks(stats), *tables, *largest])
+    tables = [*_pipeline(pipeline, memory, sizes), *_training(trained, artifact), *targets_table(targets)]
+    show_tables([_ranks(stats, memory), memory_table(memory), *tables, *_largest(artifact, sizes)])
     console.echo()
     for line in rows_text(pipeline) if pipeline is not None else ():
         console.echo(line)
-    for line in _notes(artifact, sizes, sum(one.unknown_values for one in stats), bool(trained), bool(memory)):
+    for line in _notes(artifact, sizes, sum(one.unknown for one in memory)):
         console.echo(line)
     return 0
 
@@ -118,22 +113,22 @@ def _as_json(artifact: Artifact, sizes: Mapping[str, int], parts: Mapping[str, S
     return {**found, **_pipeline_json(artifact), **rows}
 
 
-def _ranks(stats: Sequence[RankStats]) -> Table:
+def _ranks(stats: Sequence[RankStats], memory: Sequence[RankMemory]) -> Table:
     """The table of ranks."""
     table = Table(
         [">rank", ">nodes", ">segments", ">weights", ">peak memory", ">received", ">sent", "bytes in and out"]
     )
-    for one in stats:
-        peak = size_text(one.peak) + ("+?" if one.unknown_values else "")
+    for one, needed in zip(stats, memory, strict=True):
+        peak = size_text(needed.peak) + ("+?" if needed.unknown else "")
         moves = f"in {one.received.text}, out {one.sent.text}"
         received, sent = _moved(one.received), _moved(one.sent)
-        table.add(one.rank, one.nodes, one.segments, size_text(one.weights), peak, received, sent, moves)
+        table.add(one.rank, one.nodes, needed.segments, size_text(one.weights), peak, received, sent, moves)
     return table
 
 
 def _pipeline_json(artifact: Artifact) -> dict[str, object]:
     """The rows, and what they keep."""
-    from partc.cli.output.pipeline import kept, pipeline_of
+    from partc.cli.output.pipeline import pipeline_of, saved_by_home
     from partc.runtime.artifact.byte_count import largest_text
 
     pipeline = pipeline_of(artifact)
@@ -141,17 +136,17 @@ def _pipeline_json(artifact: Artifact) -> dict[str, object]:
         return {}
     rows = [
         {"ranks": ranks, "row": str(row), "microbatches": one.microbatches, "kept": largest_text(one.bytes)}
-        for ranks, row, one in zip(pipeline.homes, pipeline.rows, kept(pipeline), strict=True)
+        for ranks, row, one in zip(pipeline.homes, pipeline.rows, saved_by_home(pipeline), strict=True)
     ]
     schedule = pipeline.schedule
     return {"pipeline": {"schedule": schedule.name, "microbatches": schedule.microbatches, "rows": rows}}
 
 
-def _pipeline(pipeline: Pipeline | None, stats: Sequence[RankStats], sizes: Mapping[str, int]) -> Iterator[Table]:
+def _pipeline(pipeline: Pipeline | None, memory: Sequence[RankMemory], sizes: Mapping[str, int]) -> Iterator[Table]:
     """By home its stages, sessions, and the most that its row keeps for backward passes."""
     if pipeline is None:
         return
-    from partc.cli.output.pipeline import kept
+    from partc.cli.output.pipeline import saved_by_home
     from partc.runtime.artifact.byte_count import largest_text
 
     schedule = pipeline.schedule
@@ -160,11 +155,11 @@ def _pipeline(pipeline: Pipeline | None, stats: Sequence[RankStats], sizes: Mapp
         ["ranks", "stages", ">tasks", ">sessions", ">keeps at most", "bytes kept for backward passes", ">at this size"],
         title=title,
     )
-    for home, (row, one) in enumerate(zip(pipeline.rows, kept(pipeline), strict=True)):
+    for home, (row, one) in enumerate(zip(pipeline.rows, saved_by_home(pipeline), strict=True)):
         stages = ",".join(map(str, sorted(row.stages)))
         ranks = schedule.stages.label(home).partition(" ")[2]
         most = f"{one.microbatches:.4g}"
-        sessions = stats[pipeline.homes[home][0]].sessions
+        sessions = memory[pipeline.homes[home][0]].sessions
         at = size_text(one.at(sizes)) + ("+?" if one.unknown else "")
         table.add(ranks, stages, len(row.cells), sessions, most, largest_text(one.bytes), at)
     yield table
@@ -172,22 +167,17 @@ def _pipeline(pipeline: Pipeline | None, stats: Sequence[RankStats], sizes: Mapp
 
 def _training(stats: Sequence[TrainingStats], artifact: Artifact) -> Iterator[Table]:
     """Nodes of each phase, bytes of the state, and the buckets in which gradients are reduced."""
-    from partc.runtime.artifact.lr_schedule import OTHERS, optimizer_types
-
     statistics = any(one.statistics for one in stats)
     columns = [">rank", ">forward", ">backward", ">update", ">parameters", ">optimizer"]
-    columns += [
-        *([">statistics"] if statistics else []),
-        "gradient buckets",
-    ]
+    columns += [*([">statistics"] if statistics else []), "gradient buckets"]
     record = artifact.manifest.training
-    by = optimizer_types(record.optimizer) if record is not None and OTHERS in record.optimizer else ""
+    by = record.optimizer.types if record is not None and record.optimizer.others else ""
     table = Table(columns, title=f"training by {by}" if by else "training")
     for one in stats:
-        kept = [one.parameters, one.optimizer]
-        kept += [one.statistics] if statistics else []
+        sizes = [one.parameters, one.optimizer]
+        sizes += [one.statistics] if statistics else []
         buckets = f"{one.buckets}, {size_text(one.bucket_bytes)}" if one.buckets else "none"
-        table.add(one.rank, one.forward, one.backward, one.update, *map(size_text, kept), buckets)
+        table.add(one.rank, one.forward, one.backward, one.update, *map(size_text, sizes), buckets)
     if stats:
         yield table
 
@@ -196,35 +186,34 @@ def _moved(moved: Moved) -> str:
     return size_text(moved.bytes) + ("+?" if moved.unknown else "")
 
 
-def _largest_transfers(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
+def _largest(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
+    """The largest transfers and the largest collectives, a table each."""
     from partc.cli.output.stats import moved
-
-    measured = [(moved([transfer], sizes), transfer) for transfer in artifact.manifest.transfers]
-    measured.sort(key=lambda pair: (-pair[0].bytes, pair[1].tag))
-    title = "transfers" if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} transfers"
-    table = Table([">from", ">to", "value", "type", ">bytes", ">at this size", "cause"], title=title)
-    for bytes, transfer in measured[:_LARGEST]:
-        at = "?" if bytes.unknown else size_text(bytes.bytes)
-        kind = _type_text(transfer.type, transfer.shape)
-        table.add(transfer.source, transfer.target, transfer.value, kind, transfer.bytes, at, transfer.cause)
-    if measured:
-        yield table
-
-
-def _largest_collectives(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
-    from partc.cli.output.stats import moved
+    from partc.runtime.artifact.format import Transfer
 
     manifest = artifact.manifest
-    measured = [(moved([one], sizes), one) for one in manifest.collectives]
-    measured.sort(key=lambda pair: (-pair[0].bytes, pair[1].tag))
-    title = "collectives" if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} collectives"
-    table = Table(["op", "ranks", "value", "type", ">bytes per rank", ">at this size", "cause"], title=title)
-    for bytes, one in measured[:_LARGEST]:
-        at = "?" if bytes.unknown else size_text(bytes.bytes)
-        ranks = _lists_text(manifest.groups[one.group])
-        table.add(one.op, ranks, one.value, _type_text(one.type, one.shape), one.bytes, at, one.cause)
-    if measured:
-        yield table
+    of_transfers = [">from", ">to", "value", "type", ">bytes", ">at this size", "cause"]
+    of_collectives = ["op", "ranks", "value", "type", ">bytes per rank", ">at this size", "cause"]
+    kinds: Sequence[tuple[str, Sequence[str], Sequence[Transfer | Collective]]] = (
+        ("transfers", of_transfers, manifest.transfers),
+        ("collectives", of_collectives, manifest.collectives),
+    )
+    for kind, columns, records in kinds:
+        measured = sorted(
+            ((moved([one.bytes], sizes), one) for one in records), key=lambda pair: (-pair[0].bytes, pair[1].tag)
+        )
+        title = kind if len(measured) <= _LARGEST else f"the {_LARGEST} largest of {len(measured)} {kind}"
+        table = Table(columns, title=title)
+        for bytes, one in measured[:_LARGEST]:
+            at = "?" if bytes.unknown else size_text(bytes.bytes)
+            ends: tuple[object, object] = (
+                (one.source, one.target)
+                if isinstance(one, Transfer)
+                else (one.op, _lists_text(manifest.groups[one.group]))
+            )
+            table.add(*ends, one.value, _type_text(one.type, one.shape), one.bytes, at, one.cause)
+        if measured:
+            yield table
 
 
 def _lists_text(lists: list[list[int]]) -> str:
@@ -235,24 +224,23 @@ def _lists_text(lists: list[list[int]]) -> str:
     return text if len(lists) == 1 else f"{len(lists)} lists of {len(first)}: {text}"
 
 
-def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int, trains: bool, targets: bool) -> Iterator[str]:
+def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
-        yield f"sizes are for {chosen}: the maximum, or the minimum if there is no maximum; --set changes it"
-    kept = "weights, optimizer state" if trains else "weights"
-    yield f"peak memory is an estimate: {kept} and the largest set of live values{', on all targets together' if targets else ''}"
-    if targets:
-        yield "a target's own peak has the arena of its values between segments, of exactly these bytes, and what lives inside of one"
+        batch = "the batch of the training, " if artifact.manifest.training is not None else ""
+        yield f"sizes are for {chosen}: {batch}the maximum, or the minimum if there is no maximum; --set changes it"
+    yield "peak memory is all that a rank holds at these sizes; inside segments and of sessions it is an estimate of what onnxruntime takes"
     if unknown:
         yield f"'+?': without {count(unknown, 'value')} whose size is known only at run time"
 
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
+    from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
-    from partc.runtime.artifact.lookup_ops import GROUP_OPS
-    from partc.runtime.artifact.targets import is_copy, target_made_on, target_of
-    from partc.runtime.artifact.tasks import unrolled
+    from partc.runtime.artifact.graph.onnx_graph import integer_of, text_of
+    from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
+    from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.checker.graph.declared import ValueType, declared_types
 
     model = unrolled(artifact.model(rank))
@@ -262,15 +250,15 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
         metadata = {entry.key: entry.value for entry in node.metadata_props}
         op = node.op_type
         if node.domain == DOMAIN and op in GROUP_OPS:
-            group = next((attribute.s.decode() for attribute in node.attribute if attribute.name == GROUP), "")
+            group = text_of(node, GROUP)
             ranks = artifact.manifest.groups_of(rank).get(group, ())
             op += f" with {','.join(str(other) for other in ranks if other != rank)}"
         elif is_copy(node):
-            op += f" to {target_made_on(node)}"
+            op += f" to {output_target(node)}"
         elif target := target_of(node):
             op += f" on {target}"
         elif node.domain == DOMAIN:
-            peer = next((attribute.i for attribute in node.attribute if attribute.name == PEER), -1)
+            peer = integer_of(node, PEER, -1)
             op += f" to {peer}" if op == SEND else f" from {peer}"
         names = list(node.input) if node.domain == DOMAIN and node.op_type == SEND else list(node.output)
         outputs = tuple(f"{name} {_type_text(*types[name])}" if name in types else name for name in names if name)
@@ -279,11 +267,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
             why += f"; sharded {cut}"
         if tensors := [replaced[name] for name in node.output if name in replaced]:
             why += f"{'; ' if why else ''}next {', '.join(tensors)}"
-        yield Row(rank, at, op, metadata.get(PATH) or _name(node), outputs, why)
-
-
-def _name(node: NodeProto) -> str:
-    return node.name or next(iter(node.output), "")
+        yield Row(rank, at, op, metadata.get(PATH) or node.name or next(iter(node.output), ""), outputs, why)
 
 
 def _type_text(type: str, shape: list[int | str] | None) -> str:

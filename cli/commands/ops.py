@@ -46,16 +46,16 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
             {
                 "domain": one.domain,
                 "op": one.op_type,
-                "factors": one.factors,
-                "contracted": dict(one.contracted),
-                "replicated": one.replicated,
-                "linear": one.linear,
-                "partial": None if one.partial is None else list(one.partial),
-                "shardable": one.shardable,
+                "factors": one.notation.factors,
+                "contracted": dict(one.notation.contracted),
+                "replicated": one.notation.replicated,
+                "linear": one.notation.linear,
+                "partial": None if one.notation.partial is None else list(one.notation.partial),
+                "shardable": one.notation.shardable,
                 "gradient": _gradient(one),
                 "precision": one.precision,
-                "why": one.why,
-                "remarks": one.remarks,
+                "why": one.notation.why,
+                "remarks": one.notation.remarks,
             }
             for one in chosen
         ]
@@ -65,19 +65,19 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
     for one in chosen:
         table.add(
             one.name,
-            one.factors or "-",
-            one.reductions,
-            one.replicated or ("" if one.shardable else "all"),
-            one.linearity,
+            one.notation.factors or "-",
+            one.notation.reductions,
+            one.notation.replicated or ("" if one.notation.shardable else "all"),
+            one.notation.linearity,
             _gradient(one),
             one.precision,
-            one.why or one.remarks,
+            one.notation.why or one.notation.remarks,
         )
     table.show()
     if not patterns:
         standard = set(standard_ops(OPSET))
         there = [one for one in entries() if one.domain == "" and one.op_type in standard]
-        shardable = sum(one.shardable for one in there)
+        shardable = sum(one.notation.shardable for one in there)
         differentiable = sum(one.differentiable for one in there)
         console.echo(
             f"\nai.onnx, opset {OPSET}: {len(standard)} ops, {len(there)} with an entry, {shardable} of them shardable, "

@@ -77,16 +77,16 @@ def command(
     if given is not None and degrees.ranks > 1:
         raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp and --stages, or --plan")
     device = Device(device_memory) if target is not None else None
-    source = load(model)
+    source, name = load(model), model.absolute().name
     if given is not None and device is not None:
-        text = with_targets(source, read_text(given), given, model.name, device)
+        text = with_targets(source, read_text(given), given, name, device)
     elif degrees.ranks > 1 or device is not None:
-        text, missing = propose(source, model.name, degrees, device)
+        text, missing = propose(source, name, degrees, device)
         for line in missing:
             console.echo(f"warning: not recognized: {line}", err=True)
     else:
         paths, ranks = node_paths(source.model), source.declared.least_ranks
-        text = starting_plan(source.model, paths, model.name, source.declared.symbols, ranks=ranks)
+        text = starting_plan(source.model, paths, name, source.declared.symbols, ranks=ranks)
     if out is None:
         console.echo(text, nl=False)
         return 0

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import click
 from partc.cli.commands.byte_count import max_bytes
-from partc.cli.job.job import Job
-from partc.cli.job.place import Place, surrounding_job
+from partc.cli.job.job import InferenceJob, Job, Reporting
 from partc.cli.launch.launcher import Hosts
 from partc.cli.output import console
+from partc.runtime.job.place import Place, surrounding_job
 
 _LAUNCHER_OPTIONS = "launcher_options"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -111,11 +111,13 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
         stall=given["stall"],
         trust=given["trust"],
         max_bytes=given["max_bytes"],
-        quiet=job.quiet or console.is_quiet(),
-        json=console.as_json(),
+        reporting=dataclasses.replace(
+            job.reporting,
+            quiet=job.reporting.quiet or console.is_quiet(),
+            verbose=console.verbose(),
+            json=console.as_json(),
+        ),
     )
-    if job.training is not None:
-        job = dataclasses.replace(job, training=dataclasses.replace(job.training, max_bytes=given["max_bytes"]))
     ranks, in_process = given["ranks"], given["in_process"]
     from partc.runtime.errors import UsageError
     from partc.runtime.files.regular import fault
@@ -162,7 +164,7 @@ def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[
 @click.option(
     "--profile",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the times of tasks by rank to this JSON file.",
+    help="Write the times of tasks by rank to this JSON file; a trace of every action, where its name ends in .trace.json.",
 )
 @click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and print their times.")
 @place_options
@@ -187,21 +189,24 @@ def command(
     partc run build/ --random 7 --repeat 20 --profile times.json        # for partc simulate build/ --times times.json
     mpiexec -n 5 partc run build/ --input x=x.npy       # under your own launcher
     """
-    job = Job(
-        folder=str(folder.absolute()),
+    inference = InferenceJob(
         inputs=tuple(_absolute(spec) for spec in inputs),
         random=random,
         sizes=sizes,
         output=None if output is None else str(output.absolute()),
-        profile=None if profile is None else str(profile.absolute()),
         repeat=repeat,
+    )
+    job = Job(
+        str(folder.absolute()),
+        inference,
+        reporting=Reporting(profile=None if profile is None else str(profile.absolute())),
     )
     return start(ctx, folder, job, given)
 
 
 def _absolute(spec: str) -> str:
     """An --input with an absolute path, since ranks may be started in another folder."""
-    from partc.runtime.artifact.data_spec import literal
+    from partc.runtime.artifact.training.data_spec import literal
 
     name, equals, file = spec.partition("=")
     if equals and not Path(file).exists() and literal(file) is not None:

@@ -25,7 +25,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Options:
     """What the options say besides a schedule and its homes: F, B and W are of all ranks, or of each stage."""
 
     microbatches: int
@@ -135,7 +135,7 @@ def command(
         raise UsageError("--schedule and --rows are two schedules\n  help: give one of them")
     if placement is not None and (ranks or stages):
         raise UsageError("--placement says where each stage is\n  help: leave out --ranks and --stages")
-    given = _Given(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory, measured)
+    given = _Options(microbatches, (forward or [1.0], backward or [1.0], weight or [1.0]), message, memory, measured)
     if name is None and rows is None and placement is None:
         if ranks and stages:
             raise UsageError("all schedules are compared by ranks\n  help: leave out --stages, or give --schedule")
@@ -211,7 +211,7 @@ def _homes(name: str, ranks: int | None, stages: int | None) -> list[int]:
     return [*range(ranks)] * (stages // ranks)
 
 
-def _costs(stages: Stages, given: _Given) -> Costs:
+def _costs(stages: Stages, given: _Options) -> Costs:
     """Costs of stages from times of each, or of a rank's stages together."""
     from partc.compiler.schedule.costs import Costs, StageCost, unit_costs, with_times
     from partc.runtime.errors import UsageError
@@ -234,7 +234,7 @@ def _costs(stages: Stages, given: _Given) -> Costs:
         raise UsageError(f"{given.measured.where}: {error}\n  help: {help}") from None
 
 
-def _chosen(name: str, homes: Sequence[int], given: _Given, rows: Path | None = None) -> tuple[Schedule, Costs]:
+def _chosen(name: str, homes: Sequence[int], given: _Options, rows: Path | None = None) -> tuple[Schedule, Costs]:
     """The schedule of a name, or of the rows in a file."""
     from partc.compiler.schedule.stages import chain
     from partc.compiler.schedulers.choose import choose
@@ -261,7 +261,7 @@ def _text(rows: Path) -> str:
     try:
         return read_text(rows, SCHEDULE_BYTES)
     except UnicodeDecodeError as error:
-        fact = f"is no UTF-8 text: {error}"
+        fact = f"is not UTF-8 text: {error}"
     except OSError as error:
         fact = error.strerror or str(error)
     raise UsageError(f"{rows}: {fact}\n  help: give a text with the tasks of a rank a line, such as 0F0 0F1 0B0 0B1")
@@ -291,7 +291,7 @@ def _document(schedule: Schedule, costs: Costs) -> dict[str, object]:
     }
 
 
-def _compare(ranks: int, given: _Given, as_json: bool) -> int:
+def _compare(ranks: int, given: _Options, as_json: bool) -> int:
     """One line a schedule, on the same ranks."""
     from partc.compiler.errors import CompileError
     from partc.compiler.schedule.grid import percent

@@ -7,41 +7,45 @@ from typing import Any
 
 import click
 from partc.cli.commands.run import WithLauncherOptions, origin_options, place_options, start
-from partc.cli.job.job import Job, TrainingJob
+from partc.cli.commands.train_options import data_option, setting, settings_of
+from partc.cli.job.job import Job, Reporting, TrainingJob
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@data_option("data", "Training data: a .npz, a folder, a .py, or one file per input.")
+@data_option("test", "Evaluation data, like --data.")
+@setting("batch", "N")
+@setting("epochs", "N")
+@setting("steps", "N")
+@setting("seed", "N", help="Seed for shuffling.")
+@setting("max_time", "TIME")
+@setting("log", "N|epoch")
 @click.option(
-    "--data",
-    multiple=True,
-    metavar="PATH|INPUT=PATH",
-    help="Training data: a .npz, a folder, a .py, or one file per input.",
+    "--metrics",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append all metrics to this file as JSON lines, or as CSV where its name ends in .csv.",
 )
-@click.option("--test", multiple=True, metavar="PATH|INPUT=PATH", help="Evaluation data, like --data.")
-@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Global batch size.")
-@click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Number of passes over the data.")
-@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Number of steps, instead of epochs.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed for shuffling.")
-@click.option("--log", metavar="N|epoch", help="Print progress every N steps, or after each epoch.")
 @click.option(
-    "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append all metrics to this file as JSON lines."
+    "--tensorboard",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write all metrics for TensorBoard into this folder.",
 )
 @click.option(
     "--profile",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the times of tasks by rank to this JSON file.",
+    help="Write the times of tasks by rank to this JSON file; a trace of every action, where its name ends in .trace.json.",
 )
-@click.option("--evaluate", metavar="N|epoch", help="Evaluate every N steps, or after each epoch.")
-@click.option("--checkpoint", type=click.Path(file_okay=False, path_type=Path), help="Folder for checkpoints.")
-@click.option("--save", metavar="N|epoch", help="Write a checkpoint every N steps, or after each epoch.")
-@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Number of checkpoints to keep.")
+@setting("evaluate", "N|epoch")
+@setting("checkpoint", "DIRECTORY", click.Path(file_okay=False, path_type=Path))
+@setting("save", "N|epoch")
+@setting("keep", "N")
 @click.option(
     "--resume",
     is_flag=False,
     flag_value="",
-    metavar="[PATH]",
-    help="Resume from a checkpoint; without a path, from the newest intact one in --checkpoint.",
+    metavar="[PATH|auto]",
+    help="Resume from a checkpoint; without a path, from the newest intact one in --checkpoint; auto: from it or from the start.",
 )
 @click.option(
     "--init",
@@ -64,25 +68,17 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
     mpiexec -n 5 partc train build/                     # under your own launcher
     """
     training = TrainingJob(
-        base=str(Path.cwd()),
-        data=tuple(given["data"]),
-        test=tuple(given["test"]),
-        batch=given["batch"],
-        epochs=given["epochs"],
-        steps=given["steps"],
-        seed=given["seed"],
-        log=given["log"],
-        evaluate=given["evaluate"],
-        checkpoint=_absolute(given["checkpoint"]),
-        save=given["save"],
-        keep=given["keep"],
-        resume=resume if not resume else str(Path(resume).absolute()),
+        said=settings_of(given),
+        resume=resume if resume in (None, "", "auto") else str(Path(resume).absolute()),
         init=_absolute(given["init"]),
         metrics=_absolute(given["metrics"]),
+        tensorboard=_absolute(given["tensorboard"]),
         plan=_absolute(given["plan"]),
         trust_code=given["trust_code"],
     )
-    job = Job(folder=str(folder.absolute()), training=training, profile=_absolute(given["profile"]))
+    job = Job(
+        folder=str(folder.absolute()), training=training, reporting=Reporting(profile=_absolute(given["profile"]))
+    )
     return start(ctx, folder, job, given)
 
 

@@ -51,19 +51,20 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
 
     weights = program.graph.initializers
     problems = []
-    for name, tensor in _learned(checkpoint).items():
+    for name, tensor in _of_the_model(checkpoint).items():
         value = weights.get(name)
         if value is None or value.const_value is None:
             like = ", ".join(f"'{near}'" for near in nearest(name, weights))
             problems.append(f"{model}: has no weight '{name}'" + (f"; the nearest are {like}" if like else ""))
             continue
         old = value.const_value
-        if (have := f"{old.dtype.numpy().name} {list(old.shape.numpy())}") != (new := _text(tensor)):
+        have, new = f"{old.dtype.numpy().name} {list(old.shape.numpy())}", f"{tensor.dtype} {list(tensor.shape)}"
+        if have != new:
             problems.append(f"{model}: '{name}' is {have}; in the checkpoint it is {new}")
     if problems:
         help = f"  help: use the model that was trained; {checkpoint.path} is from another one"
         raise CheckpointError("\n".join([*problems, help]))
-    for name in _learned(checkpoint):
+    for name in _of_the_model(checkpoint):
         value = weights[name]
         assert value.const_value is not None
         value.const_value = ir.LazyTensor(
@@ -73,13 +74,9 @@ def _replace(program: ir.Model, checkpoint: Checkpoint, model: Path) -> int:
             name=name,
             cache=False,
         )
-    return len(_learned(checkpoint))
+    return len(_of_the_model(checkpoint))
 
 
-def _learned(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
+def _of_the_model(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
     """What a checkpoint has of the model itself."""
     return {name: one for name, one in checkpoint.index.tensors.items() if one.kind in ("parameter", "statistics")}
-
-
-def _text(tensor: TensorRecord) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -4,7 +4,7 @@ An element passes where |compiled - unsharded| <= atol + rtol * |unsharded|, or 
 and strings must be equal. Each dtype has tolerances that the order of floating-point sums needs and that a wrong
 program exceeds.
 
-Where that does not pass, the noise may be given: per element, how far rounding carries the whole model itself (`rounding.py`). Then
+Where that does not pass, the noise may be given: per element, how far rounding carries the unsharded model itself (`rounding.py`). Then
 what exceeds the tolerance must be explained by it twice: no element is off by more than 4 times the largest noise of the tensor, and
 all together, in the root of the mean square, by no more than 3 times all noise together. So a quantized value may be off by a step where
 one in a hundred is in any case, and not everywhere. Of whole numbers those that differ are counted, too.
@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array
 
 Wide: TypeAlias = npt.NDArray[np.float64 | np.complex128]
 
@@ -74,7 +74,7 @@ def compare(
     atol: float | None,
     noise: Mapping[str, Array] | None = None,
 ) -> list[Compared]:
-    """A record per output of either run, in the whole model's order; `noise` has for each an array of its shape, where it is known."""
+    """A record per output of either run, in the unsharded model's order; `noise` has for each an array of its shape, where it is known."""
     return [
         _compare(name, whole.get(name), compiled.get(name), rtol, atol, (noise or {}).get(name))
         for name in dict.fromkeys([*whole, *compiled])

@@ -1,8 +1,8 @@
 """Finds the first value inside of a compiled model that differs from the unsharded model, and its rank.
 
 Both artifacts are copied with an output more for every value that a node makes and that the compiler knows as a shard of a value of the
-model, and run once. Values are then compared in the order of the whole program; terms of a sum are not, but what they are reduced to
-is. What rounding does to the whole model is measured on the same values.
+model, and run once. Values are then compared in the order of the whole program; partial values are not, but what they are reduced to
+is. What rounding does to the unsharded model is measured on the same values.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, helper
 from partc.cli.comparison.compare import compare, spread
 from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
-from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.format import TARGET, Manifest, Port
-from partc.runtime.artifact.onnx_graph import path_of
-from partc.runtime.artifact.targets import target_made_on, target_of
+from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.runtime.artifact.graph.targets import output_target, target_of
+from partc.runtime.artifact.tensors.dtypes import Array, type_text
 
 if TYPE_CHECKING:
-    from partc.compiler.ir.program import Program
+    from partc.compiler.ir.program import Complete
     from partc.compiler.ir.sharded import ShardedValue
 
 Arrays: TypeAlias = dict[str, Array]
@@ -36,7 +36,7 @@ _SHARE = {"float16": 1e-2, "float64": 1e-9}
 class Compiled:
     """A compiled program and the artifact that was written of it, with the devices that its targets are asked to be."""
 
-    program: Program
+    program: Complete
     folder: Path
     devices: Mapping[str, str] = field(default_factory=dict)
 
@@ -127,16 +127,19 @@ def _shown(
         return look, flatten(program({port.name: inputs[port.name] for port in program.inputs if port.name in inputs}))
 
 
-def _names(program: Program, only_gradients: bool) -> dict[int, dict[str, ShardedValue]]:
-    """By rank and name there the copies of values that it has; terms of sums are left out."""
+def _names(program: Complete, only_gradients: bool) -> dict[int, dict[str, ShardedValue]]:
+    """By rank and name there the copies of values that it has; partial values are left out."""
+    from partc.compiler.emit.names import Names
+
     learned = program.training.parameters if program.training is not None else ()
     wanted = {f"{value.name}.grad" for value in learned} if only_gradients else None
+    names = Names(program)
     found: dict[int, dict[str, ShardedValue]] = {}
-    for copy, name in program.names.items():
+    for copy, value in program.at.items():
         if copy.layout.partial or (wanted is not None and copy.value.name not in wanted):
             continue
         for rank in copy.group:
-            found.setdefault(rank, {}).setdefault(name, copy)
+            found.setdefault(rank, {}).setdefault(names[value], copy)
     return found
 
 
@@ -157,29 +160,20 @@ def _show(rank: int, model: ModelProto, manifest: Manifest, names: Mapping[str, 
             copy = names[name]
             look.seen.append(_Seen(shown, copy.value.name or name, rank, copy))
             look.makers.setdefault(copy.value.name or name, f"{node.op_type} '{path_of(node) or node.name}'")
-            nodes.append(_identity(name, shown, target_made_on(node) if targeted else ""))
+            look_at = helper.make_node("Identity", [name], [shown], name=shown)
+            if targeted and (target := output_target(node)):
+                look_at.metadata_props.add(key=TARGET, value=target)
+            nodes.append(look_at)
             port = helper.make_tensor_value_info(shown, types[name], None)
             graph.output.append(port)
-            ports.append(Port(name=shown, type=f"tensor({_word(types[name])})", shape=None, ranks=[rank]))
+            text = type_text(helper.make_tensor_type_proto(types[name], None))
+            ports.append(Port(name=shown, type=text, shape=None, ranks=[rank]))
     copies = [type(node)() for node in nodes]
     for made, node in zip(copies, nodes, strict=True):
         made.CopyFrom(node)
     del graph.node[:]
     graph.node.extend(copies)
     return manifest.model_copy(update={"outputs": [*manifest.outputs, *ports]})
-
-
-def _identity(name: str, shown: str, target: str) -> NodeProto:
-    node = helper.make_node("Identity", [name], [shown], name=shown)
-    if target:
-        node.metadata_props.add(key=TARGET, value=target)
-    return node
-
-
-def _word(kind: int) -> str:
-    from partc.runtime.artifact.dtypes import type_text
-
-    return type_text(helper.make_tensor_type_proto(kind, None)).removeprefix("tensor(").removesuffix(")")
 
 
 def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) -> str | None:
@@ -201,7 +195,7 @@ def _differs(one: _Seen, whole: Array, have: Array | None, noise: Array | None) 
 
 
 def _place(one: _Seen, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-    """Where a rank's shard lies in the whole value; None where that is of other dims than its layout."""
+    """Where a rank's shard lies in the global value; None where that is of other dims than its layout."""
     try:
         box = one.copy.layout.box(one.copy.group.index(one.rank), shape)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The whole model as a program of one rank: what compiled programs are held against, and what is measured and looked into."""
+"""The unsharded model as a program of one rank: what compiled programs are held against, and what is measured and looked into."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from onnx import ModelProto, numpy_helper
 from partc.cli.comparison.first_difference import Compiled
 from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
-from partc.runtime.artifact.dtypes import Array, dense
 from partc.runtime.artifact.format import Law, Manifest
-from partc.runtime.artifact.law import whole
+from partc.runtime.artifact.tensors.dtypes import Array, dense
+from partc.runtime.artifact.tensors.law import full_tensor
 
 if TYPE_CHECKING:
     from partc.compiler.plan.rules import Plan
@@ -46,7 +46,11 @@ def compile_alone(model: Path, plan: Plan, out: Path, shards: int = 1) -> Compil
         pipeline=None
         if plan.pipeline is None
         else replace(plan.pipeline, schedule="gpipe", memory=None, rows=(), stages=(), pieces=shards),
-        train=None if plan.train is None else replace(plan.train, shard=None, target=""),
+        train=None
+        if plan.train is None
+        else plan.train.model_copy(
+            update={"optimizer": plan.train.optimizer.model_copy(update={"shard": None, "target": None})}
+        ),
         target=(),
     )
     declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None, targets=())
@@ -89,7 +93,7 @@ def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
         elif isinstance(record.initial, Law):
             dtype = dense(record.type)
             assert dtype is not None
-            found[record.tensor] = whole(record.initial, tuple(record.shape), dtype.numpy)
+            found[record.tensor] = full_tensor(record.initial, tuple(record.shape), dtype.numpy)
         else:
             found[record.tensor] = np.full(record.shape, record.initial, np.float64)
     return found
@@ -97,7 +101,9 @@ def first_values(folder: Path, manifest: Manifest) -> dict[str, Array]:
 
 def batch_shards(manifest: Manifest) -> int:
     """The number of shards in which the batch arrives, which is the number of ranks of a sum over ranks."""
-    cuts = ({tuple(box[0]) for box in port.boxes if box} for port in manifest.inputs if port.boxes is not None)
+    cuts = (
+        {tuple(box[port.batch_dim]) for box in port.boxes if box} for port in manifest.inputs if port.boxes is not None
+    )
     return max((len(cut) for cut in cuts), default=1)
 
 

@@ -1,8 +1,8 @@
 """Measures what rounding does to a model: its operands are changed by units in the last place, and it is run again.
 
-A compiled model adds up in another order, rounds to float16 where the whole model's kernels do not, and takes a quantized value's step
-where the whole one just does not. How far that carries depends on the model and its data, so it is measured and not assumed: in
-a copy of the whole model, what sums and transcendental functions read is multiplied with 1 + d, |d| at most 4 units in the last place,
+A compiled model adds up in another order, rounds to float16 where the unsharded model's kernels do not, and takes a quantized value's step
+where the unsharded one just does not. How far that carries depends on the model and its data, so it is measured and not assumed: in
+a copy of the unsharded model, what sums and transcendental functions read is multiplied with 1 + d, |d| at most 4 units in the last place,
 and every float16 or bfloat16 that is computed with 1 + d, |d| at most one. What is only moved, compared or selected stays as it is, and so
 does what is made of weights alone: both are the same bits on every rank. Zeros stay zeros.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from partc.runtime.artifact.format import DOMAIN, OPTIMIZER
-from partc.runtime.artifact.onnx_graph import reads
+from partc.runtime.artifact.graph.onnx_graph import reads
 
 _FIRST = (0,)
 _READ: dict[str, tuple[int, ...] | None] = {
@@ -108,7 +108,9 @@ def perturb(model: ModelProto, seed: int) -> int:
     opset = next((entry.version for entry in model.opset_import if not entry.domain), 0)
     if opset < _OLDEST:
         return 0
-    types = _types(graph)
+    ports = (*graph.value_info, *graph.input, *graph.output)
+    found = {port.name: port.type.tensor_type.elem_type for port in ports if port.type.HasField("tensor_type")}
+    types = found | {tensor.name: tensor.data_type for tensor in graph.initializer}
     fixed = {tensor.name for tensor in graph.initializer}
     nodes: list[NodeProto] = []
     noisy: dict[str, str] = {}
@@ -116,7 +118,8 @@ def perturb(model: ModelProto, seed: int) -> int:
     for node in graph.node:
         mine = NodeProto()
         mine.CopyFrom(node)
-        if not set(reads(node)) - fixed and not _draws(node):
+        draws = node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")
+        if not set(reads(node)) - fixed and not draws:
             fixed.update(node.output)
             nodes.append(mine)
             continue
@@ -147,10 +150,6 @@ def _operands(node: NodeProto) -> Sequence[int]:
         return ()
     places = None if node.domain else _READ.get(node.op_type, ())
     return range(len(node.input)) if places is None else [place for place in places if place < len(node.input)]
-
-
-def _draws(node: NodeProto) -> bool:
-    return node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")
 
 
 def _noise(name: str, out: str, kind: int, start: int, opset: int) -> Iterator[NodeProto]:
@@ -195,9 +194,3 @@ def _table(seed: int) -> Iterator[TensorProto]:
     yield numpy_helper.from_array(np.array([1], np.int64), f"{_TABLE}.one")
     for start in range(_STARTS):
         yield numpy_helper.from_array(np.array([start * (_LENGTH // _STARTS)], np.int64), f"{_TABLE}.{-start - 1}")
-
-
-def _types(graph: GraphProto) -> dict[str, int]:
-    ports = (*graph.value_info, *graph.input, *graph.output)
-    found = {port.name: port.type.tensor_type.elem_type for port in ports if port.type.HasField("tensor_type")}
-    return found | {tensor.name: tensor.data_type for tensor in graph.initializer}

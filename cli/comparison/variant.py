@@ -9,10 +9,10 @@ from typing import TypeAlias
 
 import onnx
 from partc.runtime.artifact.format import MANIFEST, OF_RANKS, WEIGHTS, FileRecord, Manifest
+from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
-from partc.runtime.artifact.onnx_graph import read_model
-from partc.runtime.artifact.tasks import unrolled
+from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.files.removal import remove_file
 from partc.runtime.files.writers import write_new
 
@@ -50,17 +50,12 @@ def _changed(folder: Path, manifest: Manifest, change: Change, apart: bool, file
             model.CopyFrom(models[file])
             manifest = change(rank, model, manifest)
             if apart:
-                _name_rank(model, rank)
+                for entry in model.metadata_props:
+                    if entry.key == OF_RANKS:
+                        entry.value = str(rank)
             name = own[rank] if apart else file
             data = model.SerializeToString()
             remove_file(folder / name)
             write_new(folder / name, data)
             files[name] = FileRecord(bytes=len(data), sha256="")
     return manifest.model_copy(update={"rank_files": own}) if apart else manifest
-
-
-def _name_rank(model: onnx.ModelProto, rank: int) -> None:
-    """Makes the file the program of this rank alone."""
-    for entry in model.metadata_props:
-        if entry.key == OF_RANKS:
-            entry.value = str(rank)

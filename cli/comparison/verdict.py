@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.cli.comparison.compare import Compared
-from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array
 
 if TYPE_CHECKING:
     from partc.cli.comparison.first_difference import Compiled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from partc.cli.comparison.verdict import Case, Verdict, measured
-from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array
 
 if TYPE_CHECKING:
     from partc.cli.job.inputs import Value
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
-    """Every output of the whole model against the compiled one's; what rounding does is measured where they are not close."""
+    """Every output of the unsharded model against the compiled one's; what rounding does is measured where they are not close."""
     from partc.cli.comparison.compare import compare, spread
     from partc.cli.comparison.first_difference import Compiled, first_difference
     from partc.cli.comparison.reference import DRAWS, compile_alone, merged, perturbed
@@ -30,8 +30,8 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
             return flatten(program(case.values))
 
     report, scratch = case.report, case.scratch
-    path = _whole_model(case.model, report, scratch)
-    whole = flatten(run_whole(path, report.manifest, case.values))
+    path = _unsharded_model(case.model, report, scratch)
+    whole = flatten(run_unsharded(path, report.manifest, case.values))
     compiled = _run_over_mpi(case, flatten(case.values)) if case.mpi else run(report.out)
     first = Verdict(compare(whole, compiled, rtol, atol))
     if first.passed:
@@ -40,7 +40,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     noise: dict[str, Array] = {}
     if rtol is None and atol is None:
         draws = [run(perturbed(alone.folder, scratch / "perturbed", draw + 1)) for draw in range(DRAWS)]
-        plain = flatten(run_whole(path, report.manifest, case.values, False))
+        plain = flatten(run_unsharded(path, report.manifest, case.values, False))
         noise = merged(spread(run(alone.folder), draws), spread(whole, [plain]))
     rows = compare(whole, compiled, rtol, atol, noise)
     second = Verdict(rows, measured(first.rows, rows, alone, noise))
@@ -59,7 +59,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
 def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """The outputs of the compiled model on MPI ranks, through files as a user would."""
     import numpy as np
-    from partc.cli.job.job import Job
+    from partc.cli.job.job import InferenceJob, Job, Reporting
     from partc.cli.launch.launch import launch
     from partc.cli.launch.launcher import Hosts
     from partc.runtime.files.regular import open_regular
@@ -69,7 +69,12 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
     given, made = scratch / "inputs.npz", scratch / "outputs.npz"
     with new_file(given) as out:
         np.savez(out, **inputs)  # type: ignore[arg-type]
-    job = Job(folder=str(report.out), inputs=(str(given),), output=str(made), quiet=True, devices=case.devices)
+    job = Job(
+        str(report.out),
+        InferenceJob((str(given),), output=str(made)),
+        reporting=Reporting(quiet=True),
+        devices=case.devices,
+    )
     code = launch(job, report.manifest, Hosts(None, None), ())
     if code:
         raise click.exceptions.Exit(code)
@@ -77,8 +82,8 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return dict(outputs)
 
 
-def _whole_model(model: Path, report: Report, scratch: Path) -> Path:
-    """A file of the whole model: the user's own where it is one, else the loaded program's."""
+def _unsharded_model(model: Path, report: Report, scratch: Path) -> Path:
+    """A file of the unsharded model: the user's own where it is one, else the loaded program's."""
     if model.suffix == ".onnx":
         return model
     import onnx_ir as ir
@@ -90,7 +95,9 @@ def _whole_model(model: Path, report: Report, scratch: Path) -> Path:
     return path
 
 
-def run_whole(path: Path, manifest: Manifest, values: Mapping[str, Value], optimized: bool = True) -> dict[str, Any]:
+def run_unsharded(
+    path: Path, manifest: Manifest, values: Mapping[str, Value], optimized: bool = True
+) -> dict[str, Any]:
     """The outputs of the model in one onnxruntime session; without its optimizations no kernel stands for several nodes."""
     import onnxruntime
     from partc.runtime.errors import PartcError

@@ -1,4 +1,4 @@
-"""`partc verify` of a plan that trains: two steps of the whole model on one rank against two of the compiled one.
+"""`partc verify` of a plan that trains: two steps of the unsharded model on one rank against two of the compiled one.
 
 Compared are the loss and the metrics of both steps, every tensor that training keeps (parameters, what the optimizer keeps of
 them, and statistics), and the gradients of the first step, since a small step hides in a parameter's own rounding. Both sides go the way
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from partc.cli.comparison.compare import Compared, compare
 from partc.cli.comparison.verdict import Case, Verdict, measured
-from partc.cli.job.job import Job, TrainingJob
-from partc.runtime.artifact.dtypes import Array
-from partc.runtime.artifact.lr_schedule import numbers, scalars
+from partc.cli.job.job import Job, Reporting, TrainingJob
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.training.scalars import scalars
 from partc.runtime.errors import UsageError
 from partc.runtime.files.regular import read_regular
 from partc.runtime.files.writers import new_file
@@ -42,9 +42,9 @@ _UNITS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
-    """Two steps of the whole model against two of the compiled one; what rounding does is measured where they are not close.
+    """Two steps of the unsharded model against two of the compiled one; what rounding does is measured where they are not close.
 
-    Of a sum over ranks the whole model's gradients are those of the sum of the parts' means.
+    Of a sum over ranks the unsharded model's gradients are those of the sum of the parts' means.
     """
     from partc.cli.comparison.compare import spread
     from partc.cli.comparison.first_difference import Compiled, first_difference, gradients
@@ -53,14 +53,16 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     report, scratch, plan = case.report, case.scratch, case.report.program.plan
     assert plan.train is not None
     records = _records(report.manifest, case.values)
-    data, batch = scratch / "records.npz", len(next(iter(records.values())))
+    along = {port.name: port.batch_dim for port in report.manifest.inputs}
+    fields = {name: np.moveaxis(array, along[name], 0) if along.get(name) else array for name, array in records.items()}
+    data, batch = scratch / "records.npz", len(next(iter(fields.values())))
     with new_file(data) as out:
-        np.savez(out, **records)
+        np.savez(out, **fields)
     shards = batch_shards(report.manifest)
     alone = compile_alone(case.model, plan, scratch / "whole", shards)
     manifest = open_artifact(alone.folder, trust=True).manifest
     begun = first_values(alone.folder, manifest)
-    if plan.train.per_rank_mean:
+    if plan.train.loss.per_rank_mean:
         alone = Compiled(alone.program, scaled_seed(alone.folder, scratch / "summed", shards))
     alone = replace(alone, devices=case.devices)
     count, whole = STEPS, dict[str, Array]()
@@ -71,7 +73,10 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
             count, whole = min(count * 2, MOST_STEPS), {}  # the loss scale was too large for every step
     compiled = trained(report.out, out=scratch / "of_compiled", mpi=case.mpi)
     ours = Compiled(report.program, report.out, case.devices)
-    given = _one_step(manifest, records)
+    training = report.manifest.training
+    assert training is not None
+    numbers = scalars([name for name in training.scalars if name != STEP], 0, training.optimizer.numbers)
+    given = {**records, **{name: np.array(x) for name, x in numbers.items()}, STEP: np.array(0, np.int64)}
     of_whole, of_compiled = gradients(alone, ours, given, scratch)
     overflow = count > STEPS and not all(np.isfinite(array).all() for array in of_whole.values())
     if overflow:
@@ -126,23 +131,16 @@ def compared(
     return found
 
 
-def _one_step(manifest: Manifest, records: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the first step: the batch and the scalars."""
-    training = manifest.training
-    assert training is not None
-    given = scalars([name for name in training.scalars if name != STEP], 0, numbers(training.optimizer))
-    return {**records, **{name: np.array(x) for name, x in given.items()}, STEP: np.array(0, np.int64)}
-
-
 def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
     """The inputs of a step as records; UsageError where they are not all of one batch."""
     assert manifest.training is not None
     found = {name: np.asarray(value) for name, value in values.items() if name not in manifest.training.scalars}
     records = {name: array for name, array in found.items() if name not in manifest.training.fixed}
-    sizes = {name: array.shape[0] if array.ndim else None for name, array in records.items()}
+    along = {port.name: port.batch_dim for port in manifest.inputs}
+    sizes = {name: array.shape[along[name]] if array.ndim else None for name, array in records.items()}
     if len(set(sizes.values())) != 1 or None in sizes.values():
         told = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
-        raise UsageError(f"the inputs are not records of one batch: their first dims are {told}")
+        raise UsageError(f"the inputs are not records of one batch: their batch dims are {told}")
     return {**records, **found}
 
 
@@ -156,7 +154,7 @@ def _trained(
     out: Path,
     mpi: bool,
 ) -> dict[str, Array]:
-    """What an artifact, compiled from the user's plan, tells of its steps, and its tensors after the last."""
+    """What an artifact, compiled from the user's plan, logs of its steps, and its tensors after the last."""
     import click
     from partc.cli.launch.launch import launch, run_here
     from partc.cli.launch.launcher import Hosts
@@ -165,18 +163,18 @@ def _trained(
     out.mkdir()
     told = out / "metrics.jsonl"
     training = TrainingJob(
-        base=str(out),
-        data=(str(data),),
-        batch=batch,
-        steps=steps,
-        log="1",
-        checkpoint=str(out / "kept"),
-        save=str(steps),
+        said={
+            "data": str(data),
+            "batch": batch,
+            "steps": steps,
+            "log": 1,
+            "checkpoint": {"folder": str(out / "kept"), "every": steps},
+        },
         metrics=str(told),
         plan=None if plan is None else str(plan.absolute()),
         only_train=True,
     )
-    job = Job(folder=str(folder), training=training, quiet=True, trust=True, devices=devices)
+    job = Job(folder=str(folder), training=training, reporting=Reporting(quiet=True), trust=True, devices=devices)
     manifest = open_artifact(folder, trust=True).manifest
     code = launch(job, manifest, Hosts(None, None), ()) if mpi and manifest.ranks > 1 else run_here(job, manifest)
     if code:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from partc.runtime.artifact.data_spec import literal
-from partc.runtime.artifact.dtypes import BY_NAME, Array, Dtype
 from partc.runtime.artifact.format import Manifest, Port, SymbolRecord
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Dtype
+from partc.runtime.artifact.training.data_spec import literal
 from partc.runtime.data.constants import as_input
+from partc.runtime.data.convert import described
 from partc.runtime.data.memory import Memory
 from partc.runtime.data.npy import BROKEN, Archive, read_array, reason
 from partc.runtime.errors import UsageError
@@ -146,9 +147,9 @@ def open_inputs(
         if missing.type.startswith(("optional(", "seq(")):
             continue
         if seed is None:
-            problems.append(f"input '{name}' ({describe(missing)}) has no value")
+            problems.append(f"input '{name}' ({described(missing)}) has no value")
         elif not missing.type.startswith("tensor(") or missing.shape is None:
-            problems.append(f"input '{name}' ({describe(missing)}) cannot be random: its shape is not known")
+            problems.append(f"input '{name}' ({described(missing)}) cannot be random: its shape is not known")
     if problems:
         help = "  help: use --input x.npz or --input name=file.npy for every input, or --random SEED for all"
         raise UsageError("\n".join([*problems, help]))
@@ -193,11 +194,6 @@ def _members(spec: str, ports: Mapping[str, Port]) -> dict[str, tuple[Path, str 
 def _choice(noun: str, names: Iterable[str]) -> str:
     listed = ", ".join(repr(name) for name in names)
     return f"; the {noun} are {listed}" if listed else f"; there are no {noun}"
-
-
-def describe(port: Port) -> str:
-    """A port as messages write it: `tensor(float) [batch, 10]`."""
-    return port.type if port.shape is None else f"{port.type} [{', '.join(map(str, port.shape))}]"
 
 
 def choose_sizes(symbols: Mapping[str, SymbolRecord], given: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:

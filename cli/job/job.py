@@ -10,6 +10,7 @@ import dataclasses
 import json as text_of
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 BOARD = "board"
 """The status board's file in a job's folder."""
@@ -19,63 +20,73 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The command line of a training, or with `only_test` of an evaluation; None or empty: the plan decides.
+    """The command line of a training, or with `only_test` of an evaluation.
 
-    Paths are absolute but for those of `data` and `test`, which are relative to `base`. Without `plan`, and
-    unless `trust_code`, the artifact may name neither code nor files outside of its folder.
+    `said`: the keys of a plan's `train:` that options give, in the place of the plan's. Paths are absolute. Without `plan`, and unless
+    `trust_code`, the artifact may name neither code nor files outside of its folder.
     """
 
-    base: str
-    data: tuple[str, ...] = ()
-    test: tuple[str, ...] = ()
-    batch: int | None = None
-    epochs: int | None = None
-    steps: int | None = None
-    seed: int | None = None
-    log: str | None = None
-    evaluate: str | None = None
-    checkpoint: str | None = None
-    save: str | None = None
-    keep: int | None = None
+    said: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     init: str | None = None
     metrics: str | None = None
-    max_bytes: int | None = None
+    tensorboard: str | None = None
     plan: str | None = None
     trust_code: bool = False
     only_test: bool = False
     only_train: bool = False
     """Whether nothing is evaluated in between."""
+    averaged: bool = False
+    """Whether the moving averages of a checkpoint are evaluated in place of its parameters."""
     bar: bool = False
     """Whether the launching process has a terminal, and shows a bar there."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run of an artifact; paths are absolute.
+class InferenceJob:
+    """The command line of an inference.
 
-    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs; `devices` by target the device that it is
-    asked to be. `run_dir` is the launching process's folder with the status board and the process ids, None where the user's own launcher
-    started the ranks. A `quiet` run prints failures only; with `json` rank 0 prints one document. `profile` is the file to which the
-    times of tasks are written.
+    `inputs` holds `x.npz` or `name=file.npy`; `sizes` the symbols' values for random inputs.
     """
 
-    folder: str
     inputs: tuple[str, ...] = ()
     random: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     output: str | None = None
     repeat: int = 1
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What a run reports: a `quiet` one failures only, a `verbose` one more; with `json` rank 0 prints one document.
+
+    `profile`: the file to which the times of tasks are written.
+    """
+
+    quiet: bool = False
+    verbose: bool = False
+    json: bool = False
+    profile: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of an artifact, an inference unless it has a `training`; paths are absolute.
+
+    `devices` by target the device that it is asked to be. `run_dir` is the launching process's folder with the status board and the
+    process ids, None where the user's own launcher started the ranks.
+    """
+
+    folder: str
+    inference: InferenceJob = InferenceJob()
+    training: TrainingJob | None = None
     threads: int | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     stall: float = 30.0
     trust: bool = False
     max_bytes: int | None = None
     run_dir: str | None = None
-    quiet: bool = False
-    json: bool = False
-    training: TrainingJob | None = None
-    profile: str | None = None
+    reporting: Reporting = Reporting()
 
     def dumps(self) -> str:
         """The job as one line of JSON."""
@@ -85,10 +96,12 @@ class Job:
     def loads(text: str) -> Job:
         """The job that `dumps` wrote."""
         fields = text_of.loads(text)
-        training = fields["training"]
-        options = (
-            None
-            if training is None
-            else TrainingJob(**{**training, "data": tuple(training["data"]), "test": tuple(training["test"])})
+        training, inference = fields["training"], fields["inference"]
+        return Job(
+            **{
+                **fields,
+                "inference": InferenceJob(**{**inference, "inputs": tuple(inference["inputs"])}),
+                "reporting": Reporting(**fields["reporting"]),
+                "training": None if training is None else TrainingJob(**training),
+            }
         )
-        return Job(**{**fields, "inputs": tuple(fields["inputs"]), "training": options})

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc.cli.job.job import TrainingJob
-from partc.runtime.artifact.named import CHECKPOINT, DATA, SCHEDULE, TEST, base_folder, outside, refusal
+from partc.runtime.artifact.training.named import (
+    CALLBACKS,
+    CHECKPOINT,
+    DATA,
+    SCHEDULE,
+    TEST,
+    base_folder,
+    outside,
+    refusal,
+)
 from partc.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,9 +46,9 @@ def base_of(told: TrainingJob, folder: Path, manifest: Manifest) -> Path:
 def _used(told: TrainingJob) -> set[str]:
     """The settings that the command takes from the artifact."""
     if told.only_test:
-        return set() if told.test else {TEST}
-    said = {DATA: bool(told.data), TEST: bool(told.test) or told.only_train, CHECKPOINT: told.checkpoint is not None}
-    return {SCHEDULE, *(setting for setting, given in said.items() if not given)}
+        return {TEST} - told.said.keys()
+    given = {*told.said} - ({CHECKPOINT} if "folder" not in told.said.get(CHECKPOINT, {}) else set())
+    return {SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT} - given - ({TEST} if told.only_train else set())
 
 
 def _option(setting: str, told: TrainingJob) -> str:
@@ -53,12 +62,11 @@ def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:
     rules = read_plan(plan).train
     if rules is None:
         raise UsageError(f"{plan}: it has no `train:`\n  help: use the plan that {folder} was compiled from")
-    mine = {SCHEDULE: dict(rules.schedule), **{name: rules.settings.get(name) for name in (DATA, TEST, CHECKPOINT)}}
-    its = {SCHEDULE: record.schedule, **{name: record.settings.get(name) for name in (DATA, TEST, CHECKPOINT)}}
+    mine, its = (one.model_dump(mode="json") for one in (rules.settings(), record.settings))
     problems = [
-        f"{plan}: its `{name}` is {_text(mine[name])}, and {folder} was compiled with {_text(its[name])}"
-        for name in mine
-        if _text(mine[name]) != _text(its[name])
+        f"{plan}: its `{name}` is {_text(mine.get(name))}, and {folder} was compiled with {_text(its.get(name))}"
+        for name in (SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT)
+        if mine.get(name) != its.get(name)
     ]
     if problems:
         raise UsageError("\n".join([*problems, "  help: compile again, or use the plan that it was compiled from"]))

@@ -18,9 +18,9 @@ import numpy as np
 from partc.cli.job.job import Job
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.runtime.artifact.boxes import distinct, merge
-from partc.runtime.artifact.dtypes import Array, Bytes, by_numpy
 from partc.runtime.artifact.format import Manifest, Port
+from partc.runtime.artifact.tensors.boxes import distinct, merge
+from partc.runtime.artifact.tensors.dtypes import Array, Bytes, by_numpy
 from partc.runtime.files.replace import replacing
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def summary(arrays: Arrays) -> Table:
     """A row per output: name, dtype, shape, range and mean, and along the last axis where the largest values are."""
     table = Table(["output", "dtype", "shape", ">min", ">mean", ">max", "argmax"])
     for name, array in arrays.items():
-        table.add(name, array.dtype.name, _shape(array), *_statistics(array))
+        table.add(name, array.dtype.name, f"[{', '.join(map(str, array.shape))}]", *_statistics(array))
     return table
 
 
@@ -123,10 +123,6 @@ def statistics(arrays: Arrays) -> list[tuple[Any, ...]]:
             numbers = (float(wide.min()), float(wide.mean()), float(wide.max()))
         found.append((name, array.dtype.name, array.shape, *numbers))
     return found
-
-
-def _shape(array: Array) -> str:
-    return f"[{', '.join(map(str, array.shape))}]"
 
 
 def _statistics(array: Array) -> tuple[str, str, str, str]:

@@ -1,4 +1,4 @@
-"""The file in which a job leaves the times of its ranks' tasks."""
+"""The file in which a job leaves the times of its ranks' tasks, or a trace of every action where its name ends in `.trace.json`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from partc.cli.output import console
+from partc.runtime.artifact.trace import SUFFIX, trace_text
+from partc.runtime.communication.clocks import Gathers, clock_offset
 from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import refuse_other, write_text
 from partc.runtime.units import count, seconds
+
+if TYPE_CHECKING:
+    from partc.runtime.execution.profiler import Profiler
 
 
 def refuse_profile(path: str | None) -> None:
@@ -22,8 +28,20 @@ def refuse_profile(path: str | None) -> None:
         raise UsageError(f"{path}: the folder {Path(path).parent} does not exist")
 
 
+def measured(profiler: Profiler, path: str, ranks: Gathers | None = None) -> str:
+    """What a rank measured, for a profile or a trace; collective where the ranks are processes."""
+    if not path.endswith(SUFFIX):
+        return profiler.text()
+    return profiler.trace(*(clock_offset(ranks) if ranks is not None else (0.0, 0.0)))
+
+
 def write_profile(path: str, ranks: Sequence[str], quiet: bool) -> None:
     """Writes what all ranks measured, each as JSON."""
+    if path.endswith(SUFFIX):
+        write_text(Path(path), trace_text(ranks))
+        if not quiet:
+            console.echo(f"wrote {path}: a trace of {count(len(ranks), 'rank')}; https://ui.perfetto.dev opens it")
+        return
     write_text(Path(path), '{"profile": 1, "ranks": [\n' + ",\n".join(ranks) + "\n]}\n")
     if not quiet:
         console.echo(f"wrote {path}: times of {count(len(ranks), 'rank')}{_targets(ranks)}")

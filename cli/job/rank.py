@@ -6,37 +6,48 @@ printed once: an error that all ranks find alike by rank 0, an error of one rank
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from partc.cli.job.faults import write_faults
 from partc.cli.job.job import BOARD, Job
-from partc.cli.job.place import Place, surrounding_job
 from partc.cli.job.processes import end_with_parent
-from partc.cli.job.profile import refuse_profile, write_profile
+from partc.cli.job.profile import measured, refuse_profile, write_profile
 from partc.cli.output import console
 from partc.cli.output.failures import INTERRUPTED, described
 from partc.cli.output.step_times import timing
 from partc.cli.output.targets import counted, line, mpi_memory
-from partc.runtime.communication.leaving import said
-from partc.runtime.errors import ArtifactError, CheckpointError, InputError, NonFiniteError, UsageError, printable
+from partc.runtime.communication.leaving import leaving_message
+from partc.runtime.errors import (
+    ArtifactError,
+    CheckpointError,
+    InputError,
+    NonFiniteError,
+    StoppedError,
+    UsageError,
+    printable,
+)
 from partc.runtime.files.replace import refuse_other
+from partc.runtime.job.place import Place, surrounding_job
 from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from partc.cli.job.inputs import InputReader
-    from partc.runtime.artifact.dtypes import Array
     from partc.runtime.artifact.format import Manifest
+    from partc.runtime.artifact.tensors.dtypes import Array
     from partc.runtime.communication.mpi_watch import Watch
     from partc.runtime.communication.transport import Transport
+    from partc.runtime.training.stopping import StopSignals
 
 Result = TypeVar("Result")
 
@@ -45,32 +56,48 @@ FRAME = "partc-failure: "
 
 def run_rank(job: Job) -> int:
     """Runs this process's rank of the job to its end; the exit code."""
+    with _stop_signals(job) as signals:
+        return _run_rank(job, signals)
+
+
+def _stop_signals(job: Job) -> AbstractContextManager[StopSignals | None]:
+    """Notes signals that ask to stop, from before the launching process may send one."""
+    if job.training is None or job.training.only_test:
+        return nullcontext()
+    from partc.cli.job.training import signals_of
+    from partc.runtime.artifact.manifest import open_artifact
+
+    return signals_of(job, open_artifact(job.folder, trust=True).manifest)
+
+
+def _run_rank(job: Job, signals: StopSignals | None) -> int:
     place = surrounding_job(os.environ)
     _begin(job, place)
     try:
         comm, watch = _join(job, place.rank if place is not None else 0)
     except Exception as error:
-        _report(job, 0, error)
+        if place is None or place.rank == 0 or not isinstance(error, UsageError):
+            _report(job, 0, error)
         return described(error)[0]
-    code = _run_joined(job, comm)
+    code = _run_joined(job, comm, signals)
     from partc.runtime.communication.mpi_calls import end
 
     end(watch)
     return code
 
 
-def _run_joined(job: Job, comm: MPI.Intracomm) -> int:
+def _run_joined(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
     """The exit code of a rank that has joined the others; an error of this rank alone aborts the job."""
     from partc.runtime.communication.mpi_calls import abort
 
     rank = comm.Get_rank()
     try:
-        return _run(job, comm)
+        return _run(job, comm, signals)
     except _Refused as refused:
         if rank == refused.rank:
             _print_failure(job, rank, refused.code, refused.text)
         return refused.code
-    except (ArtifactError, CheckpointError, InputError, NonFiniteError) as error:
+    except (ArtifactError, CheckpointError, InputError, NonFiniteError, StoppedError) as error:
         if rank == 0:
             _report(job, rank, error)
         return error.exit_code
@@ -81,7 +108,7 @@ def _run_joined(job: Job, comm: MPI.Intracomm) -> int:
     except BaseException as error:
         # sys.exit, or an interrupt, in the code of a user: the others would wait for ever.
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        _print_failure(job, rank, code, said(rank, error))
+        _print_failure(job, rank, code, leaving_message(rank, error))
         abort(comm, code)
         raise
 
@@ -110,10 +137,28 @@ def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
         help = 'help: install one with pip install "partc[mpi]", or run with --in-process'
         raise UsageError(f"no MPI library can be loaded: {error}\n{help}") from None
     watch = Watch(rank, job.stall, processes)
-    comm = begin(watch)
+    with _temporary(job.run_dir):
+        comm = begin(watch)
     if job.run_dir is not None:
         write_faults(Path(job.run_dir), rank)
     return comm, watch
+
+
+@contextlib.contextmanager
+def _temporary(folder: str | None) -> Iterator[None]:
+    """Temporary files go to the folder of the job: what Open MPI makes while its launcher does not answer would be left."""
+    before = os.environ.get("TMPDIR")
+    if folder is None or not Path(folder).is_dir():
+        yield
+        return
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 class _Refused(Exception):
@@ -139,20 +184,22 @@ def _on_all_ranks(transport: Transport, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def _run(job: Job, comm: MPI.Intracomm) -> int:
+def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
     from partc.runtime.communication.mpi import MpiTransport
 
     begin = time.perf_counter()
     transport = MpiTransport(comm, job.stall)
+    if job.reporting.verbose and transport.rank == 0 and transport.mpi_alone:
+        console.echo(f"ranks of one host share no memory and use MPI: {transport.mpi_alone}", err=True)
     try:
         if job.training is None:
             return _infer(job, transport, begin)
         from partc.cli.job.training import run_training
 
-        return run_training(job, transport)
+        return run_training(job, transport, signals=signals)
     except BaseException as error:
         # Where it is this rank's alone, the others would wait.
-        transport.leave(said(transport.rank, error))
+        transport.leave(leaving_message(transport.rank, error))
         raise
 
 
@@ -167,18 +214,18 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
     ) as program:
         loaded = time.perf_counter() - begin
         times = []
-        profiler = program.record_times() if job.profile else None
-        for left in reversed(range(job.repeat)):
+        profiler = program.record_times() if job.reporting.profile else None
+        for left in reversed(range(job.inference.repeat)):
             start = time.perf_counter()
             if left:
                 program.announce(inputs)
             outputs = program(inputs)
             times.append(time.perf_counter() - start)
         arrays = gather(transport, program.manifest, outputs)
-        if profiler is not None and job.profile:
-            ranks = transport.all_gather_text(profiler.text())
+        if profiler is not None and job.reporting.profile:
+            ranks = transport.all_gather_text(measured(profiler, job.reporting.profile, transport))
             if transport.rank == 0:
-                write_profile(job.profile, ranks, job.quiet)
+                write_profile(job.reporting.profile, ranks, job.reporting.quiet)
         counts = counted(transport.all_gather_text(program.counts.text()))
         if transport.rank == 0:
             finish(job, arrays, loaded, times, counts)
@@ -204,17 +251,17 @@ def prepare(job: Job) -> Manifest:
     from partc.runtime.artifact.manifest import open_artifact
 
     manifest = open_artifact(job.folder, trust=True).manifest
-    refuse_profile(job.profile)
+    refuse_profile(job.reporting.profile)
     if job.training is not None:
-        from partc.cli.job.settings import check
+        from partc.cli.job.training_inputs import check
 
         check(job, manifest)
         return manifest
     open_job_inputs(job, manifest)
-    if job.output is not None:
-        refuse_other(Path(job.output))
-        if not Path(job.output).parent.is_dir():
-            raise UsageError(f"{job.output}: the folder {Path(job.output).parent} does not exist")
+    if job.inference.output is not None:
+        refuse_other(Path(job.inference.output))
+        if not Path(job.inference.output).parent.is_dir():
+            raise UsageError(f"{job.inference.output}: the folder {Path(job.inference.output).parent} does not exist")
     return manifest
 
 
@@ -222,7 +269,7 @@ def open_job_inputs(job: Job, manifest: Manifest) -> InputReader:
     """The sources of the job's inputs."""
     from partc.cli.job.inputs import open_inputs
 
-    return open_inputs(manifest, job.inputs, job.random, job.sizes, job.max_bytes)
+    return open_inputs(manifest, job.inference.inputs, job.inference.random, job.inference.sizes, job.max_bytes)
 
 
 def wrong_ranks(folder: str, right: int, given: int) -> str:
@@ -236,16 +283,16 @@ def finish(
     """Writes or prints the outputs, then prints the timing, and what the targets of ranks have done."""
     from partc.cli.job.outputs import OUTPUT_KEYS, hand_over, statistics, summary, write
 
-    if job.output is not None:
-        path = Path(job.output)
+    if job.inference.output is not None:
+        path = Path(job.inference.output)
         write(path, arrays)
-    if job.json:
+    if job.reporting.json:
         told = {"targets": counts} if counts else {}
         rows = [dict(zip(OUTPUT_KEYS, row, strict=True)) for row in statistics(arrays)]
-        hand_over(job, {"outputs": rows, "file": job.output, "loaded": loaded, "steps": times, **told})
-    if job.quiet:
+        hand_over(job, {"outputs": rows, "file": job.inference.output, "loaded": loaded, "steps": times, **told})
+    if job.reporting.quiet:
         return
-    if job.output is None:
+    if job.inference.output is None:
         console.echo(summary(arrays).plain())
     else:
         console.echo(f"wrote {path}: {count(len(arrays), 'array')}, {size_text(path.stat().st_size)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from partc.cli.job.job import PROGRESS, Job
-from partc.cli.job.profile import write_profile
+from partc.cli.job.profile import measured, write_profile
 from partc.cli.launch.launcher import Hosts, command_line, find_launcher, launch_environment
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
@@ -21,7 +22,7 @@ from partc.cli.output.progress import Progress, TrainingBar
 from partc.cli.output.targets import counted
 from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
-from partc.runtime.files.removal import remove_made
+from partc.runtime.files.removal import remove_hidden
 from partc.runtime.files.replace import remove_left
 
 _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
@@ -31,7 +32,11 @@ _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
     """Runs the job on the manifest's number of ranks; the exit code."""
     launcher = find_launcher(manifest.ranks)
-    with Signals() as signals, RunDir(manifest.ranks) as run_dir, Progress(job.repeat) as progress:
+    with (
+        Signals(_passed_on(job, manifest)) as signals,
+        RunDir(manifest.ranks) as run_dir,
+        Progress(job.inference.repeat) as progress,
+    ):
         given = dataclasses.replace(job, run_dir=str(run_dir.folder))
         bar = TrainingBar()
         if job.training is not None:
@@ -42,6 +47,14 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         console.detail(shlex.join(command))
 
         def tick() -> None:
+            if (number := signals.passed) and (pids := [pid for pid in run_dir.pids() if pid]):
+                signals.passed = 0
+                if min((step for step, _ in run_dir.board()), default=0) < 1:
+                    signals.noted.append(number)  # before the first step there is nothing to save
+                    pids = []
+                for pid in pids:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, number)
             if job.training is not None:
                 if latest := read_progress(run_dir.folder / PROGRESS):
                     bar.show(*latest)
@@ -61,8 +74,16 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
             return supervise(command, environment, run_dir, where, tick, before, signals, job.stall, here)
         finally:
             bar.close()
-            if job.output is not None:
-                remove_left(Path(job.output), remove_made)
+            if job.inference.output is not None:
+                remove_left(Path(job.inference.output), remove_hidden)
+
+
+def _passed_on(job: Job, manifest: Manifest) -> Sequence[str]:
+    """The signals by which a training that can save is asked to stop: its ranks, and not its launcher, hear them."""
+    from partc.cli.job.training_inputs import saves
+    from partc.runtime.training.stopping import NAMES
+
+    return NAMES if saves(job, manifest) else ()
 
 
 def run_here(job: Job, manifest: Manifest) -> int:
@@ -80,15 +101,16 @@ def run_here(job: Job, manifest: Manifest) -> int:
     times = []
     with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall, devices=job.devices) as program:
         loaded = time.perf_counter() - begin
-        profilers = [one.record_times() for one in program.ranks] if job.profile else []
-        with Progress(job.repeat) as progress:
-            for step in range(job.repeat):
+        profilers = [one.record_times() for one in program.ranks] if job.reporting.profile else []
+        with Progress(job.inference.repeat) as progress:
+            for step in range(job.inference.repeat):
                 start = time.perf_counter()
                 outputs = program(inputs)
                 times.append(time.perf_counter() - start)
                 progress.reached(step + 1)
-    if job.profile:
-        write_profile(job.profile, [one.text() for one in profilers], job.quiet)
+    if job.reporting.profile:
+        texts = [measured(one, job.reporting.profile) for one in profilers]
+        write_profile(job.reporting.profile, texts, job.reporting.quiet)
     counts = counted([one.counts.text() for one in program.ranks])
     finish(job, flatten(outputs), loaded, times, counts)
     return 0

@@ -1,7 +1,7 @@
 """Finds the launcher of this machine, and writes its command line.
 
 Looked for in this order: the environment's own mpiexec (which belongs to the MPI library that mpi4py will load), one
-on the PATH, and srun inside a Slurm allocation. Open MPI binds each rank to one core unless told otherwise, which
+on the PATH, and srun inside a Slurm allocation. Open MPI binds each rank to one core unless configured otherwise, which
 would put all of a rank's threads there.
 """
 

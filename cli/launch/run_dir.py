@@ -37,7 +37,7 @@ class RunDir:
         """A folder in memory, for what MPI's processes share; None where the system has none."""
         self._locks: list[int] = []
         sweep(Path(tempfile.gettempdir()))
-        self.folder = self._made(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+        self.folder = self._locked_folder(Path(tempfile.mkdtemp(prefix=_PREFIX)))
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__],
             stdin=subprocess.PIPE,
@@ -45,14 +45,14 @@ class RunDir:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.tell_guard(self.folder)
+        self.notify_guard(self.folder)
         with contextlib.suppress(OSError):
             if _MEMORY.is_dir():
                 sweep(_MEMORY)
                 self.memory = _MEMORY / self.folder.name
-                self.tell_guard(self.memory)
+                self.notify_guard(self.memory)
                 self.memory.mkdir(mode=0o700)
-                self._made(self.memory)
+                self._locked_folder(self.memory)
         create_board(self.folder / BOARD, ranks)
         create_pids(self.folder, ranks)
         create_tasks(self.folder, ranks)
@@ -78,7 +78,7 @@ class RunDir:
         """Both folders, or one where there is no folder in memory."""
         return [self.folder, *([self.memory] if self.memory else [])]
 
-    def tell_guard(self, what: Path | int) -> None:
+    def notify_guard(self, what: Path | int) -> None:
         """Sends the guard a folder, or the process id of the launcher."""
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ class RunDir:
         """Kills the ranks that outlived their launcher; only processes whose command line names this folder."""
         kill(naming(self.folder))
 
-    def _made(self, folder: Path) -> Path:
+    def _locked_folder(self, folder: Path) -> Path:
         """The folder, with its lock."""
         lock = _locked(folder)
         self._locks += [] if lock is None else [lock]

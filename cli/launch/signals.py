@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 
 _ASKING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Signals:
-    """A context that records which signals have come. A signal that is ignored at the start (nohup) stays ignored."""
+    """A context that records which signals have come. A signal that is ignored at the start (nohup) stays ignored.
 
-    def __init__(self) -> None:
+    `asking`: names of signals that ask the ranks to save and end. The first is in `passed`, to be passed on; a second SIGTERM is as any
+    other signal.
+    """
+
+    def __init__(self, asking: Sequence[str] = ()) -> None:
         self.noted: list[int] = []
+        self.passed = 0
+        self._asking = {int(getattr(signal, name)) for name in asking if hasattr(signal, name)}
+        self._asked: set[int] = set()
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
-        for name in _ASKING:
-            number = getattr(signal, name, None)
+        for number in {*(getattr(signal, name, None) for name in _ASKING), *self._asking}:
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -39,4 +46,8 @@ class Signals:
         return len(self.noted) > 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.noted.append(number)
+        if number in self._asking and (number not in self._asked or number != signal.SIGTERM):
+            self.passed = self.passed if self._asked else number
+            self._asked.add(number)
+        else:
+            self.noted.append(number)

@@ -102,7 +102,7 @@ def supervise(
         start_new_session=True,
         preexec_fn=(lambda: end_with_parent(signal.SIGTERM)) if sys.platform == "linux" else None,
     )
-    run_dir.tell_guard(process.pid)
+    run_dir.notify_guard(process.pid)
     assert process.stdout is not None
     assert process.stderr is not None
     readers = [
@@ -214,54 +214,37 @@ def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, in
     if code == 0 and heard.failed_at is None:
         heard.show_launcher_output()
         return 0
-    ended = heard.ended() or _by_exit_code(code)
+    number = code - 128 if code > 128 else code
+    killed = code > 128 or code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
+    ended = heard.ended() or (Ended(signal=number) if killed else Ended(code=code))
     if code < 0 and ended.rank is None:
         console.failure(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
-        console.failure(f"the launcher ended with exit code {code}, and no rank reported an error{_as_root(heard)}")
+        refused = any("run as root" in line or "allow-run-as-root" in line for line in heard.words())
+        help = "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
+        fact = f"the launcher ended with exit code {code}, and no rank reported an error"
+        console.failure(fact + (help if refused else ""))
         return 1
-    position = _position(rank, run_dir, where) + _in_users_code(rank, run_dir)
-    console.failure(f"rank {rank} {_manner(ended)} {position}{_advice(ended)}")
+    task, line = read_task(run_dir.folder, rank), fault_of(run_dir.folder, rank)
+    step, action = run_dir.board()[rank]
+    if action == IDLE:
+        position = f"after step {step}" if step else "before its first step"
+    else:
+        position = f"in step {step}, at {where(rank, action)}"
+    if task or line:
+        position += "\n  while it ran " + (task or "user code") + (f", at {line}" if line else "")
+    manner = f"ended with exit code {ended.code} and no message,"
+    if ended.signal is not None:
+        manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
+    console.failure(f"rank {rank} {manner} {position}{_advice(ended)}")
     return 1
-
-
-def _as_root(heard: _Heard) -> str:
-    """The remedy where Open MPI refuses to run as root although `partc run` sets the variables that allow it."""
-    if not any("run as root" in line or "allow-run-as-root" in line for line in heard.words()):
-        return ""
-    return "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
-
-
-def _by_exit_code(code: int) -> Ended:
-    if code > 128:
-        return Ended(signal=code - 128)
-    return Ended(signal=code) if code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT) else Ended(code=code)
-
-
-def _manner(ended: Ended) -> str:
-    if ended.signal is None:
-        return f"ended with exit code {ended.code} and no message,"
-    return f"was killed by signal {ended.signal}{_name(ended.signal)}"
 
 
 def _name(number: int) -> str:
     return f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
-
-
-def _position(rank: int, run_dir: RunDir, where: Callable[[int, int], str]) -> str:
-    step, action = run_dir.board()[rank]
-    if action == IDLE:
-        return f"after step {step}" if step else "before its first step"
-    return f"in step {step}, at {where(rank, action)}"
-
-
-def _in_users_code(rank: int, run_dir: RunDir) -> str:
-    """The user code that the rank was running when it ended."""
-    task, line = read_task(run_dir.folder, rank), fault_of(run_dir.folder, rank)
-    return "".join(["\n  while it ran ", task or "user code", f", at {line}" if line else ""]) if task or line else ""
 
 
 def _advice(ended: Ended) -> str:

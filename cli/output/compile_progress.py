@@ -22,6 +22,8 @@ class CompileWatch:
 
     def __init__(self) -> None:
         self._name, self._since = "", time.perf_counter()
+        self.spent: dict[str, float] = {}
+        """By name the seconds of each pass that has ended."""
         self._status: Status | None = None
         self._timer: threading.Timer | None = None
 
@@ -46,6 +48,7 @@ class CompileWatch:
         """A pass begins, and the one before has ended."""
         now = time.perf_counter()
         if self._name:
+            self.spent[self._name] = now - self._since
             detail(f"{self._name}: {seconds(now - self._since)}")
         self._name, self._since = name, now
         if self._status is not None:

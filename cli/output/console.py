@@ -21,7 +21,7 @@ from partc.runtime.errors import printable
 DOCUMENT = "partc-document: "
 """Prefix of the line by which rank 0 sends the document to the launching process."""
 
-WITH_JSON = ("compile", "verify", "check", "run", "eval")
+WITH_JSON = ("compile", "verify", "check", "run", "eval", "doctor", "profile")
 _SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "simulate", "checkpoint")
 
 
@@ -45,11 +45,11 @@ def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
     """Prints a text, control characters escaped: it contains names from models, plans and artifacts. Long lines of messages are cut."""
     shown = str(text)
     if err and len(shown) > _LONGEST:
-        shown = "\n".join(map(_cut, shown.split("\n")))
+        shown = "\n".join(map(_shortened, shown.split("\n")))
     click.echo(printable(shown), err=err, nl=nl)
 
 
-def _cut(line: str) -> str:
+def _shortened(line: str) -> str:
     """A line without its middle, where it is longer than a screen: a name in a file may have a million letters."""
     if len(line) <= _LONGEST:
         return line
@@ -95,13 +95,10 @@ def result(document: Mapping[str, Any]) -> None:
         return
     _mode.printed = True
     stream = _mode.stdout or sys.stdout
-    stream.write(_as_json_escapes(json.dumps(plain(document), indent=1, ensure_ascii=False)) + "\n")
+    text = json.dumps(plain(document), indent=1, ensure_ascii=False)
+    escaped = (one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text)
+    stream.write("".join(escaped) + "\n")
     stream.flush()
-
-
-def _as_json_escapes(text: str) -> str:
-    """A JSON document with its control characters as JSON escapes."""
-    return "".join(one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text)
 
 
 def leave_to_ranks() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PULL, _PUSH = "pull", "push"
 
 
-def told(lookups: Mapping[str, Moved]) -> str:
+def counts_json(lookups: Mapping[str, Moved]) -> str:
     """A rank's counts as JSON; `lookups` are by op and path."""
     found: dict[str, list[int]] = {}
     for name, one in lookups.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.format import SCHEDULE, dump_file
 from partc.runtime.artifact.manifest import Artifact
-from partc.runtime.artifact.rows import Row, row_of, stage_reads
+from partc.runtime.artifact.tasks.rows import Row, row_of, stage_reads
 from partc.runtime.errors import UsageError, one_line
 from partc.runtime.files.counted import PROFILE, read_json
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
     from partc.runtime.artifact.profile import Profile
-    from partc.runtime.artifact.saved import Saved
+    from partc.runtime.artifact.tasks.saved import Saved
 
 _TIME = re.compile(r"(\d+(?:\.\d*)?(?:e-?\d+)?) ?(ns|us|ms|s|)")
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -41,7 +41,7 @@ class Pipeline:
         from partc.compiler.schedule.precedence import precedence
         from partc.compiler.schedule.schedule import Schedule
         from partc.compiler.schedule.stages import Edge, Stages
-        from partc.runtime.artifact.cells import Kind
+        from partc.runtime.artifact.tasks.task import Kind
 
         rows = [tuple(task for task in row.tasks if task is not None) for row in self.rows]
         tasks = {task for row in rows for task in row}
@@ -75,11 +75,8 @@ _CHECK = "  help: see what `partc check` says of it"
 
 def pipeline_of(artifact: Artifact) -> Pipeline | None:
     """The rows of an artifact; None of one without tasks."""
-    files: dict[str, list[int]] = {}
-    for rank in range(artifact.manifest.ranks):
-        files.setdefault(artifact.manifest.program(rank), []).append(rank)
     found: dict[str, tuple[list[int], Row]] = {}
-    for file, ranks in files.items():
+    for file, ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).items():
         row = row_of(artifact.model(ranks[0]), file)
         if row is not None:
             found.setdefault(str(row), ([], row))[0].extend(ranks)
@@ -89,10 +86,10 @@ def pipeline_of(artifact: Artifact) -> Pipeline | None:
     return Pipeline(artifact, tuple(tuple(sorted(ranks)) for ranks, _ in ordered), tuple(row for _, row in ordered))
 
 
-def kept(pipeline: Pipeline) -> list[Saved]:
+def saved_by_home(pipeline: Pipeline) -> list[Saved]:
     """By home what its row keeps at most for backward passes."""
-    from partc.runtime.artifact.saved import saved
-    from partc.runtime.artifact.tasks import unrolled
+    from partc.runtime.artifact.tasks.calls import unrolled
+    from partc.runtime.artifact.tasks.saved import saved
     from partc.runtime.checker.graph.declared import declared_types
 
     models = (pipeline.artifact.model(ranks[0]) for ranks in pipeline.homes)
@@ -140,7 +137,11 @@ def read_times(given: Sequence[str]) -> Times:
     for one in given:
         cell, equals, text = one.partition("=")
         if equals and not Path(one).exists():
-            seconds[cell] = _time(one, text)
+            time = _TIME.fullmatch(text.strip())
+            if time is None:
+                help = "write it as 0F=1.2ms, with s, ms, us or ns"
+                raise UsageError(f"--times {one}: '{text}' is not a duration\n  help: {help}")
+            seconds[cell] = float(time[1]) * _SECONDS[time[2]]
             continue
         document = _document(Path(one))
         if "profile" in document:
@@ -153,21 +154,7 @@ def read_times(given: Sequence[str]) -> Times:
     return Times(seconds, f"--times {' '.join(given)}", profile)
 
 
-def _time(option: str, text: str) -> float:
-    found = _TIME.fullmatch(text.strip())
-    if found is None:
-        raise UsageError(f"--times {option}: '{text}' is no time\n  help: write it as 0F=1.2ms, with s, ms, us or ns")
-    return float(found[1]) * _SECONDS[found[2]]
-
-
 _LONGEST = 40
-
-
-def _short(value: object) -> str:
-    shown = one_line(repr(value))
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
-
-
 _FORM = 'write an object of seconds by stage and kind, or by task: {"0F": 0.01, "1B3": 0.2}'
 
 
@@ -179,7 +166,7 @@ def _document(path: Path) -> dict[str, object]:
     except ValueError as error:
         raise UsageError(f"{path}: it is not JSON: {error}\n  help: {_FORM}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: it is no object\n  help: {_FORM}")
+        raise UsageError(f"{path}: it is not an object\n  help: {_FORM}")
     return found
 
 
@@ -187,7 +174,9 @@ def _numbers(path: Path, document: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for key, value in document.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise UsageError(f"{path}: '{one_line(key)}' is {_short(value)}, which is no time\n  help: {_FORM}")
+            shown = one_line(repr(value))
+            shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+            raise UsageError(f"{path}: '{one_line(key)}': {shown} is not a duration\n  help: {_FORM}")
         found[key] = float(value)
     return found
 

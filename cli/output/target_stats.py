@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from partc.cli.output.stats import Moved, moved
 from partc.cli.output.table import Table
 from partc.runtime.artifact.format import BYTES, DOMAIN
-from partc.runtime.artifact.targets import is_copy, target_made_on, target_of
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
 from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
@@ -35,21 +36,15 @@ class TargetStats:
     switches: int
 
 
-@dataclass(frozen=True)
-class _Copied:
-    bytes: str
-
-
 def target_stats(model: ModelProto, rank: int, sizes: Mapping[str, int]) -> list[TargetStats]:
     """The targets of a rank, whose tasks stand in place of their calls; none where its file names no target."""
     ops: Counter[str] = Counter()
     switches: Counter[str] = Counter()
-    copies: dict[str, list[_Copied]] = {}
+    copies: dict[str, list[str]] = {}
     last = ""
     for node in model.graph.node:
         if is_copy(node):
-            stated = next((entry.value for entry in node.metadata_props if entry.key == BYTES), "unknown")
-            copies.setdefault(target_made_on(node), []).append(_Copied(stated))
+            copies.setdefault(output_target(node), []).append(metadata_of(node, BYTES, "unknown"))
         elif node.domain != DOMAIN and (target := target_of(node)):
             ops[target] += 1
             switches[last] += bool(last) and last != target

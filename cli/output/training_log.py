@@ -5,6 +5,7 @@ step 100 of 18750   epoch 0.05   loss 0.4312   accuracy 0.8719   lr 0.01   24100
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from partc.cli.output import console, lookups
 from partc.cli.output.training_stats import trained_tensors
-from partc.runtime.artifact.metric_formula import Undefined, told
+from partc.runtime.artifact.training.metric_formula import Undefined, json_numbers
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.files.counted import PROGRESS, read_json
 from partc.runtime.files.replace import write_text
@@ -22,6 +23,7 @@ from partc.runtime.files.writers import open_to_append
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
+    from partc.runtime.artifact.training.train_settings import EarlyStop
     from partc.runtime.data import Loader
     from partc.runtime.training.loop import Metrics, Progress
     from partc.runtime.training.trainer import Trainer
@@ -52,12 +54,15 @@ class TrainingLog:
     """The log of rank 0. `metrics` is the file of numbers, to which lines are appended.
 
     `watch` replaces the lines of progress: it is called with the step, the total and the other numbers, and shows a bar.
-    A `quiet` log writes the numbers only.
+    A file whose name ends in .csv has the rows of training and of evaluations; any other has a line of JSON for each row. A `quiet` log
+    writes the numbers only.
     """
 
     def __init__(self, metrics: str | None, watch: Watch | None = None, quiet: bool = False) -> None:
         self.watch, self.quiet = watch, quiet
         self._file: IO[str] | None = None
+        self._is_csv = bool(metrics) and str(metrics).endswith(".csv")
+        self._columns: list[str] = []
         if metrics:
             self._file = open_to_append(metrics)  # open as long as training goes on
 
@@ -66,6 +71,11 @@ class TrainingLog:
         manifest, order = trainer.manifest, loader.order
         parameters = trained_tensors(manifest)
         elements = sum(parameters.values())
+        assert manifest.training is not None
+        report = {"tokens": "tokens_per_second", "memory": "memory_bytes"}
+        further = [report.get(name, name) for name in manifest.training.settings.report or ()]
+        names = [manifest.training.loss, *manifest.training.metrics, *further]
+        self._columns = ["kind", "step", "epoch", *names, "lr", "records_per_second"]
         self._print(
             f"{count(manifest.ranks, 'rank')}, {count(len(parameters), 'parameter')} of {elements:,} elements; "
             f"{count(order.records, 'record')}, {count(order.batches, 'batch', 'batches')} of {order.batch}; {count(total, 'step')}"
@@ -86,7 +96,8 @@ class TrainingLog:
 
     def stepped(self, progress: Progress) -> None:
         """Logs the metrics of the steps since the last line."""
-        numbers = f"{_shown(progress.metrics)}   lr {progress.rate:.4g}   {progress.speed:,.0f} records/s"
+        more = "".join(f"   {_further(name, value)}" for name, value in progress.more.items())
+        numbers = f"{_shown(progress.metrics)}{more}   lr {progress.rate:.4g}   {progress.speed:,.0f} records/s"
         if self.watch is not None:
             self.watch(progress.step, progress.total, numbers)
         else:
@@ -97,7 +108,8 @@ class TrainingLog:
                 "kind": "train",
                 "step": progress.step,
                 "epoch": round(progress.epoch, 6),
-                **told(progress.metrics),
+                **json_numbers(progress.metrics),
+                **progress.more,
                 "lr": progress.rate,
                 "records_per_second": round(progress.speed, 1),
             }
@@ -115,7 +127,7 @@ class TrainingLog:
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation."""
         self._print(f"evaluated after step {step}   {_shown(metrics)}")
-        self._write({"kind": "test", "step": step, "epoch": round(epoch, 6), **told(metrics)})
+        self._write({"kind": "test", "step": step, "epoch": round(epoch, 6), **json_numbers(metrics)})
 
     def saved(self, step: int, path: Path) -> None:
         """Prints the folder and size of a checkpoint."""
@@ -123,6 +135,11 @@ class TrainingLog:
         here = Path.cwd()
         shown = path.relative_to(here) if path.is_relative_to(here) else path
         self._print(f"wrote {shown}: {size_text(total)}")
+
+    def stopped_early(self, step: int, why: EarlyStop) -> None:
+        """Prints why training ended before its last step."""
+        evaluations = count(why.patience, "evaluation")
+        self._print(f"stopped early after step {step}: {why.metric} was no better than its best in {evaluations}")
 
     def targets(self, line: str) -> None:
         """Prints what the targets of ranks have done."""
@@ -145,17 +162,29 @@ class TrainingLog:
             sys.stdout.flush()
 
     def _write(self, row: dict[str, object]) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        if not self._is_csv:
             self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+        elif row["kind"] in ("train", "test"):
+            self._columns = self._columns or [*row]
+            rows = csv.DictWriter(self._file, self._columns, extrasaction="ignore")
+            if not self._file.seekable() or not self._file.tell():
+                rows.writeheader()
+            rows.writerow(row)
+        self._file.flush()
 
 
 def _shown(metrics: Metrics) -> str:
-    return "   ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+    texts = (f"undefined ({one.reason})" if isinstance(one, Undefined) else f"{one:.4f}" for one in metrics.values())
+    return "   ".join(f"{name} {text}" for name, text in zip(metrics, texts, strict=True))
 
 
-def _number(value: float) -> str:
-    return f"undefined ({value.reason})" if isinstance(value, Undefined) else f"{value:.4f}"
+def _further(name: str, value: float) -> str:
+    """A further number of a progress line."""
+    if name == "tokens_per_second":
+        return f"{value:,.0f} tokens/s"
+    return f"memory {size_text(round(value))}" if name == "memory_bytes" else f"{name} {value:.4g}"
 
 
 def _time(seconds: float) -> str:

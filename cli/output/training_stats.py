@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.dim_expression import parse
-from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
     BYTES,
@@ -24,7 +23,9 @@ from partc.runtime.artifact.format import (
     SCALE,
     Manifest,
 )
-from partc.runtime.artifact.row_function import IDS, ROWS
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from partc.runtime.artifact.graph.row_function import IDS, ROWS
+from partc.runtime.artifact.tensors.dtypes import dense
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -47,7 +48,7 @@ class TrainingStats:
     bucket_bytes: int
 
 
-def kept_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
+def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     """By kind the bytes of what a rank keeps from step to step."""
     found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0}
     for record in manifest.state:
@@ -62,8 +63,14 @@ def training_stats(manifest: Manifest, model: ModelProto, rank: int, sizes: Mapp
     gradients = _gradients(model)
     computing = [node for node in model.graph.node if node.domain != DOMAIN]
     phases = Counter(entry.value for node in computing for entry in node.metadata_props if entry.key == PHASE)
-    buckets = [node for node in model.graph.node if _is_reduction(node) and not gradients.isdisjoint(node.output)]
-    kept = kept_bytes(manifest, rank)
+    buckets = [
+        node
+        for node in model.graph.node
+        if node.domain == DOMAIN
+        and node.op_type in (ALL_REDUCE, REDUCE_SCATTER)
+        and not gradients.isdisjoint(node.output)
+    ]
+    kept = state_bytes(manifest, rank)
     return TrainingStats(
         rank=rank,
         forward=len(computing) - phases.total(),
@@ -92,15 +99,10 @@ def _gradients(model: ModelProto) -> set[str]:
     return found
 
 
-def _is_reduction(node: NodeProto) -> bool:
-    return node.domain == DOMAIN and node.op_type in (ALL_REDUCE, REDUCE_SCATTER)
-
-
 def _stated_bytes(node: NodeProto, sizes: Mapping[str, int]) -> int:
     """What the node says that it sends; gradients have fixed shapes."""
-    text = next((entry.value for entry in node.metadata_props if entry.key == BYTES), "0")
     try:
-        return parse(text, sizes)(sizes)
+        return parse(metadata_of(node, BYTES, "0"), sizes)(sizes)
     except ValueError:
         return 0
 

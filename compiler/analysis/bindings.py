@@ -12,7 +12,7 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.input_dims import identifier
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Loaded
 from partc.compiler.ir.value_info import SymbolInfo
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import Plan
@@ -20,7 +20,7 @@ from partc.compiler.plan.rules import Plan
 _FREE = Facts(divisor=1, remainder=0, min=0, max=None)
 
 
-def bind_inputs(program: Program) -> dict[str, SymbolInfo]:
+def bind_inputs(program: Loaded) -> dict[str, SymbolInfo]:
     """Writes the plan's dims into the shapes of the graph's inputs; gives the program's symbols by name.
 
     Raises CompileError, all violations at once: an unknown input, another rank, a fixed dim that the plan changes, a
@@ -30,7 +30,7 @@ def bind_inputs(program: Program) -> dict[str, SymbolInfo]:
     problems = _input_problems(graph, plan)
     names = _Names(graph, _promises(program))
     for value in graph.inputs:
-        rule = plan.inputs.get(value.name or "")
+        rule = plan.dims.inputs.get(value.name or "")
         if value.shape is None and rule and isinstance(value.type, ir.TensorType | None):
             value.shape = ir.Shape([None] * len(rule.dims))
         if value.shape is None or (rule and len(rule.dims) != len(value.shape)):
@@ -44,13 +44,13 @@ def bind_inputs(program: Program) -> dict[str, SymbolInfo]:
     return names.bound
 
 
-def promised(program: Program) -> dict[str, Facts]:
+def promised(program: Loaded) -> dict[str, Facts]:
     """What is promised of the inputs' dims before they are bound, by the names that the model gives them, or `x_dim_1` without one."""
     graph, plan = program.model.graph, program.plan
     promises, found = _promises(program), dict[str, Facts]()
     for value in graph.inputs:
         dims = value.shape.dims if value.shape is not None else ()
-        rule = plan.inputs.get(value.name or "")
+        rule = plan.dims.inputs.get(value.name or "")
         asked = rule.dims if rule and len(rule.dims) == len(dims) else (None,) * len(dims)
         for axis, (dim, said) in enumerate(zip(dims, asked, strict=True)):
             if isinstance(dim, int):
@@ -70,7 +70,7 @@ def unnamed(value: ir.Value, axis: int) -> str:
 def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]:
     have = sorted(names.bound)
     problems = []
-    for name, rule in plan.symbols.items():
+    for name, rule in plan.dims.symbols.items():
         if name in names.used:
             continue
         close = nearest(name, have)
@@ -124,7 +124,7 @@ class _Names:
         return apart
 
 
-def _promises(program: Program) -> dict[str, SymbolInfo]:
+def _promises(program: Loaded) -> dict[str, SymbolInfo]:
     """Symbols by name: the model's own first, then the plan's over them."""
     found = {
         name: SymbolInfo(symbol.facts(), f"{program.name}, Symbol", symbol.unique)
@@ -132,14 +132,14 @@ def _promises(program: Program) -> dict[str, SymbolInfo]:
     }
     return found | {
         name: SymbolInfo(rule.symbol.facts(), PurePath(rule.where).name, rule.symbol.unique)
-        for name, rule in program.plan.symbols.items()
+        for name, rule in program.plan.dims.symbols.items()
     }
 
 
 def _input_problems(graph: ir.Graph, plan: Plan) -> list[Problem]:
     problems = []
     by_name = {value.name or "": value for value in graph.inputs}
-    for name, rule in plan.inputs.items():
+    for name, rule in plan.dims.inputs.items():
         value = by_name.get(name)
         if value is None:
             close = nearest(name, list(by_name))

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_shape_inference import SYM_DATA_KEY
 from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.global_view import GlobalView
+from partc.compiler.ir.program import Typed
 
 _BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
 _SIZES = {
@@ -27,7 +27,7 @@ _SIZES = {
 _BY_BODY = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 
-def dim_of(program: GlobalView, value: ir.Value, dim: int) -> int | str | None:
+def dim_of(program: Typed, value: ir.Value, dim: int) -> int | str | None:
     """A dim of a value, also where other dims of it are unknown; None where this one is."""
     shape = program.values[value].shape if value in program.values else None
     if shape is not None:
@@ -38,12 +38,12 @@ def dim_of(program: GlobalView, value: ir.Value, dim: int) -> int | str | None:
     return None if _strange(program, found) else found.value
 
 
-def unknown_dims(program: GlobalView, value: ir.Value) -> list[int]:
+def unknown_dims(program: Typed, value: ir.Value) -> list[int]:
     """The dims of a value that only a run tells; [] also where its rank is not known."""
     return [k for k in range(len(value.shape or ())) if dim_of(program, value, k) is None]
 
 
-def how_lost(program: GlobalView, value: ir.Value, dim: int | None = None) -> tuple[str, str]:
+def how_lost(program: Typed, value: ir.Value, dim: int | None = None) -> tuple[str, str]:
     """Why the size of a dim is not known, or without `dim` why the rank is not, and the remedy."""
     node = _where(program, value, dim)
     if node is None:
@@ -66,7 +66,7 @@ def how_lost(program: GlobalView, value: ir.Value, dim: int | None = None) -> tu
     return f"its size is lost at {subject}", "do not shard it, or shard another dim"
 
 
-def _where(program: GlobalView, value: ir.Value, dim: int | None) -> ir.Node | None:
+def _where(program: Typed, value: ir.Value, dim: int | None) -> ir.Node | None:
     if value.shape is None or dim is None:
         return _first_without_rank(value)
     found = value.shape[dim]
@@ -90,7 +90,7 @@ def _first_without_rank(value: ir.Value) -> ir.Node | None:
     return None
 
 
-def _strange(program: GlobalView, dim: ir.SymbolicDim) -> set[str]:
+def _strange(program: Typed, dim: ir.SymbolicDim) -> set[str]:
     """The names in a dim that are no symbols."""
     expression = read(str(dim.value))
     return {str(dim.value)} if expression is None else {str(n) for n in expression.free_symbols} - set(program.symbols)
@@ -103,7 +103,7 @@ def _names_in(value: ir.Value) -> set[str]:
     return {name for text, one in found for name in ({text} if one is None else {str(n) for n in one.free_symbols})}
 
 
-def _different(program: GlobalView, node: ir.Node) -> list[str]:
+def _different(program: Typed, node: ir.Node) -> list[str]:
     """Two symbols that a node would have to broadcast."""
     shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
     for place in range(1, max(map(len, shapes), default=0) + 1):
@@ -113,7 +113,7 @@ def _different(program: GlobalView, node: ir.Node) -> list[str]:
     return []
 
 
-def _open(program: GlobalView, dims: list[int | ir.SymbolicDim]) -> Iterator[str]:
+def _open(program: Typed, dims: list[int | ir.SymbolicDim]) -> Iterator[str]:
     for dim in dims:
         if isinstance(dim, ir.SymbolicDim) and dim.value is not None and not _strange(program, dim):
             yield dim.value

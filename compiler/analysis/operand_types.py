@@ -15,17 +15,18 @@ import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.graph import nodes_of
+from partc.compiler.ir.program import Prepared
 
 _INTEGERS = frozenset(f"tensor({sign}int{bits})" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64))
 
 
-def refuse_other_integers(program: Program) -> None:
+def refuse_other_integers(program: Prepared) -> None:
     """Raises CompileError with all operands that are no integers, or none of those that their op takes."""
     imports = program.model.opset_imports
     opset = min(imports.get("", imports.get("ai.onnx", 1)), onnx.defs.onnx_opset_version())
     problems = []
-    for node in ir.traversal.RecursiveGraphIterator(program.model.graph):
+    for node in nodes_of(program.model.graph):
         if node.domain not in ("", "ai.onnx"):
             continue
         for value, allowed in _integers(node, opset):
@@ -43,17 +44,19 @@ def refuse_other_integers(program: Program) -> None:
 
 def _integers(node: ir.Node, opset: int) -> Iterator[tuple[ir.Value, tuple[str, ...]]]:
     """The operands that are to be integers, with the types that they may have."""
-    operands = _operands(node.op_type, opset)
-    for at, value in enumerate(node.inputs if any(operands) else ()):
-        if value is not None and at < len(operands) and operands[at]:
-            yield value, operands[at]
+    for at, allowed in _operands(node.op_type, opset):
+        value = node.inputs[at] if at < len(node.inputs) else None
+        if value is not None:
+            yield value, allowed
 
 
 @cache
-def _operands(op_type: str, opset: int) -> tuple[tuple[str, ...], ...]:
-    """By input of an op the types that it may have, where all are integers; else none."""
+def _operands(op_type: str, opset: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """The inputs of an op that are to be integers, with the types that they may have."""
     try:
         schema = onnx.defs.get_schema(op_type, opset)
     except onnx.defs.SchemaError:
         return ()
-    return tuple(tuple(sorted(one.types)) if one.types and one.types <= _INTEGERS else () for one in schema.inputs)
+    return tuple(
+        (at, tuple(sorted(one.types))) for at, one in enumerate(schema.inputs) if one.types and one.types <= _INTEGERS
+    )

@@ -10,41 +10,48 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.analysis.records import batch_symbols, records_of
+from partc.compiler.analysis.records import batch_dims, batch_symbols
 from partc.compiler.dims.facts import ANY_DIM, Facts
+from partc.compiler.dims.normal import normal
+from partc.compiler.dims.reading import read, symbol
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Prepared
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ir.value_info import SymbolInfo
+from partc.compiler.ir.value_info import Shape, SymbolInfo
+from partc.compiler.plan.rules import BatchDim
 from partc.compiler.plan.training.rules import TrainRules
 
 
-def part_symbols(program: Program, symbols: Mapping[str, SymbolInfo]) -> dict[str, SymbolInfo]:
-    """The symbols of a program, where the first dims of records are those of a part. CompileError where a batch never has parts."""
+def part_symbols(
+    program: Prepared, symbols: Mapping[str, SymbolInfo], along: Mapping[ir.Value, int]
+) -> dict[str, SymbolInfo]:
+    """The symbols of a program, where the batch dims, by input in `along`, are those of a part; CompileError where a batch has no parts."""
     training = program.training
-    if training is None or training.accumulate == 1 or not training.part.backward:
+    if training is None or training.rules.accumulate == 1 or not program.kind.backward:
         return dict(symbols)
     found, problems = dict(symbols), []
-    for name in sorted(batch_symbols(training_records(program)) & symbols.keys()):
+    for name in sorted(batch_symbols(along) & symbols.keys()):
         info = symbols[name]
-        facts = quotient(info.facts, training.accumulate)
+        facts = quotient(info.facts, training.rules.accumulate)
         if facts is None:
-            fact = f"no batch of '{name}', {info.facts}, can be cut into {training.accumulate} parts"
+            fact = f"no batch of '{name}', {info.facts}, can be cut into {training.rules.accumulate} parts"
             problems.append(
                 Problem(info.where, fact, "`accumulate` says how many", f"change it, or what '{name}' may be")
             )
             continue
-        found[name] = replace(info, facts=facts, parts=training.accumulate, whole=info.facts)
+        found[name] = replace(info, facts=facts, parts=training.rules.accumulate, whole=info.facts)
     if problems:
         raise CompileError(problems)
     return found
 
 
-def part_facts(graph: ir.Graph, rules: TrainRules, part: ProgramKind, known: Mapping[str, Facts]) -> dict[str, Facts]:
+def part_facts(
+    graph: ir.Graph, rules: TrainRules, part: ProgramKind, said: Mapping[str, BatchDim], known: Mapping[str, Facts]
+) -> dict[str, Facts]:
     """As `part_symbols`, before there is a training to speak of, by the names that the model gives its dims."""
     if rules.accumulate == 1 or not part.backward:
         return dict(known)
-    batch = batch_symbols(records_of(graph, rules.loss.labels))
+    batch = batch_symbols(batch_dims(graph, rules.loss.labels, said))
     return {
         name: (quotient(facts, rules.accumulate) or ANY_DIM) if name in batch else facts
         for name, facts in known.items()
@@ -71,14 +78,6 @@ def quotient(facts: Facts, count: int) -> Facts | None:
         return None
 
 
-def training_records(program: Program) -> dict[ir.Value, None]:
-    """The inputs of a training program that hold records."""
-    train = program.plan.train
-    scalars = program.training.scalars if program.training is not None else ()
-    found = records_of(program.model.graph, train.loss.labels if train is not None else "")
-    return {value: None for value in found if value.name not in scalars}
-
-
 def of_batch(info: SymbolInfo, count: int) -> SymbolInfo:
     """A symbol of the whole batch, of which a microbatch has one of `count` equal parts."""
     facts = info.facts
@@ -87,3 +86,47 @@ def of_batch(info: SymbolInfo, count: int) -> SymbolInfo:
     high = None if facts.max is None else facts.max * count
     whole = Facts(facts.divisor * count, facts.remainder * count, max(facts.min or 1, 1) * count, high)
     return replace(info, facts=whole, parts=1, whole=None)
+
+
+class BatchDims:
+    """Dims of a microbatch in terms of the whole batch, which has `count` of them: `batch` of a microbatch is `batch/2`.
+
+    `symbols` are those of the whole batch.
+    """
+
+    def __init__(self, symbols: Mapping[str, SymbolInfo], count: int) -> None:
+        whole = {name: of_batch(info, count) for name, info in symbols.items() if info.parts > 1}
+        self.symbols, self.count = {**symbols, **whole}, count
+        self._known = {name: info.facts for name, info in self.symbols.items()}
+        self._shares = {symbol(name): symbol(name) / count for name in whole}
+        self._made: dict[tuple[str, int], int | str] = {}
+
+    def shape(self, shape: Shape | None, along: int | None = None) -> Shape | None:
+        """The shape of a value of a microbatch; one that holds records `along` a dim has those of all microbatches there."""
+        if shape is None:
+            return None
+        times = [self.count if dim == along else 1 for dim in range(len(shape))]
+        return tuple(
+            dim * each if isinstance(dim, int) else self._dim(dim, each) for dim, each in zip(shape, times, strict=True)
+        )
+
+    def text(self, expression: str) -> str:
+        """An expression of a microbatch, such as bytes."""
+        return str(self._dim(expression, 1))
+
+    def normal(self, shape: Shape | None) -> tuple[str, ...]:
+        """The dims of a shape of the whole batch in normal form."""
+        found = [(dim, read(str(dim))) for dim in shape or ()]
+        return tuple(str(dim if one is None else normal(one, self._known)) for dim, one in found)
+
+    def _dim(self, text: str, times: int) -> int | str:
+        if (text, times) not in self._made:  # every row and body asks for the dims of all its values
+            self._made[text, times] = self._found(text, times)
+        return self._made[text, times]
+
+    def _found(self, text: str, times: int) -> int | str:
+        expression = read(text)
+        if expression is None or (not self._shares and times == 1):
+            return text
+        found = normal(times * expression.subs(self._shares, simultaneous=True), self._known)
+        return int(found) if found.is_Integer else str(found)

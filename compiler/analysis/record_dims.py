@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import sympy
 from partc.compiler.dims.facts import Facts
-from partc.compiler.dims.normal import is_whole, normal
+from partc.compiler.dims.normal import is_integral, normal
 from partc.compiler.dims.reading import read
 
 ONE = sympy.Integer(1)
@@ -27,8 +27,8 @@ KEEPS_ORDER = ("Reshape", "Flatten")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The records of a batch along `dim`: `apart` times, one behind the other, all `size` of them.
+class Shard:
+    """A value that holds the records of a batch along `dim`: `apart` times, one behind the other, all `size` of them.
 
     `size` is None where the dims of the records are not known, and `apart` None where records are alike, so that it may be any number.
     """
@@ -38,25 +38,27 @@ class Rows:
     apart: sympy.Expr | None = ONE
 
 
-def reshaped(rows: Rows, source: ir.Value | None, target: ir.Value | None, known: Mapping[str, Facts]) -> Rows | None:
+def reshaped(
+    shard: Shard, source: ir.Value | None, target: ir.Value | None, known: Mapping[str, Facts]
+) -> Shard | None:
     """How the records of `source` lie in `target`, which has the same elements in the same order; None where no dim has them."""
     here, there = dims_of(source), dims_of(target)
-    if here is None or there is None or rows.size is None or rows.apart is None:
+    if here is None or there is None or shard.size is None or shard.apart is None:
         return None
-    before, ahead = sympy.prod(here[: rows.dim]) * rows.apart, ONE
+    before, ahead = sympy.prod(here[: shard.dim]) * shard.apart, ONE
     for k, dim in enumerate(there):
         if ahead == 0:
             return None
         apart = normal(before / ahead, known)
-        if _is_count(apart, known) and _is_count(normal(dim / (apart * rows.size), known), known):
-            return replace(rows, dim=k, apart=apart)
+        if _is_count(apart, known) and _is_count(normal(dim / (apart * shard.size), known), known):
+            return replace(shard, dim=k, apart=apart)
         ahead *= dim
     return None
 
 
-def together(rows: Iterable[Rows]) -> Rows | None:
+def together(shards: Iterable[Shard]) -> Shard | None:
     """How operands that are read by one factor hold records, all alike; None where they do not."""
-    found = [*rows]
+    found = [*shards]
     told = [one for one in found if one.apart is not None] or found[:1]
     return told[0] if told and all(one.apart == told[0].apart for one in told) else None
 
@@ -78,4 +80,4 @@ def dim_of(value: ir.Value | None, dim: int) -> sympy.Expr | None:
 
 
 def _is_count(expression: sympy.Expr, known: Mapping[str, Facts]) -> bool:
-    return expression != 0 and is_whole(sympy.expand(expression), known)
+    return expression != 0 and is_integral(sympy.expand(expression), known)

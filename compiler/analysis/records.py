@@ -1,38 +1,115 @@
-"""Which inputs hold records: a batch of them along the first dim; the others have one value for all records.
+"""Which dim of which input holds the records of a batch; inputs that hold none have one value for all records.
 
-The batch is the first dim of the labels, or else of the first input that has one. An input holds records if its own first dim is that
-dim, or one whose size varies by itself: a name that no input has at a later place, as it has the length of a sequence.
+1. What the plan says of an input under `batch_dims` holds.
+2. The batch is the dim that the plan says of the first such input. Else it is the first dim of the labels, for data has a record at each
+   place of it; without labels the first dynamic dim of the first input that has dims, or its first dim where all are fixed.
+3. An input holds records along the dim that has the batch's name; of a fixed batch, along its first dim where that has its size.
+4. Exporters name the batch of each input by itself: an input holds records along its first dim, too, if this has a name that no input has
+   at a later place, as it has the length of a sequence.
+
+    x (16, batch, 8)                      dim 1
+    x (seq, batch, 8), labels (batch,)    dim 1 and dim 0
+    x (batch, 8), y (3, batch), t (1,)    dim 0, dim 1 and none
+
+A training and a program that streams ask here both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import onnx_ir as ir
+from partc.compiler.errors import Problem
+from partc.compiler.plan.rules import BatchDim
 
 OF_PIECES = "partc.of_pieces"
 """Key of `ir.Node.meta`: the Reshape gives each part of a batch a row of its own, with its records in it."""
+BatchDims: TypeAlias = Mapping[ir.Value, int]
+"""By input that holds records the dim along which they lie."""
 
 
-def records_of(graph: ir.Graph, labels: str = "") -> dict[ir.Value, None]:
-    """The inputs that hold records."""
+def batch_dims(graph: ir.Graph, labels: str = "", said: Mapping[str, BatchDim] | None = None) -> dict[ir.Value, int]:
+    """The inputs that hold records, with the dim of these; one of which no shape is known counts as one that has them along dim 0."""
+    said = said or {}
     dims = {value: tuple(value.shape.dims) for value in graph.inputs if value.shape is not None and len(value.shape)}
-    unknown = [value for value in graph.inputs if value.shape is None]
-    first = next((value for value in dims if value.name == labels), next(iter(dims), None))
-    if first is None:
-        return dict.fromkeys(unknown)
-    batch = dims[first][0]
-    later = {str(dim.value) for some in dims.values() for dim in some[1:] if isinstance(dim, ir.SymbolicDim)}
-
-    def holds(dim: int | ir.SymbolicDim) -> bool:
-        if isinstance(dim, int) or isinstance(batch, int):
-            return dim == batch
-        return dim.value == batch.value or str(dim.value) not in later
-
-    return {value: None for value in graph.inputs if value in unknown or (value in dims and holds(dims[value][0]))}
+    batch = _batch(dims, labels, said)
+    later = {_name(dim) for some in dims.values() for dim in some[1:]}
+    found: dict[ir.Value, int] = {}
+    for value in graph.inputs:
+        own = said.get(value.name or "")
+        at = own.dim if own is not None else 0 if value.shape is None else _along(dims.get(value, ()), batch, later)
+        if at is not None and (value.shape is None or at < len(value.shape)):
+            found[value] = at
+    return found
 
 
-def batch_symbols(records: Iterable[ir.Value]) -> set[str]:
-    """The names of the first dims of inputs that hold records."""
-    first = (value.shape[0] for value in records if value.shape is not None)
-    return {str(dim.value) for dim in first if isinstance(dim, ir.SymbolicDim)}
+def batch_symbols(dims: BatchDims) -> set[str]:
+    """The names of the dims along which inputs hold records."""
+    along = (value.shape[dim] for value, dim in dims.items() if value.shape is not None)
+    return {str(dim.value) for dim in along if isinstance(dim, ir.SymbolicDim)}
+
+
+def contradictions(graph: ir.Graph, dims: BatchDims, count: int, where: str) -> Iterator[Problem]:
+    """What keeps a batch from being cut into `count` parts: an input that has the dim of records at another place, too."""
+    symbols = batch_symbols(dims)
+    for value in graph.inputs:
+        others = [k for k, dim in enumerate(value.shape or ()) if _name(dim) in symbols and dims.get(value) != k]
+        if not others or value.shape is None:
+            continue
+        name = _name(value.shape[others[0]])
+        told = f"dim {others[0]} of input '{value.name}' is '{name}', the records of a batch, and it holds "
+        told += f"records along dim {dims[value]}" if value in dims else "none"
+        law = f"a batch is cut into {count} parts along one dim of each input that has it"
+        yield Problem(
+            where, told, law, f"export the model with another name for that dim than '{name}', or do not cut the batch"
+        )
+
+
+def wrong_batch_dims(graph: ir.Graph, said: Mapping[str, BatchDim]) -> Iterator[Problem]:
+    """What the plan says under `batch_dims` of inputs that are not there, or of dims that they do not have."""
+    inputs = {str(value.name): value for value in graph.inputs}
+    for name, one in said.items():
+        if name not in inputs:
+            yield Problem(
+                one.where,
+                f"the model has no input '{name}'",
+                f"its inputs are {', '.join(map(repr, inputs))}",
+                "name one of them",
+            )
+            continue
+        shape = inputs[name].shape
+        if one.dim is not None and shape is not None and one.dim >= len(shape):
+            fact = f"input '{name}' has {len(shape)} dims, and holds records along dim {one.dim}"
+            yield Problem(
+                one.where, fact, "dims are counted from 0", "name one that it has, or null where it holds no records"
+            )
+
+
+def _batch(
+    dims: Mapping[ir.Value, tuple[int | ir.SymbolicDim, ...]], labels: str, said: Mapping[str, BatchDim]
+) -> int | ir.SymbolicDim | None:
+    for value, some in dims.items():
+        own = said.get(value.name or "")
+        if own is not None and own.dim is not None and own.dim < len(some):
+            return some[own.dim]
+    given = [value for value in dims if value.name not in said]
+    if (own_labels := next((value for value in given if value.name == labels), None)) is not None:
+        return dims[own_labels][0]
+    first = next((dims[value] for value in given), None)
+    return None if first is None else next((dim for dim in first if isinstance(dim, ir.SymbolicDim)), first[0])
+
+
+def _along(dims: tuple[int | ir.SymbolicDim, ...], batch: int | ir.SymbolicDim | None, later: set[str]) -> int | None:
+    """The dim along which an input holds records; None where it holds none."""
+    if not dims or batch is None:
+        return None
+    if isinstance(batch, int):
+        return 0 if dims[0] == batch else None
+    same = (k for k, dim in enumerate(dims) if isinstance(dim, ir.SymbolicDim) and dim.value == batch.value)
+    own = isinstance(dims[0], ir.SymbolicDim) and _name(dims[0]) not in later
+    return next(same, 0 if own else None)
+
+
+def _name(dim: int | ir.SymbolicDim) -> str:
+    return "" if isinstance(dim, int) else str(dim.value)

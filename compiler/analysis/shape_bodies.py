@@ -49,7 +49,11 @@ def loop(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> 
             out.shape = inside[k].shape
         else:
             out.type = out.type or last.type
-            out.shape = None if last.shape is None else ir.Shape([_or_new(ctx, trips), *last.shape.dims])
+            out.shape = (
+                None
+                if last.shape is None
+                else ir.Shape([ctx.new_symbolic_dim() if trips is None else trips, *last.shape.dims])
+            )
 
 
 def settle(ctx: ShapeInferenceContext, body: ir.Graph, first: list[ir.Value | None], inside: Any, given: Any) -> None:
@@ -102,10 +106,6 @@ def _trips(ctx: ShapeInferenceContext, node: ir.Node, body: ir.Graph, known: Kno
     if count is None or not begins or not (goes_on is body.inputs[1] or scalar_of(ctx, goes_on) == 1):
         return None
     return as_dim(normal(sympy.Max(0, count), known))
-
-
-def _or_new(ctx: ShapeInferenceContext, dim: int | ir.SymbolicDim | None) -> int | ir.SymbolicDim:
-    return ctx.new_symbolic_dim() if dim is None else dim
 
 
 def scan(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:

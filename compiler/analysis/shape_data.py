@@ -19,7 +19,7 @@ import sympy
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import Facts
-from partc.compiler.dims.normal import as_dim, is_whole, normal
+from partc.compiler.dims.normal import as_dim, is_integral, normal
 from partc.compiler.dims.reading import read
 
 LARGEST = 256
@@ -86,7 +86,7 @@ def follow(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> None:
             continue
         flat = [None if one is None else normal(one, known) for one in entries.ravel()]
         if out.dtype in _INTEGERS:
-            flat = [one if one is not None and is_whole(one, known) else None for one in flat]
+            flat = [one if one is not None and is_integral(one, known) else None for one in flat]
         ctx.set_symbolic_value(out, [ctx.new_symbolic_dim() if one is None else as_dim(one) for one in flat])
 
 
@@ -214,7 +214,7 @@ def _converted(at: _Node, entry: Any, wanted: ir.DataType) -> Entry:
         if isinstance(entry, sympy.Integer):
             return sympy.Integer(int(entry != 0))
         return None if at.facts(entry).contains(0) else sympy.Integer(1)
-    if wanted in _FLOATS or is_whole(entry, at.known):
+    if wanted in _FLOATS or is_integral(entry, at.known):
         return entry
     return sympy.floor(entry) if at.facts(entry).low >= 0 else None
 

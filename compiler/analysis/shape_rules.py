@@ -6,12 +6,12 @@ replaced here, and a rule that raises leaves its node's outputs unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import onnx_ir as ir
 import sympy
-from onnx_shape_inference import ShapeInferenceContext, registry
+from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext, registry
 from partc.compiler.analysis.foreign_types import foreign_types, is_foreign
 from partc.compiler.analysis.shape_bodies import if_, loop, scan
 from partc.compiler.analysis.shape_data import entries_of, follow, scalar_of
@@ -32,6 +32,7 @@ from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import Facts, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
+from partc.compiler.ir.alike import key_of
 
 Rule = Callable[[ShapeInferenceContext, ir.Node], None]
 Known = Mapping[str, Facts]
@@ -164,14 +165,67 @@ LIKE: dict[tuple[str, str], tuple[str, str]] = {
 """Ops that the engine has no rule for, by ops whose outputs are as large and of the same types."""
 
 
+_Dims = tuple[int | ir.SymbolicDim, ...]
+_Kind = tuple[ir.DataType, _Dims, _Dims | None]
+"""The type and the dims of a tensor, and its entries where they are noted."""
+_REALS = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "BOOL"))
+"""Types of which the engine keeps no entries."""
+
+
+def _shared_key(node: ir.Node) -> Hashable | None:
+    """The key under which a node's outputs are kept for nodes that are alike; None where other things decide, too.
+
+    Those are integers of which nothing is noted, though the engine may know them, and types that are no tensors.
+    """
+    entries: list[str | None] = []
+    for value in node.inputs:
+        if value is None:
+            continue
+        dtype = value.dtype if isinstance(value.type, ir.TensorType) else None
+        noted = value.metadata_props.get(SYM_DATA_KEY)
+        if dtype is None or not (noted or dtype in _REALS or value.const_value is not None):
+            return None
+        entries.append(noted)
+    key = key_of(node)
+    return None if key is None else (key, *entries, *(value.dtype for value in node.outputs))
+
+
+def _kinds(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> list[_Kind] | None:
+    """What was found of a node's outputs; None where it is not all, has names that are the node's own, or the engine knows more."""
+    found: list[_Kind] = []
+    for out in node.outputs:
+        if not isinstance(out.type, ir.TensorType) or out.shape is None:
+            return None
+        noted = ctx.get_symbolic_value(out)
+        if noted is not None and SYM_DATA_KEY not in out.metadata_props:
+            return None
+        dims, entries = out.shape.dims, None if noted is None else tuple(noted)
+        for dim in (*dims, *(entries or ())):
+            if not isinstance(dim, int) and not (dim.value and dim.free_symbols() <= known.keys()):
+                return None
+        found.append((out.type.dtype, dims, entries))
+    return found
+
+
+def _give(ctx: ShapeInferenceContext, node: ir.Node, kinds: list[_Kind]) -> None:
+    for out, (dtype, dims, entries) in zip(node.outputs, kinds, strict=True):
+        out.type, out.shape = ir.TensorType(dtype), ir.Shape(dims)
+        if entries is None:
+            out.metadata_props.pop(SYM_DATA_KEY, None)
+        else:
+            ctx.set_symbolic_value(out, list(entries))
+
+
 @contextmanager
 def tolerant_rules(known: Known) -> Iterator[dict[ir.Node, str]]:
     """Within, the engine's rules are corrected, and a node whose rule raises is left unknown; yields by such a node what was raised.
+    Of nodes that are alike (`ir/alike.py`) the first is asked, where their operands' types and dims alone decide.
 
     The engine looks rules up through `registry.get` and has no hook for either; so the registry's lookup is wrapped here.
     """
     lookup = registry.get
     failed: dict[ir.Node, str] = {}
+    kept: dict[Hashable, list[_Kind]] = {}
 
     def find(domain: str, op_type: str, version: int) -> Rule | None:
         """A rule of this version; of an op that onnxruntime takes below its first opset, the first one."""
@@ -187,6 +241,10 @@ def tolerant_rules(known: Known) -> Iterator[dict[ir.Node, str]]:
         correction = CORRECTIONS.get((domain, op_type))
 
         def guarded(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+            key = _shared_key(node)
+            if key is not None and key in kept:
+                _give(ctx, node, kept[key])
+                return
             try:
                 held = [out.const_value for out in node.outputs]
                 if correction:
@@ -195,8 +253,11 @@ def tolerant_rules(known: Known) -> Iterator[dict[ir.Node, str]]:
                     rule(ctx, node)
                 _normalize_outputs(node, known)
                 for out, value in zip(node.outputs, held, strict=True):
-                    out.const_value = value
+                    if out.const_value is not value:
+                        out.const_value = value
                 follow(ctx, node, known)
+                if key is not None and (kinds := _kinds(ctx, node, known)) is not None:
+                    kept[key] = kinds
             except Exception as error:
                 failed[node] = str(error).partition("\n")[0] or type(error).__name__
 

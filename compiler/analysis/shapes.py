@@ -8,29 +8,52 @@ every dim is an integer or an expression over symbols: only then can a rank post
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import bind_inputs
 from partc.compiler.analysis.infer_shapes import infer_shapes, type_text
 from partc.compiler.analysis.operand_types import refuse_other_integers
 from partc.compiler.analysis.part_symbols import part_symbols
+from partc.compiler.analysis.records import batch_dims, contradictions, wrong_batch_dims
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Prepared, Typed
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Shape, ValueInfo
 
+T = TypeVar("T", bound=Typed)
 
-def shapes(program: Program) -> Program:
-    """Fills `symbols` and `values`.
+
+def shapes(program: Prepared) -> Typed:
+    """Pass: every value of the model with its type and global shape.
 
     Raises CompileError where the plan contradicts the model's inputs, or an op takes no operands of such a type.
     """
-    found = inferred(replace(program, symbols=part_symbols(program, bind_inputs(program))))
+    symbols, batch_dims = bind_inputs(program), _batch_dims(program)
+    symbols = part_symbols(program, symbols, batch_dims)
+    found = inferred(program.into(Typed, symbols=symbols, batch_dims=batch_dims, values={}))
     refuse_other_integers(found)
     return found
 
 
-def inferred(program: Program) -> Program:
+def _batch_dims(program: Prepared) -> dict[ir.Value, int]:
+    """The inputs that hold records of a batch, where the program learns of records or runs them by microbatches."""
+    graph, train, pipeline = program.model.graph, program.plan.train, program.plan.pipeline
+    if problems := [*wrong_batch_dims(graph, program.plan.dims.batch_dims)]:
+        raise CompileError(problems)
+    count = pipeline.microbatches if pipeline is not None and program.kind is not ProgramKind.EVALUATION else 1
+    if train is None and count == 1:
+        return {}
+    found = batch_dims(graph, train.loss.labels if train is not None else "", program.plan.dims.batch_dims)
+    if pipeline is not None and count > 1 and (problems := [*contradictions(graph, found, count, pipeline.where)]):
+        raise CompileError(problems)
+    return found
+
+
+def inferred(program: T) -> T:
     """The program with the `values` that follow from its inputs' shapes and its symbols."""
     graph, symbols = program.model.graph, program.symbols
     failed = infer_shapes(program.model, {name: info.facts for name, info in symbols.items()})
@@ -47,13 +70,15 @@ def inferred(program: Program) -> Program:
     return replace(program, values=values, warnings=tuple(dict.fromkeys((*program.warnings, *told))))
 
 
-def _refuse_negative_sizes(program: Program) -> None:
+def _refuse_negative_sizes(program: Typed) -> None:
     """Raises CompileError for the nodes that make a negative size of sizes that are none."""
-    problems = []
-    for node in program.model.graph:
-        if any(_negative(value) for value in node.inputs if value is not None):
-            continue
-        for value in filter(_negative, node.outputs):
+    graph, problems = program.model.graph, []
+    values = [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
+    negative = {value for value in values if value.shape is not None and _has_negative(value.shape.dims)}
+    for node in graph if negative else ():
+        for value in node.outputs if negative.isdisjoint(node.inputs) else ():
+            if value not in negative:
+                continue
             shapes = ", ".join(f"'{given.name}' of {given.shape}" for given in node.inputs if given is not None)
             fact = f"{node.op_type} '{program.paths.get(node, node.name)}' makes '{value.name}' of {value.shape}"
             law = f"a size is at least 0; it reads {shapes}"
@@ -63,19 +88,27 @@ def _refuse_negative_sizes(program: Program) -> None:
         raise CompileError(problems)
 
 
-def _negative(value: ir.Value) -> bool:
-    return value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape.dims)
+def _has_negative(dims: Iterable[int | ir.SymbolicDim]) -> bool:
+    for dim in dims:  # noqa: SIM110, a generator takes three times as long, and this is asked of every value
+        if isinstance(dim, int) and dim < 0:
+            return True
+    return False
 
 
 def _info(value: ir.Value, known: frozenset[str], memo: dict[ir.SymbolicDim, bool]) -> ValueInfo:
-    kind = type_text(value.type)
-    dense = isinstance(value.type, ir.TensorType) and value.type.dtype not in (
-        ir.DataType.STRING,
-        ir.DataType.UNDEFINED,
-    )
-    dtype = value.type.dtype if isinstance(value.type, ir.TensorType) else None
-    bits = dtype.bitwidth if dense and dtype is not None else None
-    return ValueInfo(kind, _known_shape(value.shape, known, memo), bits // 8 if bits and bits % 8 == 0 else None)
+    shape, kind = _known_shape(value.shape, known, memo), value.type
+    if isinstance(kind, ir.TensorType):
+        text, item_bytes = _tensor_type(kind.dtype)
+        return ValueInfo(text, shape, item_bytes)
+    return ValueInfo(type_text(kind), shape, None)
+
+
+@functools.cache
+def _tensor_type(dtype: ir.DataType) -> tuple[str, int | None]:
+    """The text of a tensor's type, and the bytes of an item where these are whole."""
+    sized = dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
+    bits = dtype.bitwidth if sized else None
+    return type_text(ir.TensorType(dtype)), bits // 8 if bits and bits % 8 == 0 else None
 
 
 def _known_shape(shape: ir.Shape | None, known: frozenset[str], memo: dict[ir.SymbolicDim, bool]) -> Shape | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.annotations.followed import Followed
@@ -21,7 +20,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import annotation_keys as keys
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Annotated, Typed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import SymbolInfo
 from partc.compiler.layout.layout import Mesh
@@ -34,23 +33,22 @@ _TOOLS = (
 )
 
 
-def follow_annotations(program: Program) -> Program:
+def follow_annotations(program: Typed) -> Annotated:
     """Fills `followed`. Raises CompileError with every violation: names that nothing has, axes, devices, unequal shards."""
     annotations = program.declared.annotations
     if annotations is None:
-        return program
+        return program.into(Annotated, followed={})
     work = _Check(program, annotations)
     followed = work.followed()
     problems = [*work.dangling(), *work.problems, *work.too_few_ranks(followed)]
     if problems:
         raise CompileError(problems)
     symbols = {**program.symbols, **_promised(program, followed)} if not program.plan.file else program.symbols
-    return replace(
-        program, followed=followed, symbols=symbols, warnings=(*program.warnings, *annotations.warnings, *work.gone())
-    )
+    warnings = (*program.warnings, *annotations.warnings, *work.gone())
+    return program.into(Annotated, followed=followed, symbols=symbols, warnings=warnings)
 
 
-def _promised(program: Program, followed: Mapping[ir.Node, Followed]) -> dict[str, SymbolInfo]:
+def _promised(program: Typed, followed: Mapping[ir.Node, Followed]) -> dict[str, SymbolInfo]:
     """Symbols that only the annotations constrain: sharding such a dim promises that it is divisible."""
     divisors: dict[str, int] = {}
     for node, one in followed.items():
@@ -69,7 +67,7 @@ def _promised(program: Program, followed: Mapping[ir.Node, Followed]) -> dict[st
 
 
 class _Check:
-    def __init__(self, program: Program, annotations: Annotations) -> None:
+    def __init__(self, program: Typed, annotations: Annotations) -> None:
         self.program, self.annotations = program, annotations
         self.problems: list[Problem] = []
         self.present = {node: marks for node, marks in annotations.nodes.items() if node in program.paths}
@@ -169,11 +167,12 @@ class _Check:
         group = self._group(node, marks.stage, [*inputs.values(), *outputs.values()], stages)
         metadata = node.metadata_props
         follows = keys.decode(metadata, keys.FOLLOWS) is True
-        cuts = {
-            keys.integers(one["ranks"], keys.CUTS): _cut(one)
-            for one in keys.records(keys.decode(metadata, keys.CUTS), keys.CUTS)
-            if "ranks" in one
-        }
+        cuts: dict[Group, tuple[Mesh, dict[str, tuple[int, ...]]]] = {}
+        for one in keys.records(keys.decode(metadata, keys.CUTS), keys.CUTS):
+            if "ranks" in one:
+                ranks, mesh = (keys.integers(one.get(key), keys.CUTS) for key in ("ranks", "mesh"))
+                axes = keys.mapping(one.get("axes"), keys.CUTS)
+                cuts[ranks] = mesh, {letter: keys.integers(each, keys.CUTS) for letter, each in axes.items()}
         reduced = keys.decode(metadata, keys.REDUCED)
         if group is None and not cuts and not follows:
             return None
@@ -198,7 +197,8 @@ class _Check:
         count = self.annotations.configuration.num_devices
         named = dict.fromkeys(spread.ranks for spread in spreads if spread.holders)
         if len(named) > 1:
-            fact = f"its tensors are on different devices: {'; '.join(_listed(ranks) for ranks in named)}"
+            listed = "; ".join(", ".join(map(str, ranks)) for ranks in named)
+            fact = f"its tensors are on different devices: {listed}"
             law = "a node runs on one group of ranks, and all its tensors are spread over it"
             help = "give its tensors the node's own devices: what another node makes or reads elsewhere is moved"
             self.problems.append(Problem(self.where(node), fact, law, help))
@@ -237,13 +237,3 @@ class _Check:
                 help = f"set 'ranks' to {configuration.num_devices}, or say --configuration {NONE}"
                 yield Problem(self.program.plan.file or self.program.name, fact, law, help)
                 return
-
-
-def _cut(record: Mapping[str, object]) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    mesh = keys.integers(record.get("mesh"), keys.CUTS)
-    axes = keys.mapping(record.get("axes"), keys.CUTS)
-    return mesh, {letter: keys.integers(each, keys.CUTS) for letter, each in axes.items()}
-
-
-def _listed(ranks: Group) -> str:
-    return ", ".join(map(str, ranks))

@@ -41,7 +41,7 @@ class NodeMarks:
 
 @dataclass(frozen=True)
 class Annotations:
-    """A model's annotations under one configuration. `dangling`: nodes by the configuration that they name and nobody declares.
+    """A model's annotations under one configuration. `dangling`: nodes by the configuration that they name and the model does not declare.
 
     `symbols`, `outputs` and `mesh` are what metadata says.
     """
@@ -69,7 +69,7 @@ class Annotations:
         """The plan of a model that has annotations and no plan file."""
         ranks = self.configuration.num_devices
         mesh = self.mesh if math.prod(size for _, size in self.mesh) == ranks else ()
-        return Plan(file="", ranks=ranks, symbols={}, inputs={}, placement=(), outputs=(), mesh=mesh)
+        return Plan(ranks=ranks, mesh=mesh)
 
 
 def read(model: ir.Model, where: str, name: str | None = None) -> Annotations | None:
@@ -87,7 +87,11 @@ def read(model: ir.Model, where: str, name: str | None = None) -> Annotations | 
     try:
         mesh = tuple((str(axis), int(size)) for axis, size in _pairs(model.metadata_props))
         outputs = tuple(_outputs(model, where))
-        symbols = _symbols(model.metadata_props)
+        declared = keys.mapping(keys.decode(model.metadata_props, keys.SYMBOLS), keys.SYMBOLS)
+        symbols = {
+            name: Symbol(**keys.mapping(facts, keys.SYMBOLS))  # type: ignore[arg-type]
+            for name, facts in declared.items()
+        }
     except (keys.BrokenKey, TypeError, ValueError) as error:
         raise CompileError(
             Problem(where, str(error), help=f"remove the metadata that begins with '{keys.PREFIX}'")
@@ -154,13 +158,6 @@ def _mark(node: ir.Node, spec: ir.ShardingSpec) -> Mark:
         return Mark(spec, (), ())
     inputs = tuple(k for k, value in enumerate(node.inputs) if value is spec.value)
     return Mark(spec, inputs, tuple(k for k, value in enumerate(node.outputs) if value is spec.value))
-
-
-def _symbols(metadata: Mapping[str, str]) -> dict[str, Symbol]:
-    found = {}
-    for name, facts in keys.mapping(keys.decode(metadata, keys.SYMBOLS), keys.SYMBOLS).items():
-        found[name] = Symbol(**keys.mapping(facts, keys.SYMBOLS))  # type: ignore[arg-type]
-    return found
 
 
 def _outputs(model: ir.Model, where: str) -> list[OutputRule]:

@@ -16,18 +16,18 @@ from partc.compiler.annotations.spread import Spread, any_layout, layout_on, mes
 from partc.compiler.errors import Problem
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.layout.mesh import normal
 from partc.compiler.ops.rule import WHOLE, Rule
 from partc.compiler.plan.rules import FULL_BATCH
 
-_LAW = "the cuts of a node's operands are layouts of one grid of its ranks"
+_LAW = "the layouts of a node's operands are on one grid of its ranks"
 
 
 def seed_annotations(
-    program: Program, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, decided: Mapping[ir.Node, object]
+    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, decided: Mapping[ir.Node, object]
 ) -> list[Problem]:
     """Fills in the shardings that annotations pin, except those of `decided` nodes. Returns problems."""
     problems: list[Problem] = []
@@ -41,7 +41,7 @@ def seed_annotations(
             choice.why.update(dict.fromkeys(axes, followed.where))
             settle_outputs(instance, choice, followed, given)
         elif instance.group == followed.group:
-            problems += cut_by_operands(instance, choice, followed)
+            problems += sharded_by_operands(instance, choice, followed)
             if not problems:
                 settle_outputs(instance, choice, followed, given)
     problems += _arriving(program, given)
@@ -58,7 +58,7 @@ class _InputDim:
     title: str
 
 
-def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Followed) -> list[Problem]:
+def sharded_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Followed) -> list[Problem]:
     """Shards the factors of a node as its operands are spread, and closes it where every tensor input is annotated.
 
     Where that cannot be, the choice stays as it is, and the problems come back.
@@ -73,7 +73,8 @@ def cut_by_operands(instance: NodeOnGroup, choice: NodeSharding, followed: Follo
     mesh = _common(choice.mesh, [*spread_inputs.values()], spread_outputs, group)
     if mesh is None:
         listed = ", ".join(f"'{_name(node.inputs, k)}' {list(spread.shards)}" for k, spread in spread_inputs.items())
-        fact = f"no grid of ranks {_ranks(group)} has the shards of {listed} where they are"
+        ranks = ", ".join(map(str, group)) if len(group) <= 8 else f"{group[0]}..{group[-1]}"
+        fact = f"no grid of ranks {ranks} has the shards of {listed} where they are"
         return [Problem(followed.where, fact, _LAW)]
     axes, problems = _axes_of_factors(_input_dims(instance, rule, followed, mesh), rule, node.op_type, followed.where)
     if problems:
@@ -104,20 +105,20 @@ def _axes_of_factors(
     for dim in dims:
         if dim.letter == WHOLE or dim.letter not in rule.factors:
             if dim.axes:
-                fact = f"{dim.title} is cut into {dim.num_shards}, but {op_type} needs it whole"
+                fact = f"{dim.title} is sharded into {dim.num_shards}, but {op_type} needs it whole"
                 problems.append(Problem(where, fact, help="leave it whole"))
             continue
         other = first.setdefault(dim.letter, dim)
         if other.axes != dim.axes:
             how = f"into {other.num_shards}" if other.num_shards != dim.num_shards else "over other ranks"
-            fact = f"{dim.title} is cut into {dim.num_shards}, but {other.title}, which corresponds to it, {how}"
-            problems.append(Problem(where, fact, "dims that correspond are cut alike, over the same ranks"))
+            fact = f"{dim.title} is sharded into {dim.num_shards}, but {other.title}, which corresponds to it, {how}"
+            problems.append(Problem(where, fact, "dims that correspond are sharded alike, over the same ranks"))
     axes = {letter: dim.axes for letter, dim in first.items()}
     ids = {axis for letter in rule.ids for axis in axes.get(letter, ())}  # rows that are looked up may share these
     used = [axis for letter, some in axes.items() for axis in some if letter != rule.looked_up or axis not in ids]
     if not problems and len(used) != len(set(used)):
-        fact = f"the same ranks cut dims of {op_type} that do not correspond"
-        law = "along one axis of the ranks' grid one factor is cut"
+        fact = f"the same ranks shard dims of {op_type} that do not correspond"
+        law = "along one axis of the ranks' grid one factor is sharded"
         problems.append(Problem(where, fact, law, "see `partc ops` for its factors"))
     return axes, problems
 
@@ -146,7 +147,7 @@ def settle_outputs(instance: NodeOnGroup, choice: NodeSharding, followed: Follow
         reduced = Layout(made.mesh, made.cuts)
         both_whole = (
             wanted.is_replicated and reduced.is_replicated
-        )  # also where the spec alone tells how many dims there are
+        )  # also where only the spec says how many dims there are
         unlike = normal(wanted) != normal(reduced) and not both_whole
         if unlike or instance.node.outputs[k].name in followed.reduced:
             given.outputs[instance, k] = (wanted, followed.where)
@@ -164,7 +165,7 @@ def _common(preferred: Mesh, inputs: list[Spread], outputs: list[Spread], group:
     )
 
 
-def _arriving(program: Program, given: Pinned) -> list[Problem]:
+def _arriving(program: Placed, given: Pinned) -> list[Problem]:
     """Pins how inputs arrive, unless the plan says it, and how weights are kept, from metadata."""
     annotations = program.declared.annotations
     if annotations is None:
@@ -214,7 +215,3 @@ def _letters(operands: tuple[str | None, ...], k: int) -> str | None:
 def _name(values: Sequence[ir.Value | None], k: int) -> str:
     value = values[k]
     return (value.name or "") if value is not None else ""
-
-
-def _ranks(group: Group) -> str:
-    return ", ".join(map(str, group)) if len(group) <= 8 else f"{group[0]}..{group[-1]}"

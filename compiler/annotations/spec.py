@@ -39,18 +39,19 @@ def spread_in(
         count = fused_shards([(_size(one.dim), max(one.num_shards, 1)) for one in sharded.simple_shardings])
         if count is None:
             wrong.append(
-                (f"axis {axis} is fused of parts whose shards are no runs of it", "a rank holds one run of a dim")
+                (f"axis {axis} is fused of parts whose shards are not runs of it", "a rank holds one run of a dim")
             )
         cuts[axis] = count or 1
     product = math.prod(cuts.values())
     if not wrong and rank is None and spec.sharded_dims:
         wrong.append(
-            ("its number of dims is not known, but it is cut", "a tensor that is cut has a known number of dims")
+            ("its number of dims is not known, but it is sharded", "a sharded tensor has a known number of dims")
         )
     if not wrong and holders and product == 1:
         holders = (tuple(sorted(device for ranks in holders for device in ranks)),)
     if not wrong and holders and len(holders) != product:
-        fact = f"{product} shards ({_product(cuts)}), but {len(holders)} devices or groups of devices"
+        shown = " x ".join(f"axis {axis} in {count}" for axis, count in sorted(cuts.items())) or "no axis is sharded"
+        fact = f"{product} shards ({shown}), but {len(holders)} devices or groups of devices"
         wrong.append((fact, "there is one for each shard, row-major over the axes"))
     if not wrong and len({len(ranks) for ranks in holders}) > 1:
         sizes = ", ".join(str(len(ranks)) for ranks in holders)
@@ -78,7 +79,7 @@ def _axis_faults(spec: ir.ShardingSpec, rank: int | None) -> Iterator[tuple[str,
         seen.add(axis)
         for one in sharded.simple_shardings:
             if one.num_shards < 1:
-                yield f"axis {axis} is cut into {one.num_shards}", "a dim is cut into 1 shard or more"
+                yield f"axis {axis} is sharded into {one.num_shards}", "a dim is sharded into 1 shard or more"
 
 
 def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> Iterator[tuple[str, str]]:
@@ -95,7 +96,7 @@ def _size_faults(sharded: ir.ShardedDim, axis: int, size: int | str | None) -> I
     for one, part in zip(parts, stated, strict=True):
         whole = part if part is not None else size if len(parts) == 1 else None
         if isinstance(whole, int) and one.num_shards > 1 and whole % one.num_shards:
-            yield f"axis {axis} of {whole} is cut into {one.num_shards} unequal shards", _EQUAL
+            yield f"axis {axis} of {whole} is sharded into {one.num_shards} unequal shards", _EQUAL
 
 
 @lru_cache(maxsize=4096)
@@ -124,7 +125,3 @@ def _devices(
 
 def _size(dim: int | ir.SymbolicDim) -> int | None:
     return dim if isinstance(dim, int) else None
-
-
-def _product(cuts: dict[int, int]) -> str:
-    return " x ".join(f"axis {axis} in {count}" for axis, count in sorted(cuts.items())) or "no axis is cut"

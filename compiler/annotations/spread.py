@@ -56,7 +56,7 @@ class Spread:
 
 @lru_cache(maxsize=4096)
 def spread_of(layout: Layout, group: Group) -> Spread:
-    """How a layout spreads a value over a group; the terms of a sum count as replicas."""
+    """How a layout spreads a value over a group; partial values count as replicas."""
     shards = layout.shards
     holders: list[list[int]] = [[] for _ in range(math.prod(shards))]
     for index, rank in enumerate(group):
@@ -93,7 +93,8 @@ def layout_on(mesh: Mesh, spread: Spread, group: Group) -> Layout | None:
     """The layout on `mesh` that spreads a value so; None if the mesh's axes cannot."""
     at = {rank: number for number, ranks in enumerate(spread.holders) for rank in ranks}
     whole = Layout(mesh, ())
-    units = [_index(mesh, axis) for axis in range(len(mesh))]
+    # by axis the rank whose only coordinate is 1 along it; 0 for an axis of size 1
+    units = [math.prod(mesh[axis + 1 :]) if mesh[axis] > 1 else 0 for axis in range(len(mesh))]
     cuts: list[tuple[int, ...]] = []
     numbers = [at[rank] for rank in group]
     below = spread.count
@@ -137,13 +138,8 @@ def _orders(sizes: Sequence[int]) -> Iterator[Mesh]:
         yield from ((first, *others) for others in _orders(rest))
 
 
-def _index(mesh: Mesh, axis: int) -> int:
-    """The rank whose only coordinate is 1 along one axis; 0 for an axis of size 1."""
-    return math.prod(mesh[axis + 1 :]) if mesh[axis] > 1 else 0
-
-
 def fused_shards(entries: Sequence[tuple[int | None, int]]) -> int | None:
-    """Into how many equal runs a dim is cut that was fused of parts (size, shards), outer first; None where shards are no runs.
+    """Into how many equal runs a dim is cut that was fused of parts (size, shards), outer first; None where the shards are not runs.
 
     Shards are runs where every part outside of the last one that is cut is cut into single elements.
     """

@@ -142,7 +142,7 @@ class GradientBuilder:
         static = self.static(x)
         if static is not None:
             return self.constant(np.array(static, np.int64))
-        if x not in self._primals():
+        if x not in {str(value.name) for value in (*self.node.inputs, *self.node.outputs) if value is not None}:
             return self.Shape(x)
         name = self.scope.derived(f"{x}.shape")
         if name not in self.scope.values:
@@ -188,9 +188,6 @@ class GradientBuilder:
         """A batch of matrices, each transposed."""
         rank = self.rank(x)
         return self.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
-
-    def _primals(self) -> set[str]:
-        return {str(value.name) for value in (*self.node.inputs, *self.node.outputs) if value is not None}
 
     def _free(self, op_type: str) -> str:
         name, at = self.scope.derived(f"{self._path}.grad.{op_type}"), 1

@@ -101,16 +101,16 @@ def differentiate(
     entry = entry_of(node)
     if entry is not None and entry.stops_gradient:
         return [None] * len(node.inputs), node
-    if entry is None or entry.gradient is None:
+    if entry is None or entry.gradients.rule is None:
         raise NoGradient(f"{node.op_type} has no gradient")
     g = GradientBuilder(scope, node, wanted)
-    count = entry.gradient_outputs or len(node.outputs)
+    count = entry.gradients.outputs or len(node.outputs)
     beyond = [k for k, dy in enumerate(cotangents) if k >= count and dy is not None]
     if beyond:
         raise NoGradient(f"{node.op_type} has no gradient of its output {beyond[0]}")
     given = [*cotangents, *[None] * count][:count]
     names = [None if value is None else value.name or None for value in node.inputs]
-    found = entry.gradient(g, *given, *names)
+    found = entry.gradients.rule(g, *given, *names)
     per_input = [found] if found is None or isinstance(found, str) else list(found)
     per_input = [*per_input, *[None] * len(names)][: len(names)]
     made: list[str | None] = []
@@ -176,8 +176,8 @@ def _by_rows(node: ir.Node, dy: str | None, scope: Scope) -> RowGradient:
     """The gradient of the table that a node looks up, as rows."""
     entry = entry_of(node)
     assert entry is not None
-    assert entry.row_gradient is not None
-    return RowGradient(*entry.row_gradient(GradientBuilder(scope, node, [True]), dy, *map(_name, node.inputs)))
+    assert entry.gradients.rows is not None
+    return RowGradient(*entry.gradients.rows(GradientBuilder(scope, node, [True]), dy, *map(_name, node.inputs)))
 
 
 def _appended(found: Sequence[RowGradient], scope: Scope) -> RowGradient:
@@ -239,9 +239,9 @@ def _reversed(
         pairs = zip(node.inputs, dxs, strict=True)
         return [(str(x.name), dx) for x, dx in pairs if dx is not None and x is not None], extended
     entry = entry_of(node)
-    if entry is None or entry.body_gradient is None:
+    if entry is None or entry.gradients.body is None:
         raise NoGradient(f"a gradient does not flow into the body of {node.op_type}")
-    found = entry.body_gradient(GradientBuilder(scope, node, flows), dys, inside)
+    found = entry.gradients.body(GradientBuilder(scope, node, flows), dys, inside)
     return found, inside.forward or node
 
 

@@ -17,6 +17,7 @@ from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.ir.value_info import Shape
+from partc.compiler.ir.values import derived
 from partc.compiler.ops.node import same
 
 OPSETS = {"": 21, "com.microsoft": 1}
@@ -71,9 +72,7 @@ class Scope:
 
     def derived(self, name: str) -> str:
         """The name, with strokes where another value has it."""
-        while name in self.reserved:
-            name += "'"
-        return name
+        return derived(name, self.reserved)
 
     def value(self, name: str) -> ir.Value:
         """The value of a name; one of which nothing is known where the name is new."""

@@ -1,7 +1,7 @@
 """Facts of whole dim expressions: `floor(batch/2) + 1`, `Max(seq, 8)`, `784*batch/49`.
 
 A name with facts (d, r, min, max) is replaced by `min + d*N`, N from 0 on, and sums and products are multiplied out to
-a polynomial in these N, so that what the parts have in common cancels. What is no polynomial becomes a further variable
+a polynomial in these N, so that what the parts have in common cancels. What is not a polynomial becomes a further variable
 with the facts that the arithmetic of `Facts` gives it:
 
     floor(p/q)   the terms of p that q divides leave it exactly; the rest is constant, or a variable
@@ -40,7 +40,7 @@ class _Unread(Exception):
 def facts_of(dim: int | ir.SymbolicDim | sympy.Expr | str, known: Mapping[str, Facts]) -> Facts:
     """What is known of a dim's value, from what is `known` of the names in it; a name not in `known` is any dim.
 
-    A dim is an integer for every legal binding, so `batch/2` with an odd batch is no case. Where the expression has
+    A dim is an integer for every legal binding, so `batch/2` with an odd batch does not occur. Where the expression has
     functions that no rule reads, or is unknown, the facts say so (`[-inf,inf]`, `[0,inf]`); nothing is raised. The result
     is remembered by the expression and by what is known of its names.
     """

@@ -1,7 +1,7 @@
 """`Facts`: what is known of an integer, a congruence and a range, with the arithmetic that carries it through dims.
 
 The law: a value v has facts (divisor, remainder, min, max) when `v == remainder (mod divisor)` and `min <= v <= max`;
-None is no bound. Congruence modulo 0 is equality, so a constant c is divisor 0, remainder c, and no formula needs a
+None means unbounded. Congruence modulo 0 is equality, so a constant c is divisor 0, remainder c, and no formula needs a
 case for it:
 
     v + w    (gcd(d1, d2), r1 + r2)                        max, min    (gcd(d1, d2, r1 - r2), r1)
@@ -28,7 +28,7 @@ Bound: TypeAlias = int | float  # a float only as an infinity
 
 @dataclass(frozen=True)
 class Facts:
-    """The integers `divisor*N + remainder` within [min, max]; None is no bound. ValueError where there is none."""
+    """The integers `divisor*N + remainder` within [min, max]; None means unbounded. ValueError where there is none."""
 
     divisor: int = 1
     remainder: int = 0

@@ -27,7 +27,7 @@ LARGEST = 256
 
 
 def normal_dim(dim: int | ir.SymbolicDim, known: Mapping[str, Facts]) -> int | ir.SymbolicDim:
-    """The dim in normal form; as it is where it is unknown, or where its text is no expression."""
+    """The dim in normal form; unchanged where it is unknown, or where its text is not an expression."""
     if isinstance(dim, int) or dim.value is None:
         return dim
     if dim.value.isidentifier():
@@ -74,7 +74,7 @@ def _simplified(expression: Any, known: Mapping[str, Facts]) -> sympy.Expr:
 def _floor(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
     value = _cancelled(args[0])
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(value)]
-    if not all(isinstance(number, sympy.Rational) and is_whole(rest, known) for number, rest in terms):
+    if not all(isinstance(number, sympy.Rational) and is_integral(rest, known) for number, rest in terms):
         return sympy.floor(value)
     q = math.lcm(*(int(number.q) for number, _ in terms))
     outside, inside = sympy.Integer(0), sympy.Integer(0)
@@ -85,7 +85,8 @@ def _floor(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
     facts = facts_of(inside, known)
     if facts.divisor % q == 0:
         return sympy.expand(outside + (inside - facts.remainder % q) / q)
-    if _leading(inside) < 0:
+    parts = [term.as_coeff_Mul() for term in inside.as_ordered_terms()]
+    if next((int(number) for number, rest in parts if rest != 1), 0) < 0:
         return sympy.expand(outside - _floor([sympy.expand((q - 1 - inside) / q)], known))
     return outside + sympy.floor(sympy.expand(inside / q))
 
@@ -109,19 +110,19 @@ def quotient(value: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
     return _cancelled(value / by)
 
 
-def is_whole(expression: Any, known: Mapping[str, Facts]) -> bool:
-    """Whether the values are integers, told by the form and by what is known of the names."""
+def is_integral(expression: Any, known: Mapping[str, Facts]) -> bool:
+    """Whether the values are integers, by the form and by what is known of the names."""
     match type(expression).__name__:
         case "Symbol" | "Integer" | "One" | "Zero" | "NegativeOne" | "floor" | "ceiling":
             return True
         case "Pow":
             base, exponent = expression.args
-            return isinstance(exponent, sympy.Integer) and exponent > 0 and is_whole(base, known)
+            return isinstance(exponent, sympy.Integer) and exponent > 0 and is_integral(base, known)
         case "Max" | "Min" | "Mod":
-            return all(is_whole(arg, known) for arg in expression.args)
+            return all(is_integral(arg, known) for arg in expression.args)
         case "Add" | "Mul":
-            terms = [_parts(term) for term in sympy.Add.make_args(expression)]
-            if not all(is_whole(factor, known) for _, rest in terms for factor in sympy.Mul.make_args(rest)):
+            terms = [_coefficient(term) for term in sympy.Add.make_args(expression)]
+            if not all(is_integral(factor, known) for _, rest in terms for factor in sympy.Mul.make_args(rest)):
                 return False
             q = math.lcm(*(int(number.q) for number, _ in terms))
             return q == 1 or facts_of(sympy.expand(expression * q), known).divisible_by(q)
@@ -129,15 +130,9 @@ def is_whole(expression: Any, known: Mapping[str, Facts]) -> bool:
             return False
 
 
-def _parts(term: sympy.Expr) -> tuple[Any, sympy.Expr]:
+def _coefficient(term: sympy.Expr) -> tuple[Any, sympy.Expr]:
     number, rest = term.as_coeff_Mul()
     return (number, rest) if isinstance(number, sympy.Rational) else (sympy.Integer(1), term)
-
-
-def _leading(value: sympy.Expr) -> int:
-    """The coefficient of the first term that is no number."""
-    terms = [term.as_coeff_Mul() for term in value.as_ordered_terms()]
-    return next((int(number) for number, rest in terms if rest != 1), 0)
 
 
 def _largest(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:

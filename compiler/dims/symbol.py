@@ -21,7 +21,7 @@ LARGEST = 1 << 40
 class Symbol:
     """A dynamic dimension; with `unique` all uses are equal, without it they share the constraints only.
 
-    Raises TypeError where a number is no int (bool is none) or `unique` is no bool, ValueError where no size is legal.
+    Raises TypeError where a number is not an int (a bool is not) or `unique` is not a bool, ValueError where no size is legal.
     """
 
     max: int = 0

@@ -89,7 +89,7 @@ class ShardCall(TracedCall):
                 if spec is not None and value.shape is not None and len(spec) != len(value.shape):
                     dims = ", ".join(str(dim) for dim in value.shape)
                     fact = (
-                        f"{side}_strategy[{k}] {shown_spec(spec)} cuts {_count(len(spec), 'dim')}, but the tensor has"
+                        f"{side}_strategy[{k}] {shown_spec(spec)} is for {_count(len(spec), 'dim')}, but the tensor has"
                     )
                     fact = f"{fact} {len(value.shape)}, [{dims}]"
                     problems.append(Problem(self.where, fact, help="write one entry for each dim"))

@@ -63,7 +63,11 @@ def place(
     problems += [problem for one in given[:1] for problem in _wrong_place(one, line)]
     if problems:
         raise CompileError(problems)
-    call = PlaceCall(target, line, _on(cast(Ranks, given[0])) if given else () if serves else None)
+    on: On | None = () if serves else None
+    if given:
+        ranks = cast(Ranks, given[0])
+        on = ranks if isinstance(ranks, int) else dict(ranks) if isinstance(ranks, Mapping) else tuple(ranks)
+    call = PlaceCall(target, line, on)
     call.role = role if serves and role is not None else ""
     call.device = named_target(device)
     if record := recorder():
@@ -71,12 +75,6 @@ def place(
     if is_module(target) or isinstance(target, str):
         return target
     return cast(Target, traced(call, cast("Callable[..., object]", target)))
-
-
-def _on(place: Ranks) -> On:
-    if isinstance(place, int):
-        return place
-    return dict(place) if isinstance(place, Mapping) else tuple(place)
 
 
 def _wrong_target(target: object, line: str) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from partc.compiler.directives.traced import traced, wrong_device
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
 from partc.compiler.plan.target import named_target
-from partc.compiler.plan.violation import Violation
+from partc.runtime.options import Refused
 
 Target = TypeVar("Target")
 _STRATEGY = "a strategy is a tuple with a tuple for each tensor, or None to derive it: ((4, 2), None)"
@@ -46,8 +46,9 @@ def shard(
     problems = [
         *_wrong_target(fn_or_module, parameter_plan, where),
         *wrong_device(device, where),
-        *_wrong_options(level, where),
     ]
+    if isinstance(level, bool) or level not in (0, 1, 2):
+        problems.append(Problem(where, f"level is {level!r}", "a level is 0, 1 or 2"))
     read = _Reading(where, problems)
     inputs = None if in_strategy is None else read.strategy("in_strategy", "input", in_strategy)
     outputs = None if out_strategy is None else read.strategy("out_strategy", "output", out_strategy)
@@ -96,21 +97,21 @@ class _Reading:
 
     def spec(self, name: str, value: object) -> list[DimSpec | None]:
         if not isinstance(value, tuple | list):
-            self.problem(f"{name} is {value!r}", "a cut is a tuple with an entry for each dim: (8, 1)", "")
+            self.problem(f"{name} is {value!r}", "a strategy is a tuple with an entry for each dim: (8, 1)", "")
             return []
         found: list[DimSpec | None] = []
         for dim, entry in enumerate(value):
             try:
                 found.append(dim_spec(entry))
-            except Violation as violation:
-                self.problems.append(violation.at(self.where, f"{name}, dim {dim}"))
+            except Refused as violation:
+                self.problems.append(Problem.of(violation, self.where, f"{name}, dim {dim}"))
         return found
 
     def one_spelling(self, specs: Sequence[Sequence[DimSpec | None] | None]) -> list[ShardSpec | None]:
         try:
             return one_spelling(specs)
-        except Violation as violation:
-            self.problems.append(violation.at(self.where, "shard"))
+        except Refused as violation:
+            self.problems.append(Problem.of(violation, self.where, "shard"))
             return []
 
     def problem(self, fact: str, law: str, help: str) -> None:
@@ -130,10 +131,5 @@ def _wrong_target(target: object, parameter_plan: object, where: str) -> Iterato
         if parameter_plan and not is_module(target):
             fact = "parameter_plan is only for modules"
             yield Problem(
-                where, fact, "only modules have parameters", "shard the module, or cut the tensor by in_strategy"
+                where, fact, "only modules have parameters", "shard the module, or shard the tensor by in_strategy"
             )
-
-
-def _wrong_options(level: object, where: str) -> Iterator[Problem]:
-    if isinstance(level, bool) or level not in (0, 1, 2):
-        yield Problem(where, f"level is {level!r}", "a level is 0, 1 or 2")

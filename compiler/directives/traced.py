@@ -22,7 +22,7 @@ from partc.compiler.plan.target import is_default_device, named_target
 
 
 def wrong_device(device: object, where: str) -> Iterator[Problem]:
-    """A problem for what is no kind of device."""
+    """A problem for what is not a kind of device."""
     if not is_default_device(device) and not named_target(device):
         law = "a device is 'cpu' or 'cuda', or 'Ascend' for the job's"
         yield Problem(where, f"device is {device!r}", law, "write 'cpu', or leave it out")
@@ -82,6 +82,19 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
 
 
 @contextmanager
+def within_scope(builder: GraphBuilder, name: str) -> Iterator[None]:
+    """Within, nodes get a scope of this name."""
+    scopes = ([""] if not builder._scope_names() else []) + [name]
+    for scope in scopes:
+        builder.push_module(scope)
+    try:
+        yield
+    finally:
+        for _ in scopes:
+            builder.pop_module()
+
+
+@contextmanager
 def _scope(builder: GraphBuilder, name: str | None, record: Recorder | None) -> Iterator[str]:
     """Within, nodes get a scope of this name, distinct from earlier calls'; yields its path without the root's name."""
     around = [part for part in builder._scope_names()[1:] if part]
@@ -94,15 +107,8 @@ def _scope(builder: GraphBuilder, name: str | None, record: Recorder | None) -> 
     while path in taken:
         k += 1
         path = ".".join([*around, f"{name}_{k}"])
-    rootless = not builder._scope_names()
-    for scope in ([""] if rootless else []) + [path.rpartition(".")[2]]:
-        builder.push_module(scope)
-    try:
+    with within_scope(builder, path.rpartition(".")[2]):
         yield path
-    finally:
-        builder.pop_module()
-        if rootless:
-            builder.pop_module()
 
 
 def _tensors(values: Sequence[object]) -> tuple[ir.Value, ...]:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import onnx_ir as ir
 from partc.compiler.annotations.followed import Followed
-from partc.compiler.annotations.seed import cut_by_operands
+from partc.compiler.annotations.seed import sharded_by_operands
 from partc.compiler.annotations.spread import Spread, spec_of, spread_of
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.whole import save_unsharded
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.frontend.functions import CALLS
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
@@ -29,7 +29,7 @@ IR_VERSION = 11
 CONFIGURATION = "partc"
 
 
-def write_annotated(program: Program, path: Path) -> None:
+def write_annotated(program: Complete, path: Path) -> None:
     """Writes the annotated model into `path`, and large weights beside it into `path` and `.data`.
 
     Raises CompileError where that would overwrite weights that the model is read from.
@@ -37,7 +37,7 @@ def write_annotated(program: Program, path: Path) -> None:
     save_unsharded(annotated(program), path, "--annotated")
 
 
-def annotated(program: Program) -> ir.Model:
+def annotated(program: Complete) -> ir.Model:
     """A copy of the program's model with its choices as annotations; the program is one that `shard` has given."""
     model = program.model.clone()
     model.device_configurations = ()
@@ -56,7 +56,8 @@ def annotated(program: Program) -> ir.Model:
             new.name = program.paths[old]
         _annotate(program, old, new, configuration)
     for value, copy in zip(program.model.graph.inputs, model.graph.inputs, strict=True):
-        _arrives(program, value, copy)
+        if records := list(_arrivals(program, value)):
+            copy.metadata_props[keys.ARRIVES] = keys.encode(records)
     delivered, _ = output_ranks(program)
     for value, copy in zip(program.model.graph.outputs, model.graph.outputs, strict=True):
         ranks, cut = delivered[value]
@@ -87,7 +88,7 @@ def _drop(metadata: dict[str, str]) -> None:
         del metadata[key]
 
 
-def _annotate(program: Program, old: ir.Node, new: ir.Node, configuration: ir.ModelConfiguration) -> None:
+def _annotate(program: Complete, old: ir.Node, new: ir.Node, configuration: ir.ModelConfiguration) -> None:
     placed = program.placement[old]
     if placed.follows:
         new.metadata_props[keys.FOLLOWS] = keys.encode(True)
@@ -115,9 +116,9 @@ def _annotate(program: Program, old: ir.Node, new: ir.Node, configuration: ir.Mo
         _cuts(program, old, new, placed.groups)
 
 
-def _sums(program: Program, instance: NodeOnGroup, choice: NodeSharding, new: ir.Node, outputs: Iterable[int]) -> None:
+def _sums(program: Complete, instance: NodeOnGroup, choice: NodeSharding, new: ir.Node, outputs: Iterable[int]) -> None:
     """Notes which outputs a node makes as partial results, and which are reduced though they could be passed on."""
-    node, given = instance.node, program.given.outputs if program.given else {}
+    node, given = instance.node, program.given.outputs
     made = {k: layout for k in outputs if (layout := choice.output(k)) is not None and layout.partial}
     if made:
         terms = {node.outputs[k].name: _terms(layout, instance.group) for k, layout in made.items()}
@@ -131,7 +132,7 @@ def _sums(program: Program, instance: NodeOnGroup, choice: NodeSharding, new: ir
         new.metadata_props[keys.REDUCED] = keys.encode(reduced)
 
 
-def _cuts(program: Program, old: ir.Node, new: ir.Node, groups: tuple[Group, ...]) -> None:
+def _cuts(program: Complete, old: ir.Node, new: ir.Node, groups: tuple[Group, ...]) -> None:
     """Cuts by factor, of every group on which the node is cut."""
     records = [
         {"ranks": group, "mesh": choice.mesh, "axes": {letter: axes for letter, axes in choice.axes.items() if axes}}
@@ -148,7 +149,7 @@ def _might_pass(choice: NodeSharding, k: int, wanted: Layout) -> bool:
     return bool(choice.rule.partial_inputs) and made is not None and normal(made) == normal(wanted)
 
 
-def _choice(program: Program, instance: NodeOnGroup) -> NodeSharding | None:
+def _choice(program: Complete, instance: NodeOnGroup) -> NodeSharding | None:
     """How a node is cut, with sums reduced where they are made: through which nodes they pass follows from the cuts."""
     choice = program.choices.get(instance)
     return choice.settled() if choice else None
@@ -159,13 +160,13 @@ def _read(choice: NodeSharding | None, k: int, group: Group) -> Spread:
     return Spread((), (tuple(sorted(group)),)) if layout is None else spread_of(normal(layout), group)
 
 
-def _made(program: Program, instance: NodeOnGroup, k: int) -> Spread:
+def _made(program: Complete, instance: NodeOnGroup, k: int) -> Spread:
     """The layout of an output as readers get it: as the plan asks, else reduced."""
     choice = _choice(program, instance)
     layout = choice.output(k) if choice else None
     if layout is None:
         return Spread((), (tuple(sorted(instance.group)),))
-    wanted = program.given.outputs.get((instance, k)) if program.given else None
+    wanted = program.given.outputs.get((instance, k))
     settled = wanted[0] if wanted else Layout(layout.mesh, layout.cuts)
     return spread_of(normal(settled), instance.group)
 
@@ -183,7 +184,7 @@ def _unlike(node: ir.Node, inputs: dict[int, Spread]) -> bool:
 def _told(instance: NodeOnGroup, choice: NodeSharding, followed: Followed) -> bool:
     """Whether the node's sharding follows from its operands' spreads alone."""
     again = NodeSharding(choice.rule, choice.mesh)
-    if cut_by_operands(instance, again, followed) or again.open:
+    if sharded_by_operands(instance, again, followed) or again.open:
         return False
     return all(_same(again.input(k), choice.input(k)) for k in range(len(choice.rule.inputs))) and all(
         _same(again.output(k), choice.output(k)) for k in range(len(choice.rule.outputs))
@@ -205,22 +206,16 @@ def _terms(layout: Layout, group: Group) -> dict[str, list[list[int]]]:
     }
 
 
-def _arrives(program: Program, value: ir.Value, copy: ir.Value) -> None:
-    records = list(_arrivals(program, value))
-    if records:
-        copy.metadata_props[keys.ARRIVES] = keys.encode(records)
-
-
-def _arrivals(program: Program, value: ir.Value) -> Iterator[dict[str, object]]:
-    for (each, group), (layout, _) in (program.given.arriving if program.given else {}).items():
+def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]:
+    for (each, group), (layout, _) in program.given.arriving.items():
         if each is value:
             yield {"ranks": group, "mesh": layout.mesh, "cuts": layout.cuts}
 
 
-def _kept(program: Program) -> dict[str, list[dict[str, object]]]:
+def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
     """How weights are kept that are read in another layout somewhere, by name."""
     found: dict[str, list[dict[str, object]]] = {}
-    for (value, group), (layout, _) in (program.given.arriving if program.given else {}).items():
+    for (value, group), (layout, _) in program.given.arriving.items():
         if value.is_initializer() and any(
             (read := program.choices[instance].input(k)) is None or normal(read) != normal(layout)
             for instance, k in ((NodeOnGroup(use.node, group), use.idx) for use in value.uses())

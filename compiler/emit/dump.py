@@ -10,19 +10,19 @@ is described in `compiler/README.md`, section "The dumps".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.emit.choice_text import cut_text, strategies
+from partc.compiler.emit.layout_text import cut_text, strategies, value_text
+from partc.compiler.emit.names import Names
 from partc.compiler.emit.node_text import node_text
 from partc.compiler.emit.rank_text import RankTexts
-from partc.compiler.emit.value_text import value_text
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import Event, LocalTensor, RankProgram
+from partc.compiler.ir.program import Complete, Loaded, Lowered, Placed, Prepared, Sharded, Targeted, Typed
+from partc.compiler.ir.programs import Event, RankProgram
 from partc.compiler.ir.sized import sized_inputs
-from partc.compiler.ir.value_bytes import bytes_text
+from partc.compiler.ir.value_info import bytes_text
 from partc.runtime.artifact.format import SEND
 from partc.runtime.artifact.ranks import order_text
 
@@ -31,21 +31,18 @@ _NAMED = 8
 """So many lists of a group, or ranks of one, are listed."""
 
 
-def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
+def begin_text(program: Loaded, title: str = "step_parallel_begin") -> str:
     """`step_parallel_begin.ir`: the whole model in global shapes, each op with its ranks, its strategy and the rule that decided.
 
     Before the passes that decide them have run, ranks, strategies and rules are left out.
     """
     graph = program.model.graph
     lines = _head(program, title)
-    lines += _listing(
-        "Symbols", [f"{name} : {info.facts}   {info.where}" for name, info in sorted(program.symbols.items())]
-    )
-    lines += _listing("Dims", _dim_facts(program))
-    sized = sized_inputs(program)
-    readers = _holders(program, lambda part: [one for one in part.inputs if one.name not in sized.get(part.rank, ())])
+    symbols = program.symbols if isinstance(program, Typed) else {}
+    lines += _listing("Symbols", [f"{name} : {info.facts}   {info.where}" for name, info in sorted(symbols.items())])
+    lines += _listing("Dims", _dim_facts(program) if isinstance(program, Typed) else [])
+    readers, holders = _holders(program) if isinstance(program, Lowered) else ({}, {})
     lines += _listing("Inputs", [f"{_typed(program, v)}   ranks: {_ranks(readers.get(v, []))}" for v in graph.inputs])
-    holders = _weight_holders(program)
     lines += _listing(
         "Parameters",
         [
@@ -53,44 +50,51 @@ def begin_text(program: Program, title: str = "step_parallel_begin") -> str:
             for value in graph.initializers.values()
         ],
     )
-    if program.training is not None and program.training.tables:
-        lines += _listing("Tables", program.training.tables)
+    training = program.training if isinstance(program, Prepared) else None
+    if training is not None and training.notes.tables:
+        lines += _listing("Tables", training.notes.tables)
     lines.append(f"graph @main({', '.join(f'%{value.name}' for value in graph.inputs)}) {{")
+    placement = program.placement if isinstance(program, Placed) else {}
+    targets = program.targets if isinstance(program, Targeted) else {}
     for node in graph:
-        placed = program.placement.get(node)
+        placed = placement.get(node)
         suffix = f" {{{'rank' if len(placed.ranks) == 1 else 'ranks'}: {_ranks(placed.ranks)}}}" if placed else ""
-        suffix += f" {{target: {program.targets[node]}}}" if node in program.targets else ""
-        suffix += "".join(strategies(program, node))
+        suffix += f" {{target: {targets[node]}}}" if node in targets else ""
+        suffix += "".join(strategies(program, node) if isinstance(program, Sharded) else ())
         lines.append(f"  {node_text(node, '  ')}{suffix}")
         lines.append(f"      : {_signature(program, node.inputs)} -> {_signature(program, node.outputs)}")
         lines.append(f"      # Scope: {program.paths[node]}" + (f"   Rule: {placed.rule}" if placed else ""))
-        lines += [f"      # Sharded: {text}" for text in cut_text(program, node)]
+        cuts = cut_text(program, node) if isinstance(program, Sharded) else ()
+        lines += [f"      # Sharded: {text}" for text in cuts]
     lines.append(f"  Return({', '.join(f'%{value.name}' for value in graph.outputs)})")
     lines.append(f"      : {_signature(program, graph.outputs)}")
     return "\n".join([*lines, "}", ""])
 
 
-def end_text(program: Program, bodies: Iterable[tuple[Sequence[int], str]] | None = None) -> str:
+def end_text(
+    program: Complete, names: Names | None = None, bodies: Iterable[tuple[Sequence[int], str]] | None = None
+) -> str:
     """`step_parallel_end.ir`: all ranks' programs with their communication, after a table of all of it.
 
     `bodies`: by ranks that share a program its text (`RankTexts`), where that was made already.
     """
+    names = names or Names(program)
     if bodies is None:
-        texts = RankTexts(program)
+        texts = RankTexts(program, names)
         bodies = [(ranks, texts.of(part, ranks)) for part, ranks in program.alike]
     lines = _head(program, "step_parallel_end")
-    lines += _listing("Communication", [_event_text(event) for event in program.events])
+    lines += _listing("Communication", [_event_text(names, event) for event in program.events])
     for ranks, body in bodies:
         lines += ["", *([f"# Ranks: {_ranks(ranks)}"] if len(ranks) > 1 else []), body]
     return "\n".join([*lines, ""])
 
 
-def rank_text(program: Program, part: RankProgram, body: str) -> str:
+def rank_text(program: Complete, part: RankProgram, body: str) -> str:
     """`rank_0000.ir`: the program of a rank, whose text (`RankTexts`) is `body`."""
     return "\n".join([*_head(program, f"rank_{part.rank:04d}"), body, ""])
 
 
-def _head(program: Program, title: str) -> list[str]:
+def _head(program: Loaded, title: str) -> list[str]:
     return [f"# partc {title}, grammar {GRAMMAR}", f"# Model: {program.name}   Ranks: {program.plan.ranks}"]
 
 
@@ -98,24 +102,24 @@ def _listing(title: str, rows: Sequence[str]) -> list[str]:
     return [f"# {title}: {len(rows)}", *(f"#   {row}" for row in rows)]
 
 
-def _holders(program: Program, held: Callable[[RankProgram], Sequence[LocalTensor]]) -> dict[ir.Value, list[int]]:
-    """Per value the ranks that read or hold it, rising."""
-    found: dict[ir.Value, list[int]] = {}
-    for part in program.parts:
-        for value in dict.fromkeys(one.version.value for one in held(part)):
-            found.setdefault(value, []).append(part.rank)
-    return found
+def _holders(program: Lowered) -> tuple[dict[ir.Value, list[int]], dict[ir.Value, list[int]]]:
+    """Per input the ranks that read it, and per weight those that hold it, rising."""
+    readers: dict[ir.Value, list[int]] = {}
+    holders: dict[ir.Value, list[int]] = {}
+    sized = sized_inputs(program)
+    for part, alike in program.alike:
+        alone = sized.get(part.rank, ())
+        for value in dict.fromkeys([one.version.value for one in part.inputs if one.value not in alone]):
+            readers.setdefault(value, []).extend(alike)
+        for value in dict.fromkeys([one.version.value for one in part.weights]):
+            holders.setdefault(value, []).extend(alike)
+    for found in (readers, holders):
+        for ranks in found.values():
+            ranks.sort()
+    return readers, holders
 
 
-def _weight_holders(program: Program) -> dict[ir.Value, list[int]]:
-    found: dict[ir.Value, list[int]] = {}
-    for part, ranks in program.alike:
-        for value in dict.fromkeys(one.version.value for one in part.weights):
-            found.setdefault(value, []).extend(ranks)
-    return {value: sorted(ranks) for value, ranks in found.items()}
-
-
-def _event_text(event: Event) -> str:
+def _event_text(names: Names, event: Event) -> str:
     if event.op_type == SEND:
         (source,), (target,) = event.ranks
         where = f"{source} -> {target}"
@@ -123,10 +127,10 @@ def _event_text(event: Event) -> str:
         many = max(len(event.ranks), len(event.ranks[0])) > _NAMED
         lists = event.group if many else ", ".join("-".join(map(str, ranks)) for ranks in event.ranks)
         where = f"{event.op_type} {lists}"
-    return f"{event.tag}: %{event.name} {where}   {event.bytes} bytes   {event.cause}"
+    return f"{event.tag}: %{names[event.made]} {where}   {event.bytes} bytes   {event.cause}"
 
 
-def _dim_facts(program: Program) -> list[str]:
+def _dim_facts(program: Typed) -> list[str]:
     """Every compound dim once, with what is known of it."""
     known = {name: info.facts for name, info in program.symbols.items()}
     dims = {
@@ -142,21 +146,22 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) == 1 else f"[{', '.join(map(str, ranks))}]"
 
 
-def _signature(program: Program, values: Sequence[ir.Value | None]) -> str:
+def _signature(program: Loaded, values: Sequence[ir.Value | None]) -> str:
     return f"({', '.join(_type(program, value) for value in values)})"
 
 
-def _typed(program: Program, value: ir.Value) -> str:
+def _typed(program: Loaded, value: ir.Value) -> str:
     return f"%{value.name} : {_type(program, value)}"
 
 
-def _bytes(program: Program, value: ir.Value) -> str:
-    return bytes_text(program.values[value], program.values[value].shape) if value in program.values else "unknown"
+def _bytes(program: Loaded, value: ir.Value) -> str:
+    info = program.values.get(value) if isinstance(program, Typed) else None
+    return "unknown" if info is None else bytes_text(info, info.shape)
 
 
-def _type(program: Program, value: ir.Value | None) -> str:
+def _type(program: Loaded, value: ir.Value | None) -> str:
     if value is None or not value.name:
         return "<>"
-    if value not in program.values:  # before `shapes`
+    if not isinstance(program, Typed) or value not in program.values:
         return f"<{type_text(value.type)}>"
     return value_text(program, value, program.values[value].shape)

@@ -11,12 +11,13 @@ from partc.compiler.emit.dump import begin_text, end_text, rank_text
 from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.laws import with_laws
 from partc.compiler.emit.manifest import manifest_of, program_name
+from partc.compiler.emit.names import Names
 from partc.compiler.emit.rank_model import RankModels
 from partc.compiler.emit.rank_text import RankTexts
 from partc.compiler.emit.weights import Location, Stored, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import RankProgram
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import RankProgram
 from partc.compiler.schedule.grid import schedule_text
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.legal_sizes import wrong_batch
@@ -28,11 +29,11 @@ from partc.runtime.files.writers import write_new
 
 
 def emit(
-    program: Program,
+    program: Complete,
     out: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str] | None = None,
-    inner: Sequence[Program] = (),
+    inner: Sequence[Complete] = (),
     prove: Callable[[Path], None] = lambda folder: None,
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
@@ -54,7 +55,7 @@ def refuse_to_replace(out: Path) -> None:
 
 
 def _write_all(
-    programs: Sequence[Program],
+    programs: Sequence[Complete],
     folder: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
@@ -64,18 +65,19 @@ def _write_all(
     locations: dict[Stored, Location] = {}
     rank_files = []
     shown, programs = programs, with_laws(programs)
-    for program, as_read in zip(programs, shown, strict=True):
+    named = [Names(program) for program in shown]
+    for program, as_read, own in zip(programs, shown, named, strict=True):
         name = "" if program is programs[0] else program_name(program)
         weights = owners({part.rank: part.weights for part, _ in program.alike}, locations)
-        written, found = write_weights(folder, weights, name)
+        written, found = write_weights(folder, weights, own, name)
         files |= written
         locations |= found
-        rank_files.append(_write_ranks(program, as_read, folder, name, files, locations))
+        rank_files.append(_write_ranks(program, as_read, own, folder, name, files, locations))
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifests = [
-        manifest_of(program, files, sources, names, program is programs[0])
-        for program, names in zip(programs, rank_files, strict=True)
+        manifest_of(program, own, files, sources, by_rank, program is programs[0])
+        for program, own, by_rank in zip(programs, named, rank_files, strict=True)
     ]
     _refuse_batch(programs[0], manifests[0])
     index = ManifestFile.of(manifests)
@@ -83,19 +85,20 @@ def _write_all(
     return manifests[0]
 
 
-def _refuse_batch(program: Program, manifest: fmt.Manifest) -> None:
+def _refuse_batch(program: Complete, manifest: fmt.Manifest) -> None:
     """CompileError for a batch of the plan that the inputs' symbols do not allow."""
     rules = program.plan.train
-    if rules is None or (batch := rules.settings.get("batch")) is None:
+    if rules is None or rules.batch is None:
         return
-    parts = [text.partition("\n  help: ") for text in wrong_batch(batch, manifest)]
-    if problems := [Problem(rules.where, fact, help=help or "choose another batch") for fact, _, help in parts]:
+    parts = [text.partition("\n  help: ") for text in wrong_batch(rules.batch, manifest)]
+    if problems := [Problem(rules.where(), fact, help=help or "choose another batch") for fact, _, help in parts]:
         raise CompileError(problems)
 
 
 def _write_ranks(
-    program: Program,
-    shown: Program,
+    program: Complete,
+    shown: Complete,
+    names: Names,
     folder: Path,
     name: str,
     files: dict[str, fmt.FileRecord],
@@ -103,7 +106,7 @@ def _write_ranks(
 ) -> list[str]:
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
     helpers = HelperTypes(program)
-    models, texts = RankModels(program, locations, helpers), RankTexts(shown, helpers)
+    models, texts = RankModels(program, names, locations, helpers), RankTexts(shown, names, helpers)
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
         data = models.of(part).SerializeToString(deterministic=True)
@@ -111,16 +114,16 @@ def _write_ranks(
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
     for data, (part, found) in programs.items():
-        file, shared = fmt.rank_file(part.rank, name), sorted(found)
+        file, shared = fmt.rank_file(part.rank, name), tuple(sorted(found))
         for rank in shared:
             by_rank[rank] = file
         files[file] = _write(folder, file, data + _of_ranks(shared))
         bodies.append((shared, texts.of(part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))
-    whole = {fmt.BEGIN_IR: begin_text(shown), fmt.END_IR: end_text(shown, bodies)}
-    if program.schedule is not None:
-        whole[fmt.SCHEDULE] = schedule_text(program.schedule, program.costs)
+    whole = {fmt.BEGIN_IR: begin_text(shown), fmt.END_IR: end_text(shown, names, bodies)}
+    if program.tasks is not None:
+        whole[fmt.SCHEDULE] = schedule_text(program.tasks.schedule, program.tasks.costs)
     for file, text in whole.items():
         files[fmt.dump_file(file, name)] = _write_text(folder, fmt.dump_file(file, name), text)
     return by_rank

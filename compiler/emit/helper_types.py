@@ -6,89 +6,91 @@ inference from what it reads; where that says nothing of an output, it has no ty
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.emit.node_proto import node_proto
+from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, RankConstant, RankProgram, TaskBody
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Body, Compute, Op, RankProgram, Value
 from partc.compiler.ir.value_info import Array, Shape
+
+Types = Mapping[Value, onnx.TypeProto]
 
 
 class HelperTypes:
     """The types that no pass has told, of the values of a program's rank programs; an op that several ranks have is inferred once."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Complete) -> None:
         self._opsets = program.model.graph.opset_imports
-        self._found: dict[Hashable, dict[str, onnx.TypeProto]] = {}
-        self._of: dict[Hashable, dict[str, onnx.TypeProto]] = {}
+        self._found: dict[Hashable, Sequence[onnx.TypeProto | None]] = {}
+        self._of: dict[tuple[Op, ...], Types] = {}
 
-    def of(self, part: RankProgram, body: TaskBody | None = None) -> dict[str, onnx.TypeProto]:
-        """By name the types of a rank program's values, or of those in the body of a task, that no pass has typed."""
-        key = part.likeness, body
-        if key not in self._of:
-            self._of[key] = self._typed(part, body)
-        return self._of[key]
+    def of(self, part: RankProgram, body: Body | None = None) -> Types:
+        """The types of a rank program's values, or of those in the body of a task, that no pass has typed."""
+        steps = part.steps if body is None else body.steps
+        if steps not in self._of:
+            self._of[steps] = self._typed(steps, part.scalars)
+        return self._of[steps]
 
-    def _typed(self, part: RankProgram, body: TaskBody | None) -> dict[str, onnx.TypeProto]:
-        known: dict[str, onnx.TypeProto] = {}
-        if body is not None:
-            part = replace(part, steps=body.steps, types=body.types)
-        for step in part.steps:
-            if isinstance(step, ComputeOp):
-                untyped = [one.name for one in step.node.outputs if one.name and one.name not in part.types]
-                if untyped:
-                    made = self._outputs(part, step, known)
-                    known |= {name: made[name] for name in untyped if name in made}
-        return {
-            name: kind
-            for name, kind in known.items()
-            if name not in part.types and name not in part.constants and name not in part.scalars
-        }
+    def _typed(self, steps: Sequence[Op], scalars: Sequence[Value]) -> Types:
+        known: dict[Value, onnx.TypeProto | None] = dict.fromkeys(scalars, _tensor(ir.DataType.FLOAT, ()))
+        found: dict[Value, onnx.TypeProto] = {}
+        for step in steps:
+            if isinstance(step, Compute) and None in [value.of for value in step.makes]:
+                for value, kind in zip(step.outputs, self._outputs(step, known), strict=False):
+                    if value is not None and value.of is None and kind is not None:
+                        known[value] = found[value] = kind
+        return found
 
-    def _outputs(
-        self, part: RankProgram, step: ComputeOp, known: dict[str, onnx.TypeProto]
-    ) -> dict[str, onnx.TypeProto]:
-        """What the op's schema infers of a node's outputs; nothing where it cannot."""
-        names = [value.name for value in step.node.inputs if value is not None and value.name]
-        given = {name: kind for name in names if (kind := _type_of(part, name, known)) is not None}
-        fixed = {name: one for name in names if not isinstance(one := part.constants.get(name), RankConstant | None)}
+    def _outputs(self, step: Compute, known: dict[Value, onnx.TypeProto | None]) -> Sequence[onnx.TypeProto | None]:
+        """What the op's schema infers of an op's outputs; nothing where it cannot."""
+        given: dict[Value, onnx.TypeProto] = {}
+        for value in dict.fromkeys(one for one in step.inputs if one is not None):
+            if value not in known:
+                known[value] = _type_of(value)
+            if (kind := known[value]) is None:
+                return ()
+            given[value] = kind
+        fixed = {value: one for value in given if not isinstance(one := value.constant, RankConstant | None)}
         key = (
             step,
             tuple([kind.SerializeToString() for kind in given.values()]),
             tuple([(one.dtype.str, one.shape, one.tobytes()) for one in fixed.values()]),
         )
         if key not in self._found:
-            self._found[key] = _inferred(step.node, self._opsets, given, fixed) if len(given) == len({*names}) else {}
+            self._found[key] = _inferred(step, self._opsets, given, fixed)
         return self._found[key]
 
 
 def _inferred(
-    node: ir.Node, opsets: Mapping[str, int], given: dict[str, onnx.TypeProto], fixed: Mapping[str, Array]
-) -> dict[str, onnx.TypeProto]:
+    step: Compute, opsets: Mapping[str, int], given: Types, fixed: Mapping[Value, Array]
+) -> Sequence[onnx.TypeProto | None]:
+    node = step.node
     if bodies(node):
-        return {}
+        return ()
+    names = {value: str(k) for k, value in enumerate(dict.fromkeys((*step.reads, *step.makes)))}
+    outputs = ["" if value is None else names[value] for value in step.outputs]
+    proto = node_proto(step, ["" if value is None else names[value] for value in step.inputs], outputs)
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
-        data = {name: onnx.numpy_helper.from_array(one, name) for name, one in fixed.items()}
-        return dict(onnx.shape_inference.infer_node_outputs(schema, ir.serde.serialize_node(node), given, data))
+        types = {names[value]: kind for value, kind in given.items()}
+        data = {names[value]: onnx.numpy_helper.from_array(one, names[value]) for value, one in fixed.items()}
+        found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data)
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
-        return {}
+        return ()
+    return [found.get(name) for name in outputs]
 
 
-def _type_of(part: RankProgram, name: str, known: dict[str, onnx.TypeProto]) -> onnx.TypeProto | None:
-    if name not in known:
-        if name in part.constants:
-            array = part.constants[name]
-            known[name] = _tensor(ir.DataType.from_numpy(array.dtype), array.shape)
-        elif name in part.scalars:
-            known[name] = _tensor(ir.DataType.FLOAT, ())
-        elif name in part.types and (dtype := part.types[name][0].dtype) is not None:
-            known[name] = _tensor(dtype, part.types[name][1])
-    return known.get(name)
+def _type_of(value: Value) -> onnx.TypeProto | None:
+    if value.constant is not None:
+        return _tensor(ir.DataType.from_numpy(value.constant.dtype), value.constant.shape)
+    if value.of is not None and value.of.dtype is not None:
+        return _tensor(value.of.dtype, value.shape)
+    return None
 
 
 def _tensor(dtype: ir.DataType, shape: Shape | Iterable[int] | None) -> onnx.TypeProto:

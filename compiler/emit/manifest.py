@@ -9,10 +9,11 @@ from itertools import pairwise
 import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.looked_up import looked_up
+from partc.compiler.emit.names import Names
 from partc.compiler.ir.packed import PART, PackedBox
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, CopyOp, Event, LocalTensor, RankOp, StateTensor, TaskCall, made_names
-from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Call, Comm, Copy, Event, Op, RankTensor, State, Value
+from partc.compiler.ir.sharded import Group, GroupFacts, ShardedValue, facts_of
 from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Shape
@@ -24,7 +25,8 @@ from partc.runtime.artifact.release import release
 
 
 def manifest_of(
-    program: Program,
+    program: Complete,
+    names: Names,
     files: Mapping[str, fmt.FileRecord],
     sources: Mapping[str, fmt.SourceRecord | None],
     rank_files: Sequence[str],
@@ -33,43 +35,45 @@ def manifest_of(
     """What the index of an artifact says of a program; `files` are the artifact's, `rank_files` the program's by rank."""
     model = sources["model"]
     assert model is not None
-    given, sized = _given(program), sized_inputs(program)
+    given, sized = _given(program, names), sized_inputs(program)
     return fmt.Manifest(
         name=program_name(program),
         is_main=is_main,
         partc=release(),
         ranks=program.plan.ranks,
-        symbols={name: _symbol(program, name) for name in sorted(program.symbols)},
+        symbols={name: _law(program.symbols[name].facts) for name in sorted(program.symbols)},
         inputs=[
             *(
                 _port(
                     program,
                     value,
                     [
-                        (p.rank, one)
-                        for p in program.parts
-                        for one in p.inputs
-                        if one.version.value is value and one.name not in sized.get(p.rank, ())
+                        (ranks, one)
+                        for part, ranks in program.alike
+                        for one in part.inputs
+                        if one.version.value is value and one.value not in sized.get(part.rank, ())
                     ],
                 )
                 for value in program.model.graph.inputs
                 if not _is_made(program, value)
             ),
-            *_scalars(program),
+            *_scalars(program, names),
         ],
         outputs=[
             _port(
                 program,
                 value,
-                [(p.rank, one) for p in program.parts for one in p.outputs if one.version.value is value],
+                [(ranks, one) for part, ranks in program.alike for one in part.outputs if one.version.value is value],
             )
             for value in (*program.model.graph.outputs, *_guards(program))
         ],
-        transfers=[_transfer(program, event) for event in program.events if event.op_type == fmt.SEND],
+        transfers=[_transfer(program, names, event) for event in program.events if event.op_type == fmt.SEND],
         groups={name: [list(ranks) for ranks in sets] for name, sets in program.groups.items()},
-        collectives=[_collective(program, event, given) for event in program.events if event.op_type != fmt.SEND],
+        collectives=[
+            _collective(program, names, event, given) for event in program.events if event.op_type != fmt.SEND
+        ],
         rank_files=list(rank_files) if len(set(rank_files)) < len(rank_files) else [],
-        state=_state(program),
+        state=_state(program, names),
         training=_training(program),
         files=dict(sorted(files.items())),
         model=model,
@@ -77,64 +81,67 @@ def manifest_of(
     )
 
 
-def program_name(program: Program) -> str:
+def program_name(program: Complete) -> str:
     """What the program is called in the artifact."""
-    kind = program.training.part if program.training is not None else None
+    kind = program.kind if program.training is not None else None
     return fmt.INFER if kind is None else kind.value or fmt.TRAIN
 
 
-def _training(program: Program) -> fmt.TrainingRecord | None:
+def _training(program: Complete) -> fmt.TrainingRecord | None:
     """The training record, in the manifest of the step's program alone."""
-    if program.training is None or program.training.part is not ProgramKind.STEP:
+    if program.training is None or program.kind is not ProgramKind.STEP:
         return None
-    guard = "".join(str(value.name) for value in _guards(program))
+    guard = "".join(str(value.name) for value in _guards(program) if value.name != fmt.GRADIENT_NORM)
     return program.training.record().model_copy(update={"guard": guard})
 
 
-def _guards(program: Program) -> list[ir.Value]:
+def _guards(program: Complete) -> list[ir.Value]:
     """The outputs besides the model's by which ranks decide whether a step is skipped."""
     outputs = {*program.model.graph.outputs}
-    given = dict.fromkeys(one.version.value for part in program.parts for one in part.outputs)
+    given = dict.fromkeys(one.version.value for part, _ in program.alike for one in part.outputs)
     return [value for value in given if value not in outputs]
 
 
-def _is_made(program: Program, value: ir.Value) -> bool:
+def _is_made(program: Complete, value: ir.Value) -> bool:
     """Whether an input of a microbatch is made by the step itself: its number, or one of the whole batch."""
-    if program.schedule is None or any(held.version.value is value for part in program.parts for held in part.inputs):
+    if program.tasks is None or any(held.version.value is value for part, _ in program.alike for held in part.inputs):
         return False
-    return value.name == NUMBER or any(value.name in made_names(step) for part in program.parts for step in part.steps)
+    return value.name == NUMBER or any(
+        value.name == str(made) for part, _ in program.alike for step in part.steps for made in step.makes
+    )
 
 
-def _scalars(program: Program) -> list[fmt.Port]:
+def _scalars(program: Complete, names: Names) -> list[fmt.Port]:
     """What every step of training is given beside the model's inputs."""
-    names = dict.fromkeys(name for part in program.parts for name in part.scalars)
-    return [
-        fmt.Port(name=name, type="tensor(float)", shape=[], ranks=[p.rank for p in program.parts if name in p.scalars])
-        for name in names
-    ]
+    ranks: dict[str, list[int]] = {}
+    for part, alike in program.alike:
+        for value in part.scalars:
+            ranks.setdefault(names[value], []).extend(alike)
+    return [fmt.Port(name=name, type="tensor(float)", shape=[], ranks=sorted(some)) for name, some in ranks.items()]
 
 
-def _state(program: Program) -> list[fmt.StateRecord]:
+def _state(program: Complete, names: Names) -> list[fmt.StateRecord]:
     """One record for each state tensor and layout: its name in rank files, its kind, and the box that each rank holds."""
-    found: dict[tuple[str, str, str, tuple[int, ...]], tuple[StateTensor, dict[ShardedValue, list[int]]]] = {}
+    found: dict[tuple[str, str, str, tuple[int, ...]], tuple[State, dict[ShardedValue, list[int]]]] = {}
     for part, ranks in program.alike:
         for one in part.kept:
-            layout = one.version.layout
-            cut = layout.shards
-            key = one.name, one.tensor, one.next, cut
+            after = "" if one.next is None else names[one.next]
+            key = names[one.value], one.tensor, after, one.version.layout.shards
             found.setdefault(key, (one, {}))[1].setdefault(one.version, []).extend(ranks)
-    return [_kept(program, first, holders) for first, holders in found.values()]
+    return [_kept(program, key[0], key[2], first, holders) for key, (first, holders) in found.items()]
 
 
-def _kept(program: Program, first: StateTensor, holders: Mapping[ShardedValue, Sequence[int]]) -> fmt.StateRecord:
+def _kept(
+    program: Complete, name: str, after: str, first: State, holders: Mapping[ShardedValue, Sequence[int]]
+) -> fmt.StateRecord:
     info = program.values[first.version.value]
     assert first.kind != "gradient", "the sums of microbatches' gradients are values of a step"
     part: PackedBox | None = first.version.value.meta.get(PART)
     ranks, boxes = _lying(holders, part)
     shape = info.shape if part is None else part.shape
     return fmt.StateRecord(
-        value=first.name,
-        next=first.next,
+        value=name,
+        next=after,
         tensor=first.tensor,
         kind=first.kind,
         type=info.type,
@@ -156,34 +163,25 @@ def _lying(
     whole = part is None and all(copy.layout.is_replicated for copy in holders)
     within = () if part is None else tuple((*span, size) for span, size in zip(part.box, part.shape, strict=True))
     (copy, held), *others = holders.items()
-    if not others and _rising(copy.group) and len(held) == len(copy.group):
-        return _listed(copy.group), None if whole else Grid(copy.layout.mesh, copy.layout.cuts, within)
+    if not others and _rising(facts_of(copy.group)) and len(held) == len(copy.group):
+        return _listed(facts_of(copy.group)), None if whole else Grid(copy.layout.mesh, copy.layout.cuts, within)
     at: dict[int, fmt.Box] = {}
     for copy, held in holders.items():
-        grid, places = Grid(copy.layout.mesh, copy.layout.cuts, within), _places(copy.group)
+        grid, places = Grid(copy.layout.mesh, copy.layout.cuts, within), copy.places
         at |= {rank: grid[places[rank]] for rank in held}
     ranks = sorted(at)
     return ranks, None if whole else [at[rank] for rank in ranks]
 
 
 @functools.lru_cache(maxsize=1024)
-def _listed(group: Group) -> list[int]:
+def _listed(facts: GroupFacts) -> list[int]:
     """One list for all that the ranks of a group hold."""
-    return list(group)
+    return list(facts.group)
 
 
 @functools.lru_cache(maxsize=1024)
-def _rising(group: Group) -> bool:
-    return all(one < two for one, two in pairwise(group))
-
-
-@functools.lru_cache(maxsize=1024)
-def _places(group: Group) -> dict[int, int]:
-    return {rank: place for place, rank in enumerate(group)}
-
-
-def _symbol(program: Program, name: str) -> fmt.SymbolRecord:
-    return _law(program.symbols[name].facts)
+def _rising(facts: GroupFacts) -> bool:
+    return all(one < two for one, two in pairwise(facts.group))
 
 
 def _law(facts: Facts) -> fmt.SymbolRecord:
@@ -195,11 +193,11 @@ def _law(facts: Facts) -> fmt.SymbolRecord:
     return fmt.SymbolRecord(min=low, max=facts.max, divisor=facts.divisor, remainder=facts.remainder)
 
 
-def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, LocalTensor]]) -> fmt.Port:
+def _port(program: Complete, value: ir.Value, held: Sequence[tuple[Group, RankTensor]]) -> fmt.Port:
     info = program.values[value]
     holders: dict[ShardedValue, list[int]] = {}
-    for rank, one in held:
-        holders.setdefault(one.version, []).append(rank)
+    for some, one in held:
+        holders.setdefault(one.version, []).extend(some)
     ranks, boxes = _lying(holders) if holders else ([], None)
     return fmt.Port(
         name=value.name or "",
@@ -207,16 +205,19 @@ def _port(program: Program, value: ir.Value, held: Sequence[tuple[int, LocalTens
         shape=_shape(info.shape),
         ranks=ranks,
         boxes=boxes,
-        labels=program.training.labels.get(value.name or "") if program.training and value.is_graph_input() else None,
+        labels=program.training.records.labels.get(value.name or "")
+        if program.training and value.is_graph_input()
+        else None,
         ids=looked_up(value) if value.is_graph_input() else [],
+        batch_dim=program.batch_dims.get(value, 0) if value.is_graph_input() else 0,
     )
 
 
-def _transfer(program: Program, event: Event) -> fmt.Transfer:
+def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
     (source,), (target,) = event.ranks
     return fmt.Transfer(
         tag=event.tag,
-        value=event.name,
+        value=names[event.made],
         source=source,
         target=target,
         type=program.values[event.value].type,
@@ -226,33 +227,39 @@ def _transfer(program: Program, event: Event) -> fmt.Transfer:
     )
 
 
-def _given(program: Program) -> dict[int, list[str]]:
+def _given(program: Complete, names: Names) -> dict[int, list[str]]:
     """By tag the names of what ranks give in a collective, where all of them call it alike."""
     found: dict[int, set[tuple[str, ...]]] = {}
-    for steps in {id(part.steps): part.steps for part in program.parts}.values():
-        for tag, names in _inputs_of_events(steps):
-            found.setdefault(tag, set()).add(names)
-    return {tag: [*names.pop()] for tag, names in found.items() if len(names) == 1}
+    for part, _ in program.alike:
+        for tag, given in _inputs_of_events(part.steps, names):
+            found.setdefault(tag, set()).add(given)
+    return {tag: [*one.pop()] for tag, one in found.items() if len(one) == 1}
 
 
-def _inputs_of_events(steps: Sequence[RankOp]) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _inputs_of_events(steps: Sequence[Op], names: Names) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Tag and inputs of each event that a rank gives something, in a body those of every call; a copy by the value's own name."""
-    own = {step.made: step.source for step in steps if isinstance(step, CopyOp) and len(step.source) < len(step.made)}
     for step in steps:
-        if isinstance(step, CommOp) and step.inputs:
-            yield step.tag, tuple(own.get(name, name) for name in step.inputs if name)
-        elif isinstance(step, TaskCall):
-            names = step.names
-            for tag, inputs in _inputs_of_events(step.body.steps):
-                yield tag + step.microbatch, tuple(names[name] for name in inputs)
+        if isinstance(step, Call):
+            there = {own: names[value] for own, value in step.ends.items()}
+            for tag, values in _event_inputs(step.body.steps):
+                inside = (there.get(value) or f"{names[value]}.{step.microbatch}" for value in values)
+                yield tag + step.microbatch, tuple(inside)
+    yield from ((tag, tuple(names.of(values))) for tag, values in _event_inputs(steps))
 
 
-def _collective(program: Program, event: Event, sources: Mapping[int, list[str]]) -> fmt.Collective:
+def _event_inputs(steps: Sequence[Op]) -> Iterator[tuple[int, list[Value]]]:
+    own = {step.made: step.source for step in steps if isinstance(step, Copy) and step.made.base is step.source}
+    for step in steps:
+        if isinstance(step, Comm) and step.reads:
+            yield step.tag, [own.get(value, value) for value in step.reads]
+
+
+def _collective(program: Complete, names: Names, event: Event, sources: Mapping[int, list[str]]) -> fmt.Collective:
     given, made = event.way or (None, None)
     return fmt.Collective(
         tag=event.tag,
         op=event.op_type,
-        value=event.name,
+        value=names[event.made],
         group=event.group,
         type=program.values[event.value].type,
         shape=_shape(event.shape),

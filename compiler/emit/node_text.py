@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -16,10 +17,17 @@ _LONG = 16
 
 def node_text(node: ir.Node, indent: str) -> str:
     """A node with its attributes on one line; bodies follow on lines of their own, deeper than `indent`."""
+    inputs = [None if value is None else value.name or "" for value in node.inputs]
+    return op_text(node, indent, inputs, [value.name or "" for value in node.outputs])
+
+
+def op_text(node: ir.Node, indent: str, inputs: Sequence[str | None], outputs: Sequence[str]) -> str:
+    """A node over operands of these names."""
     op = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-    outs = ", ".join(f"%{value.name}" if value.name else "_" for value in node.outputs)
-    ins = ", ".join("_" if value is None else f"%{value.name}" for value in node.inputs)
-    attributes = ", ".join(f"{name}: {_attribute(attr, indent)}" for name, attr in sorted(node.attributes.items()))
+    outs = ", ".join([f"%{name}" if name else "_" for name in outputs])
+    ins = ", ".join(["_" if name is None else f"%{name}" for name in inputs])
+    given = sorted(node.attributes.data.items())
+    attributes = ", ".join([f"{name}: {_attribute(attr, indent)}" for name, attr in given])
     return f"{outs} = {op}({ins})" + (f" {{{attributes}}}" if attributes else "")
 
 

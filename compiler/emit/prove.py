@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.runtime.artifact.format import Manifest
-from partc.runtime.checker.written import Written, check_model, check_written, refusal, written
+from partc.runtime.checker.structures import Structure, check_model, check_structures, refusal, structures
 from partc.runtime.errors import Violation
 from partc.runtime.program.ort import can_load, version
 
@@ -27,8 +27,8 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
 
     `model` is the unsharded one, `name` its file's.
     """
-    programs = written(folder)
-    violations = check_written(programs)
+    programs = structures(folder)
+    violations = check_structures(programs)
     refused = [(one, text) for one in programs if (text := refusal(one.model, can_load, one.folder))]
     if not violations and not refused:
         return []
@@ -39,7 +39,7 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
     return told
 
 
-def _refused(refused: Sequence[tuple[Written, str]], whole: onnx.ModelProto, name: str) -> CompileError:
+def _refused(refused: Sequence[tuple[Structure, str]], whole: onnx.ModelProto, name: str) -> CompileError:
     if text := refusal(whole, can_load):
         fact = f"onnxruntime {version()} does not load the unsharded model: {text}"
         law = "what a rank runs, onnxruntime must load"
@@ -53,7 +53,7 @@ def _refused(refused: Sequence[tuple[Written, str]], whole: onnx.ModelProto, nam
 
 def _violated(violations: Sequence[Violation], whole: onnx.ModelProto, name: str) -> list[str]:
     """Warnings for violations that the unsharded model has, too; raises CompileError for all others."""
-    own = check_model(name, whole, Manifest.model_construct(symbols={}))
+    own = check_model(name, whole, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
     known = {one.fact.split(":")[0] for one in own}
     faults = [one for one in violations if one.fact.split(":")[0] not in known]
     if faults:

@@ -2,67 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 
 import onnx_ir as ir
-from partc.compiler.emit.choice_text import cut_text, strategies
 from partc.compiler.emit.helper_types import HelperTypes, helper_type_text
-from partc.compiler.emit.node_text import node_text
-from partc.compiler.emit.shard_text import part_of
-from partc.compiler.emit.value_text import value_text
+from partc.compiler.emit.layout_text import cut_text, part_of, strategies, value_text
+from partc.compiler.emit.names import Names
+from partc.compiler.emit.node_text import op_text
+from partc.compiler.ir.constants import Constant, RankConstant
 from partc.compiler.ir.drawn import law_of
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import (
-    CommOp,
-    ComputeOp,
-    Constant,
-    CopyOp,
-    LocalTensor,
-    RankConstant,
-    RankOp,
-    RankProgram,
-    TaskBody,
-    TaskCall,
-)
-from partc.compiler.ir.value_bytes import bytes_text
-from partc.compiler.ir.value_info import Shape
-from partc.runtime.artifact.law import law_text
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Body, Call, Comm, Compute, Copy, Op, RankProgram, RankTensor, Value
+from partc.compiler.ir.sharded import Group, facts_of
+from partc.compiler.ir.value_info import Shape, bytes_text
+from partc.runtime.artifact.tensors.law import law_text
 
 
 class RankTexts:
     """The texts of a program's rank programs; the lines of an op that several ranks have with the same types are written once."""
 
-    def __init__(self, program: Program, helpers: HelperTypes | None = None) -> None:
+    def __init__(self, program: Complete, names: Names | None = None, helpers: HelperTypes | None = None) -> None:
         self.program = program
+        self.names = names or Names(program)
         self.helpers = helpers or HelperTypes(program)
+        self._written: dict[Hashable, list[str]] = {}
+        self._groups_of: dict[tuple[Op, ...], Sequence[Group]] = {}
         self._ops: dict[Hashable, list[str]] = {}
         self._values: dict[tuple[ir.Value, Shape | None], str] = {}
+        self.types: dict[Value, str] = {}
+        """The types of values that are versions of the model's, or constants, which all ranks have alike."""
 
     def of(self, part: RankProgram, ranks: Sequence[int]) -> str:
         """A program as the dumps show it, of the ranks that share it."""
-        return "\n".join(self._lines(part, ranks))
-
-    def _lines(self, part: RankProgram, ranks: Sequence[int]) -> Iterator[str]:
-        kinds = _Kinds(self, part, None)
-        yield f"program @rank_{part.rank:04d}({', '.join(f'%{held.name}' for held in part.inputs)}) {{"
-        yield from (self._weight_line(part, held, ranks) for held in part.weights)
+        kinds, shown = _Kinds(self, part, None), self.names.shown
+        lines = [f"program @rank_{part.rank:04d}({shown([held.value for held in part.inputs])}) {{"]
+        lines += [self._weight_line(held, ranks) for held in part.weights]
         for one in part.kept:
-            after = f"   next: %{one.next}" if one.next else ""
+            after = f"   next: {shown([one.next])}" if one.next is not None else ""
             on = f"   on: {one.target}" if one.target else ""
-            yield f"  # State: %{one.name} : {kinds[one.name]}{part_of(self.program, one.version, ranks)}{after}{on}"
+            where = part_of(self.program, one.version, ranks)
+            lines.append(f"  # State: {shown([one.value])} : {kinds[one.value]}{where}{after}{on}")
         if part.scalars:
-            yield f"  # Scalars: {', '.join(f'%{name}' for name in part.scalars)}"
-        for step in part.steps:
-            yield from self._step_lines(part, step, kinds)
-        yield from _return_lines([held.name for held in part.outputs], kinds)
+            lines.append(f"  # Scalars: {shown(part.scalars)}")
+        lines += self._step_lines(part, part.steps, kinds)
+        lines += self._return_lines([held.value for held in part.outputs], kinds)
         for body in part.bodies:
-            inside, inner = _Kinds(self, part, body), replace(part, types=body.types)
-            yield ""
-            yield f"task @{body.name}({', '.join(f'%{name}' for name in body.inputs)}) {{"
-            for step in body.steps:
-                yield from self._step_lines(inner, step, inside)
-            yield from _return_lines(body.outputs, inside)
+            inside = _Kinds(self, part, body)
+            lines += ["", f"task @{body.name}({shown(body.inputs)}) {{"]
+            lines += self._step_lines(part, body.steps, inside)
+            lines += self._return_lines(body.outputs, inside)
+        return "\n".join(lines)
+
+    def _return_lines(self, values: Sequence[Value], kinds: _Kinds) -> list[str]:
+        return [f"  Return({self.names.shown(values)})", f"      : {kinds.of(values)}", "}"]
 
     def value(self, value: ir.Value, shape: Shape | None) -> str:
         """A value's type with its shape on a rank."""
@@ -71,46 +63,68 @@ class RankTexts:
             self._values[key] = value_text(self.program, value, shape)
         return self._values[key]
 
-    def _weight_line(self, part: RankProgram, held: LocalTensor, ranks: Sequence[int]) -> str:
+    def _weight_line(self, held: RankTensor, ranks: Sequence[int]) -> str:
         """A weight, with the law of one whose numbers the artifact does not have."""
-        value, shape = part.types[held.name]
+        of, shape = held.value.of, held.value.shape
+        assert of is not None
         law = law_of(held.version.value)
         where = part_of(self.program, held.version, ranks if law else ranks[:1])
         initial = f"   Initial: {law_text(law)}" if law else ""
-        size = f"{bytes_text(self.program.values[value], shape)} bytes{where}"
-        return f"  # Parameter: %{held.name} : {self.value(value, shape)}   {size}{initial}"
+        size = f"{bytes_text(self.program.values[of], shape)} bytes{where}"
+        return f"  # Parameter: %{self.names[held.value]} : {self.value(of, shape)}   {size}{initial}"
 
-    def _step_lines(self, part: RankProgram, step: RankOp, kinds: _Kinds) -> Iterator[str]:
-        match step:
-            case ComputeOp():
-                yield from self._op_lines(part, step, kinds)
-            case CommOp():
-                yield from _comm_lines(self.program, step, kinds)
-            case CopyOp():
-                yield f"  %{step.made} = Copy(%{step.source}) {{to: {step.target}}}"
-                yield f"      : {kinds.of([step.source])} -> {kinds.of([step.made])}"
-                yield f"      # Scope: {step.path}   Bytes: {step.bytes}   Cause: {step.cause}"
-            case TaskCall():
-                outs, ins = (", ".join(f"%{name}" for name in names) for names in (step.outputs, step.inputs))
-                yield f"  {outs + ' = ' if outs else ''}{step.body.name}({ins}) {{microbatch: {step.microbatch}}}"
-                yield f"      # Task: {step.cell}"
+    def _step_lines(self, part: RankProgram, steps: tuple[Op, ...], kinds: _Kinds) -> list[str]:
+        """The lines of ops, once for all programs that have them on ranks of the same groups."""
+        key = steps, tuple([k for k, group in enumerate(self._groups(steps)) if part.rank in facts_of(group).places])
+        if key not in self._written:
+            self._written[key] = self._lines(part, steps, kinds)
+        return self._written[key]
 
-    def _op_lines(self, part: RankProgram, step: ComputeOp, kinds: _Kinds) -> list[str]:
+    def _groups(self, steps: tuple[Op, ...]) -> Sequence[Group]:
+        """The groups of the nodes that ops stand for."""
+        if steps not in self._groups_of:
+            placed = [self.program.placement.get(step.source) for step in steps if isinstance(step, Compute)]
+            groups = {id(group): group for one in placed if one is not None for group in one.groups}
+            self._groups_of[steps] = [*groups.values()]
+        return self._groups_of[steps]
+
+    def _lines(self, part: RankProgram, steps: Sequence[Op], kinds: _Kinds) -> list[str]:
+        shown = self.names.shown
+        lines: list[str] = []
+        for step in steps:
+            match step:
+                case Compute():
+                    lines += self._op_lines(part, step, kinds)
+                case Comm():
+                    lines += self._comm_lines(step, kinds)
+                case Copy():
+                    lines.append(f"  {shown([step.made])} = Copy({shown([step.source])}) {{to: {step.target}}}")
+                    lines.append(f"      : {kinds.of([step.source])} -> {kinds.of([step.made])}")
+                    lines.append(f"      # Scope: {step.path}   Bytes: {step.bytes}   Cause: {step.cause}")
+                case Call():
+                    outs, ins = shown(step.outputs), shown(step.inputs)
+                    lines.append(
+                        f"  {outs + ' = ' if outs else ''}{step.body.name}({ins}) {{microbatch: {step.microbatch}}}"
+                    )
+                    lines.append(f"      # Task: {step.cell}")
+        return lines
+
+    def _op_lines(self, part: RankProgram, step: Compute, kinds: _Kinds) -> list[str]:
         """A node of a rank; strategy and cuts stand at the one that makes the outputs of the model's own node."""
-        node, source = step.node, step.source
-        outs, ins = [v.name or "" for v in node.outputs], [v.name or "" if v else "" for v in node.inputs]
-        signature = f"{kinds.of(ins)} -> {kinds.of(outs)}"
+        source, names = step.source, self.names
+        signature = f"{kinds.of(step.inputs)} -> {kinds.of(step.outputs)}"
         placed = self.program.placement.get(source)
-        groups = tuple([group for group in placed.groups if part.rank in group]) if placed else ()
-        itself = any(name in part.types and part.types[name][0] in source.outputs for name in outs)
-        key = step, signature, groups, itself
+        groups = [k for k, group in enumerate(placed.groups) if part.rank in facts_of(group).places] if placed else []
+        itself = not {*source.outputs}.isdisjoint([value.of for value in step.makes])
+        key = step, signature, *groups, itself
         if key not in self._ops:
             target = f" {{target: {step.target}}}" if step.target else ""
             cut = "".join(strategies(self.program, source, part.rank)) if itself else ""
             again = f"   Recomputed: {step.again}" if step.again else ""
-            path = self.program.paths.get(source, node.name or "")
+            path = self.program.paths.get(source, names.label(step))
+            inputs = [None if value is None else names[value] for value in step.inputs]
             lines = [
-                f"  {node_text(node, '  ')}{cut}{target}",
+                f"  {op_text(step.node, '  ', inputs, names.of(step.outputs))}{cut}{target}",
                 f"      : {signature}",
                 f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "") + again,
             ]
@@ -119,46 +133,40 @@ class RankTexts:
             self._ops[key] = lines
         return self._ops[key]
 
+    def _comm_lines(self, step: Comm, kinds: _Kinds) -> list[str]:
+        outs, ins = self.names.shown(step.outputs), self.names.shown(step.inputs)
+        attributes = ", ".join(f"{key}: {_plain(value)}" for key, value in {**step.attributes, "tag": step.tag}.items())
+        return [
+            f"  {outs + ' = ' if outs else ''}{step.op_type}({ins}) {{{attributes}}}",
+            f"      : {kinds.of(step.inputs)} -> {kinds.of(step.outputs)}",
+            f"      # Scope: {self.program.path_of(step.value)}   Bytes: {step.bytes}   Cause: {step.cause}",
+        ]
+
 
 class _Kinds:
-    """The types of a rank's values, or of those in the body of a task, by their names: `(<tensor(float), (batch, 8)>, <>)`."""
+    """The types of a rank's values, or of those in the body of a task: `(<tensor(float), (batch, 8)>, <>)`."""
 
-    def __init__(self, texts: RankTexts, part: RankProgram, body: TaskBody | None) -> None:
+    def __init__(self, texts: RankTexts, part: RankProgram, body: Body | None) -> None:
         self._of = texts
-        self._part = part
-        self._types = part.types if body is None else body.types
-        self._texts = {name: helper_type_text(kind) for name, kind in texts.helpers.of(part, body).items()}
-        self._texts |= dict.fromkeys(part.scalars, "<tensor(float), ()>")
-        self._texts[""] = "<>"
+        self._texts: dict[Value | None, str] = {None: "<>", **dict.fromkeys(part.scalars, "<tensor(float), ()>")}
+        self._texts |= {value: helper_type_text(kind) for value, kind in texts.helpers.of(part, body).items()}
 
-    def __getitem__(self, name: str) -> str:
-        if name not in self._texts:
-            self._texts[name] = self._text(name)
-        return self._texts[name]
+    def __getitem__(self, value: Value | None) -> str:
+        if value not in self._texts:
+            assert value is not None
+            shared = self._of.types
+            if value not in shared:
+                shared[value] = self._text(value)
+            self._texts[value] = shared[value]
+        return self._texts[value]
 
-    def of(self, names: Sequence[str]) -> str:
-        return f"({', '.join([self._texts.get(name) or self[name] for name in names])})"
+    def of(self, values: Sequence[Value | None]) -> str:
+        return f"({', '.join([self._texts.get(value) or self[value] for value in values])})"
 
-    def _text(self, name: str) -> str:
-        if name in self._types:
-            return self._of.value(*self._types[name])
-        return f"<{_constant(self._part.constants[name])}>" if name in self._part.constants else "<>"
-
-
-def _return_lines(names: Sequence[str], kinds: _Kinds) -> Iterator[str]:
-    yield f"  Return({', '.join(f'%{name}' for name in names)})"
-    yield f"      : {kinds.of(names)}"
-    yield "}"
-
-
-def _comm_lines(program: Program, step: CommOp, kinds: _Kinds) -> Iterator[str]:
-    outs, ins = (", ".join(f"%{name}" if name else "_" for name in names) for names in (step.outputs, step.inputs))
-    attributes = ", ".join(f"{key}: {_plain(value)}" for key, value in {**step.attributes, "tag": step.tag}.items())
-    yield f"  {outs + ' = ' if outs else ''}{step.op_type}({ins}) {{{attributes}}}"
-    yield f"      : {kinds.of(step.inputs)} -> {kinds.of(step.outputs)}"
-    producer = step.value.producer()
-    path = program.paths[producer] if producer is not None else step.value.name
-    yield f"      # Scope: {path}   Bytes: {step.bytes}   Cause: {step.cause}"
+    def _text(self, value: Value) -> str:
+        if value.of is not None:
+            return self._of.value(value.of, value.shape)
+        return "<>" if value.constant is None else f"<{_constant(value.constant)}>"
 
 
 def _plain(value: int | str | tuple[int, ...]) -> str:

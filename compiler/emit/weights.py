@@ -19,10 +19,11 @@ from typing import Protocol
 import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.rank_program import LocalTensor
-from partc.runtime.artifact.dtypes import BY_CODE
+from partc.compiler.emit.names import Names
+from partc.compiler.ir.programs import RankTensor
 from partc.runtime.artifact.format import FileRecord, weights_file
-from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, header_bytes
+from partc.runtime.artifact.tensors.dtypes import BY_CODE
+from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, header_bytes
 from partc.runtime.files.regular import open_regular
 from partc.runtime.files.writers import new_raw_file
 
@@ -58,23 +59,23 @@ def is_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def write_weights(
-    folder: Path, weights_of: Mapping[int, Sequence[LocalTensor]], program: str = ""
+    folder: Path, weights_of: Mapping[int, Sequence[RankTensor]], names: Names, program: str = ""
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
-    `program` is named where it is not the main one of the artifact.
+    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact.
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
     files = {
-        weights_file(rank, program): [(one.name, shard_of(one), shard_text(one)) for one in held]
+        weights_file(rank, program): [(names[one.value], shard_of(one), shard_text(one)) for one in held]
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
         written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
     locations = {
-        stored(one): results[weights_file(rank, program)][1][one.name]
+        stored(one): results[weights_file(rank, program)][1][names[one.value]]
         for rank, held in weights_of.items()
         for one in held
     }
@@ -161,12 +162,10 @@ def _write_all(out: FileIO, data: memoryview) -> None:
         data = data[out.write(data) :]
 
 
-def owners(
-    held_by: Mapping[int, Sequence[LocalTensor]], known: Collection[Stored] = ()
-) -> dict[int, list[LocalTensor]]:
+def owners(held_by: Mapping[int, Sequence[RankTensor]], known: Collection[Stored] = ()) -> dict[int, list[RankTensor]]:
     """Per rank the weights that stand in its file: those that no lower rank holds, without the `known` and the inline ones."""
     seen = set(known)
-    owned: dict[int, list[LocalTensor]] = {}
+    owned: dict[int, list[RankTensor]] = {}
     for rank in sorted(held_by):
         own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(shard_of(one))]
         seen.update(map(stored, own))
@@ -175,7 +174,7 @@ def owners(
     return owned
 
 
-def shard_text(held: LocalTensor) -> str:
+def shard_text(held: RankTensor) -> str:
     """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
     tensor, layout = held.version.value.const_value, held.version.layout
     name = held.version.value.name or ""
@@ -184,7 +183,7 @@ def shard_text(held: LocalTensor) -> str:
     return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy()))}]"
 
 
-def stored(held: LocalTensor) -> Stored:
+def stored(held: RankTensor) -> Stored:
     """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
     layout = held.version.layout
     value = held.version.value
@@ -196,7 +195,7 @@ def stored(held: LocalTensor) -> Stored:
     )
 
 
-def shard_of(held: LocalTensor) -> ir.TensorProtocol:
+def shard_of(held: RankTensor) -> ir.TensorProtocol:
     """The tensor of a weight on a rank: the whole one, or a view of its shard that is read when it is written."""
     tensor, layout = held.version.value.const_value, held.version.layout
     assert tensor is not None
@@ -213,7 +212,7 @@ def shard_of(held: LocalTensor) -> ir.TensorProtocol:
             (end - begin) * row,
             tensor.dtype,
             shape=shape,
-            name=held.name,
+            name=held.version.value.name or "",
             base_dir=tensor.base_dir,
         )
 
@@ -223,4 +222,4 @@ def shard_of(held: LocalTensor) -> ir.TensorProtocol:
             whole = tensor.numpy()
         return ir.Tensor(np.ascontiguousarray(whole[shards]), dtype=tensor.dtype)
 
-    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.name, cache=False)
+    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.version.value.name, cache=False)

@@ -1,4 +1,4 @@
-"""Reads a model: an `.onnx` file, or a `model.py` that builds one."""
+"""Reads a model: an `.onnx` file, a `model.py` that builds one, or a folder of a model of `transformers`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Known, Source, nothing
+from partc.compiler.garbage_collection import uncollected
 
 
 def load(path: Path, known: Known = nothing) -> Source:
@@ -13,13 +14,20 @@ def load(path: Path, known: Known = nothing) -> Source:
 
     `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes.
     """
+    if path.is_dir():
+        from partc.compiler.frontend.huggingface.folder import load_folder
+
+        return load_folder(path, known)
     match path.suffix:
         case ".onnx":
+            from partc.compiler.frontend.exported import read_declared
             from partc.compiler.frontend.onnx_file import load_onnx
 
-            return Source(load_onnx(path))
+            model = load_onnx(path)
+            return Source(model, read_declared(model, path.name))
         case ".py":
-            from partc.compiler.frontend.python import load_python
+            with uncollected():
+                from partc.compiler.frontend.python import load_python
 
             return load_python(path, known)
         case other:
@@ -27,6 +35,6 @@ def load(path: Path, known: Known = nothing) -> Source:
                 Problem(
                     str(path),
                     f"a model ends in .onnx or .py, not in '{other}'",
-                    help="pass the path of a model.py or a .onnx file",
+                    help="pass the path of a model.py, a .onnx file or a folder of a model of transformers",
                 )
             )

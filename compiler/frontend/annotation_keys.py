@@ -10,7 +10,11 @@ On an input of the model:
     partc.arrives    [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]     the ranks are fed shards
 On an output:
     partc.delivered  {"ranks": [1], "cut": false}               where it goes; ranks null: it stays where it is made
+    partc.unbiased, partc.frozen_statistics    true               a BatchNormalization's marks (`ir/graph.py`)
+On a weight:
+    partc.trainable  true                                       whether its module says that it is trainable
 On the model:
+    partc.declared   {"placements": ..., "symbols": ...}        what a `model.py` declares (`ir/declared.py`), of `partc export`
     partc.mesh       [["dp", 2], ["tp", 4]]                     the names of the mesh's axes
     partc.kept       {"w": [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]}    weights that are kept otherwise than they are read
     partc.symbols    {"batch": {"divisor": 8, "remainder": 0, "min": 8, "max": 512}}
@@ -25,6 +29,7 @@ PREFIX = "partc."
 GROUP, FOLLOWS, CUTS, TERMS, REDUCED = "partc.group", "partc.follows", "partc.cuts", "partc.terms", "partc.reduced"
 ARRIVES, DELIVERED, KEPT = "partc.arrives", "partc.delivered", "partc.kept"
 MESH, SYMBOLS = "partc.mesh", "partc.symbols"
+DECLARED, TRAINABLE = "partc.declared", "partc.trainable"
 
 
 class BrokenKey(ValueError):
@@ -37,7 +42,7 @@ def encode(value: object) -> str:
 
 
 def decode(metadata: Mapping[str, str], key: str) -> object:
-    """The value under a key, None where there is none. Raises BrokenKey where it is no JSON."""
+    """The value under a key, None where there is none. Raises BrokenKey where it is not JSON."""
     text = metadata.get(key)
     if text is None:
         return None

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 from partc.compiler.ir.graph import OWN_NAME
-from partc.runtime.artifact.onnx_graph import all_nodes
+from partc.runtime.artifact.graph.onnx_graph import all_nodes
 
 CALLS = "partc.calls"
 """Key of `ir.Node.meta`: the names of the calls that a node comes from."""

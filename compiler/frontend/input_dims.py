@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Collection
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
+from partc.compiler.frontend.names import free_name
 
 
 def name_input_dims(graph: ir.Graph, where: str) -> list[Problem]:
     """Renames the dims of the graph's inputs; equal names stay equal. Returns a problem for each negative size."""
     problems: list[Problem] = []
     names: dict[str, str] = {}
+    taken: set[str] = set()
     for value in graph.inputs:
         if value.shape is None:
             continue
@@ -34,7 +35,7 @@ def name_input_dims(graph: ir.Graph, where: str) -> list[Problem]:
             else:
                 text = str(dim.value)
                 if text not in names:
-                    names[text] = _distinct(identifier(text), names.values())
+                    names[text] = free_name(identifier(text), taken)
                 dims.append(names[text])
         value.shape = ir.Shape(dims)
     return problems
@@ -44,10 +45,3 @@ def identifier(text: str) -> str:
     """A text as a name that an expression can hold: `2nd dim` -> `dim_2nd_dim`."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "dim"
     return f"dim_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
-
-
-def _distinct(name: str, taken: Collection[str]) -> str:
-    free, count = name, 1
-    while free in taken:
-        free, count = f"{name}_{count}", count + 1
-    return free

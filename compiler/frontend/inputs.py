@@ -8,9 +8,8 @@ every further use gets a name of its own (`batch`, `batch_1`) and shares the con
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 import ml_dtypes  # noqa: F401, makes bfloat16 and its like known to numpy
 import numpy as np
@@ -18,6 +17,7 @@ import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.names import free_name
 
 _HELP = 'write inputs = {"x": Input(["batch", 1, 28, 28], "float32")}, one entry for each argument of forward'
 
@@ -41,7 +41,7 @@ class DimNames:
     _seen: dict[int, str] = field(default_factory=dict)
 
     def name(self, dim: object, fallback: str) -> int | str:
-        """The dim as an int or a name. Raises TypeError or ValueError for what is no dim."""
+        """The dim as an int or a name. Raises TypeError or ValueError for what is not a dim."""
         match dim:
             case bool():
                 raise TypeError(f"a dim is an int, a name or a Symbol, got {dim!r}")
@@ -57,21 +57,16 @@ class DimNames:
                     self.symbols[dim] = named
                 return dim
             case None:
-                return self._fresh(fallback)
+                return free_name(fallback, self.reserved)
             case Symbol():
                 if dim.unique and id(dim) in self._seen:
                     return self._seen[id(dim)]
                 holders = (name for name, value in self.globals.items() if value is dim)
-                name = self._fresh(next(holders, fallback))
+                name = free_name(next(holders, fallback), self.reserved)
                 self._seen[id(dim)] = name
                 self.symbols[name] = dim
                 return name
         raise TypeError(f"a dim is an int, a name or a Symbol, got {dim!r} of type {type(dim).__name__}")
-
-    def _fresh(self, name: str) -> str:
-        free = next(free for free in _numbered(name) if free not in self.reserved)
-        self.reserved.add(free)
-        return free
 
 
 def specs(declared: Mapping[str, Input], names: DimNames, where: str) -> list[Spec]:
@@ -164,11 +159,6 @@ def all_inputs(given: Mapping[str, object], where: str) -> dict[str, Input]:
     if problems:
         raise CompileError(problems)
     return {name: entry for name, entry in read.items() if entry is not None}
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    yield from (f"{name}_{k}" for k in count(1))
 
 
 def _is_shape(value: object) -> bool:

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import onnx_ir as ir
 from partc.compiler.frontend.functions import CALLS
-from partc.compiler.ir.graph import OWN_NAME
+from partc.compiler.ir.graph import OWN_NAME, nodes_of
 from partc.runtime.errors import one_line
 
 ONNXSCRIPT_SCOPES = "pkg.onnxscript.name_scopes"
 TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 
 _COUNTED = re.compile(r"_node_\d+$")
+_COUNTER = re.compile(r"_\d+")
 # torch numbers a module's second call in its path: `relu@1`.
 _CALL = re.compile(r"@\d+")
 _TORCH_UNKNOWN = "_empty_nn_module_stack_from_metadata_hook"
@@ -44,7 +45,7 @@ class _Name:
 
 def node_paths(model: ir.Model) -> dict[ir.Node, str]:
     """The path of every node of the main graph, in the graph's order; no two are equal."""
-    return _paths(model.graph, "")
+    return _paths(_names(model.graph), "")
 
 
 def derive_names(model: ir.Model, constants: Iterable[ir.Value] = ()) -> None:
@@ -74,7 +75,7 @@ def name_by_use(model: ir.Model, constants: Iterable[ir.Value]) -> None:
     unnamed = [value for value in constants if value.uses()]
     graph = model.graph
     taken = {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
-    taken |= {value.name or "" for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs}
+    taken |= {value.name or "" for node in nodes_of(graph) for value in node.outputs}
     _name_by_use(unnamed, dict(_all_paths(graph, "")), taken - {value.name or "" for value in unnamed})
 
 
@@ -98,10 +99,12 @@ def _name_by_use(unnamed: list[ir.Value], paths: dict[ir.Node, str], taken: set[
 _UNNAMED = "partc.constant."
 
 
-def _paths(graph: ir.Graph, owner: str) -> dict[ir.Node, str]:
-    """The paths of a graph's nodes relative to the module `owner`, whose own path they do not repeat."""
-    names = _names(graph)
-    whole = {node: _join(_below(name.scope or "", owner), name.own) for node, name in names.items()}
+def _paths(names: Mapping[ir.Node, _Name], owner: str) -> dict[ir.Node, str]:
+    """The paths of nodes relative to the module `owner`, whose own path they do not repeat."""
+    whole = {
+        node: f"{scope}.{name.own}" if (scope := _below(name.scope or "", owner)) else name.own
+        for node, name in names.items()
+    }
     taken: set[str] = set()
     following: dict[str, int] = {}
     found: dict[ir.Node, str] = {}
@@ -114,10 +117,10 @@ def _paths(graph: ir.Graph, owner: str) -> dict[ir.Node, str]:
 
 def _all_paths(graph: ir.Graph, owner: str) -> Iterator[tuple[ir.Node, str]]:
     """The nodes with their paths, each followed by the nodes of its bodies."""
-    scopes = {node: name.scope or "" for node, name in _names(graph).items()}
-    for node, path in _paths(graph, owner).items():
+    names = _names(graph)
+    for node, path in _paths(names, owner).items():
         yield node, path
-        for attribute in node.attributes.values():
+        for attribute in node.attributes.data.values():
             if attribute.type == ir.AttributeType.GRAPH:
                 bodies = [(attribute.name, attribute.as_graph())]
             elif attribute.type == ir.AttributeType.GRAPHS:
@@ -125,7 +128,7 @@ def _all_paths(graph: ir.Graph, owner: str) -> Iterator[tuple[ir.Node, str]]:
             else:
                 continue
             for name, body in bodies:
-                for inner, inner_path in _all_paths(body, scopes[node]):
+                for inner, inner_path in _all_paths(body, names[node].scope or ""):
                     yield inner, f"{path}.{name}.{inner_path}"
 
 
@@ -190,12 +193,19 @@ def _torch_name(node: ir.Node) -> _Name:
     """A name for a node that torch named by its own op and a counter: the ONNX op's type."""
     name = node.name or ""
     text = node.metadata_props.get(TORCH_SCOPES)
-    modules = [_CALL.sub("", entry) for entry in _entries(text)[:-1]] if text else []
-    scope = modules[-1] if modules and _TORCH_UNKNOWN not in modules else None
+    scope = _torch_scope(text) if text else None
     if scope and name.startswith(f"{scope}."):
         return _Name(scope, name[len(scope) + 1 :], given=True)
-    given = not scope and re.fullmatch(rf"{re.escape(node.op_type)}(_\d+)?", name) is not None
+    counter = name.removeprefix(node.op_type)
+    given = not scope and name.startswith(node.op_type) and (not counter or _COUNTER.fullmatch(counter) is not None)
     return _Name(scope, name if given else node.op_type, given)
+
+
+@lru_cache(maxsize=4096)
+def _torch_scope(text: str) -> str | None:
+    """The module of a node with these scopes; None where torch does not know one of them."""
+    modules = [_CALL.sub("", entry) for entry in _entries(text)[:-1]]
+    return modules[-1] if modules and _TORCH_UNKNOWN not in modules else None
 
 
 def _scopes_by_neighbours(scopes: dict[ir.Node, str | None]) -> dict[ir.Node, str]:
@@ -241,7 +251,7 @@ def _common(scopes: set[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _entries(text: str) -> tuple[str, ...]:
-    """The strings of a list as Python prints it; a text that is no such list is one entry."""
+    """The strings of a list as Python prints it; any other text is one entry."""
     try:
         return tuple(one_line(str(entry)) for entry in ast.literal_eval(text)) or ("",)
     except (SyntaxError, ValueError, TypeError):
@@ -254,10 +264,6 @@ def _below(scope: str, owner: str) -> str:
     if scope == owner:
         return ""
     return scope.removeprefix(f"{owner}.")
-
-
-def _join(scope: str, own: str) -> str:
-    return f"{scope}.{own}" if scope else own
 
 
 def free_name(name: str, taken: set[str], following: dict[str, int] | None = None) -> str:

@@ -23,8 +23,8 @@ from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.frontend.torch_file import restored
 from partc.compiler.garbage_collection import uncollected
-from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside
-from partc.runtime.artifact.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
+from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside, nodes_of
+from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
@@ -57,7 +57,9 @@ def load_onnx(path: Path) -> ir.Model:
 def not_read(path: Path, error: OSError) -> Problem:
     """Why a model's file cannot be read."""
     fact = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-    return Problem(str(path), fact, help="pass the path of a model.py or a .onnx file")
+    return Problem(
+        str(path), fact, help="pass the path of a model.py, a .onnx file or a folder of a model of transformers"
+    )
 
 
 @uncollected()
@@ -94,7 +96,8 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
             Problem(where, f"is broken: {error}", help="see onnx.checker.check_model, or export it again")
         ) from error
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        ir.external_data.set_base_dir(graph, path.parent)
+        for _, tensor in _external(graph):
+            tensor.base_dir = path.parent
     return restored(checked(model, where))
 
 
@@ -102,12 +105,14 @@ def checked(model: ir.Model, where: str) -> ir.Model:
     """`model` inlined, sorted and free of the faults that `load_onnx` names; weights are no longer graph inputs."""
     _raise(_names_on_lines(model, where))
     _raise(name_input_dims(model.graph, where))
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in nodes_of(model.graph):
         node.meta[OWN_NAME] = node.name or ""
     if model.functions:
         with preserving_operands(model, where):
             model = _without_calls(model, where)
-    _forget_default_inputs(model.graph)
+    # old exporters list a weight as a graph input too
+    for value in [value for value in model.graph.inputs if value.name in model.graph.initializers]:
+        model.graph.inputs.remove(value)
     problems = [
         *_unknown_ops(model, where),
         *structure_problems(model.graph, where),
@@ -126,7 +131,7 @@ def checked(model: ir.Model, where: str) -> ir.Model:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what onnx-ir logs of values that nothing defines: `checked` tells of them."""
+    """Without what onnx-ir logs of values that nothing defines: `checked` reports them."""
     log = logging.getLogger("onnx_ir")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -144,10 +149,15 @@ def _names_on_lines(model: ir.Model, where: str) -> list[Problem]:
         found |= {value.name or "": "value" for value in ports}
         for value in graph.inputs:
             found |= {str(dim): "dim" for dim in value.shape or ()}
-        for node in ir.traversal.RecursiveGraphIterator(graph):
-            found |= {node.name or "": "node", node.op_type: "op", node.domain: "domain"}
-            found |= {value.name or "": "value" for value in node.outputs}
-            found |= dict.fromkeys(node.attributes, "attribute")
+        for node in nodes_of(graph):
+            found[node.name or ""] = "node"
+            found[node.op_type] = "op"
+            found[node.domain] = "domain"
+            for value in node.outputs:
+                found[value.name or ""] = "value"
+            found |= dict.fromkeys(node.attributes.data, "attribute")
+    if not breaks_lines("".join(found)):
+        return []
     help_ = "rename it"
     return [
         Problem(where, f"the name '{one_line(name)}' of a{'n' * (kind[0] in 'ao')} {kind} has a line end", help=help_)
@@ -241,7 +251,7 @@ def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
 def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
     known, domains = _known_ops()
     count: dict[tuple[str, str], list[str]] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in nodes_of(model.graph):
         key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
         if key not in known and not is_inside(node):
             count.setdefault(key, []).append(node.name or "unnamed")
@@ -254,14 +264,10 @@ def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
             if domain in domains
             else f"it knows no domain '{domain}'; its domains are {', '.join(sorted(d or 'ai.onnx' for d in domains))}"
         )
-        problems.append(Problem(where, fact, law, "express it by standard ops, or as a function inside of the model"))
+        problems.append(
+            Problem(where, fact, law, "decompose it into standard ops, or define it as a model-local function")
+        )
     return problems
-
-
-def _forget_default_inputs(graph: ir.Graph) -> None:
-    """A weight listed as a graph input too (old exporters) is a weight: nobody feeds it."""
-    for value in [value for value in graph.inputs if value.name in graph.initializers]:
-        graph.inputs.remove(value)
 
 
 def _external(graph: ir.Graph) -> Iterator[tuple[str, ir.ExternalTensor]]:
@@ -271,55 +277,56 @@ def _external(graph: ir.Graph) -> Iterator[tuple[str, ir.ExternalTensor]]:
             if isinstance(value.const_value, ir.ExternalTensor):
                 yield f"the weight '{value.name}'", value.const_value
         for node in part:
-            for attribute in node.attributes.values():
+            for attribute in node.attributes.data.values():
                 for tensor in _tensors_of(attribute):
                     if isinstance(tensor, ir.ExternalTensor):
                         yield f"'{attribute.name}' of {node.op_type} '{node.name or ''}'", tensor
 
 
 def _tensors_of(attribute: ir.Attr) -> Sequence[ir.TensorProtocol]:
-    if attribute.is_ref():
+    kind = attribute.type
+    if kind not in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS) or attribute.is_ref():
         return ()
-    if attribute.type == ir.AttributeType.TENSOR:
-        return (attribute.value,)
-    return attribute.value if attribute.type == ir.AttributeType.TENSORS else ()
+    return (attribute.value,) if kind == ir.AttributeType.TENSOR else attribute.value
 
 
 def _external_problems(graph: ir.Graph, where: str) -> list[Problem]:
     problems = []
+    files = cache(_weights_file)
     for title, tensor in _external(graph):
-        file, base = Path(tensor.path), Path(tensor.base_dir)
-        offset = tensor.offset or 0
-        if not file.resolve().is_relative_to(base.resolve()):
-            fact, remedy = (
-                f"{title} points outside of the model's folder: {tensor.location}",
-                "keep weights beside the model, the files themselves and no links to them",
-            )
-        elif not os.path.lexists(file):
-            fact, remedy = (
-                f"{title} is in '{tensor.location}', which is missing",
-                "copy the weights file beside the model",
-            )
-        elif why := fault(file):
-            fact, remedy = f"{title} is in '{tensor.location}', which {why}", "use a file of its elements"
-        elif offset < 0 or tensor.nbytes < 0 or (tensor.length is not None and tensor.length < 0):
-            fact, remedy = f"{title} lies at bytes {offset} to {offset + tensor.nbytes}", "export the model again"
-        elif (have := file.stat().st_size) < (need := offset + tensor.nbytes):
-            fact, remedy = (
-                f"'{tensor.location}' is truncated: {title} ends at byte {need} of {have}",
-                "copy the weights file again",
-            )
+        fault_of_file, remedy, have = files(str(tensor.base_dir), str(tensor.location))
+        offset, length, size = tensor.offset or 0, tensor.length, tensor.nbytes
+        if fault_of_file:
+            fact = f"{title} {fault_of_file}"
+        elif offset < 0 or size < 0 or (length is not None and length < 0):
+            fact, remedy = f"{title} lies at bytes {offset} to {offset + size}", "export the model again"
+        elif have < offset + size:
+            fact = f"'{tensor.location}' is truncated: {title} ends at byte {offset + size} of {have}"
+            remedy = "copy the weights file again"
         else:
             continue
         problems.append(Problem(where, fact, help=remedy))
     return problems
 
 
+def _weights_file(base: str, location: str) -> tuple[str, str, int]:
+    """What is wrong with a file of weights, "" where nothing is, and the remedy; and its bytes."""
+    file = Path(base, location)
+    if not file.resolve().is_relative_to(Path(base).resolve()):
+        remedy = "keep weights beside the model, the files themselves and no links to them"
+        return f"points outside of the model's folder: {location}", remedy, 0
+    if not os.path.lexists(file):
+        return f"is in '{location}', which is missing", "copy the weights file beside the model", 0
+    if why := fault(file):
+        return f"is in '{location}', which {why}", "use a file of its elements", 0
+    return "", "", file.stat().st_size
+
+
 def _read_constants(graph: ir.Graph) -> None:
     """Reads the external tensors of attributes into memory, since a rank file has no external data for them."""
     for part in graphs_of(graph):
         for node in part:
-            for name, attribute in list(node.attributes.items()):
+            for name, attribute in list(node.attributes.data.items()):
                 found = _tensors_of(attribute)
                 if not any(isinstance(tensor, ir.ExternalTensor) for tensor in found):
                     continue
@@ -330,11 +337,10 @@ def _read_constants(graph: ir.Graph) -> None:
 
 def _is_sorted(graph: ir.Graph) -> bool:
     for part in graphs_of(graph):
-        seen: set[ir.Node] = set()
-        for node in part:
-            for value in node.inputs:
-                producer = value.producer() if value is not None else None
-                if producer is not None and producer.graph is part and producer not in seen:
-                    return False
-            seen.add(node)
+        nodes = list(part)
+        later = {value for node in nodes for value in node.outputs}
+        for node in nodes:
+            if not later.isdisjoint(node.inputs):
+                return False
+            later.difference_update(node.outputs)
     return True

@@ -26,13 +26,15 @@ def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
 
     Raises CompileError for annotated nodes that are gone then: calls of functions, whose nodes run on their own.
     """
-    held = [_held(node) for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.device_configurations]
+    held = [
+        _annotation_of(node) for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.device_configurations
+    ]
     yield
     problems = []
     for one in held:
         if one.node.graph is None:
             fact = f"'{one.node.name}' calls the function {one.node.op_type} and is annotated"
-            law = "functions are inlined: their nodes are placed and cut, calls are not"
+            law = "functions are inlined: their nodes are placed and sharded, calls are not"
             problems.append(Problem(where, fact, law, "annotate the nodes inside of the function"))
             continue
         one.node.device_configurations = tuple(
@@ -102,7 +104,7 @@ def _own(of: ir.Node | ir.Value) -> dict[str, str]:
     return {key: text for key, text in of.metadata_props.items() if key.startswith(keys.PREFIX)}
 
 
-def _held(node: ir.Node) -> _Annotation:
+def _annotation_of(node: ir.Node) -> _Annotation:
     entries = node.device_configurations
     places = tuple(tuple(_place(node, spec.value) for spec in entry.sharding_specs) for entry in entries)
     return _Annotation(node, entries, places)

@@ -14,10 +14,11 @@ with one entry for each argument of `forward`, or a list in their order. An entr
 example array; for torch an example tensor, whose dynamic dims a global `dynamic_shapes = {"x": {0: "batch"}}` names. A dim is
 an int, a name or a `Symbol`; `partc.compiler.frontend.inputs` says how Symbols name dims. A global Symbol constrains every
 dim that has its name, in finished graphs as well. `outputs = ["logits"]` names the outputs; else they are the keys
-of the dict that forward returns, else `output`, or `output_0`, `output_1`.
+of the dict that forward returns, else `output`, or `output_0`, `output_1`. A model of `transformers` needs neither: its inputs are those
+that `partc.compiler.frontend.huggingface.ports` says, or a list of their names, its outputs `logits` and, with labels, `loss`.
 
 `dataset_strategy = "data_parallel"`, or a tuple with a cut for each input, or `full_batch = True` says how inputs arrive, as a
-plan's `dataset` does. Other options of MindSpore's contexts are told (`directives/context.py`).
+plan's `dataset` does. Other options of MindSpore's contexts are reported (`directives/context.py`).
 
 `place(module, rank)`, `shard(module, in_strategy)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported
 from. `if __name__ == "__main__":` parts do not run.
@@ -38,17 +39,18 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.context import not_followed
 from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.ports import image_inputs, position_symbols, usual_inputs
+from partc.compiler.frontend.huggingface.settings import is_of_transformers
 from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
 from partc.compiler.frontend.region_calls import placements, shardings, targets
 from partc.compiler.frontend.source import Known, Source, nothing
 from partc.compiler.frontend.torch_file import restored
 from partc.compiler.frontend.trace import module_paths, trace
-from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, importable, told_by_line
+from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, errors_by_line, importable
 from partc.compiler.ir.declared import Declared
 from partc.compiler.nn.parameter import seed_of_its_own
 from partc.compiler.plan.dataset import KEYS, declared_dataset
-from partc.compiler.plan.rules import Dataset
 from partc.runtime.files.regular import fault
 
 if TYPE_CHECKING:
@@ -64,13 +66,17 @@ def load_python(path: Path, known: Known = nothing) -> Source:
     """The model that the file defines and what it declares, `known` as of `load`. Raises CompileError with the user's own line."""
     if why := fault(path):
         fact = "no such file" if not path.exists() else why
-        raise CompileError(Problem(str(path), fact, help="pass the path of a model.py or a .onnx file"))
+        raise CompileError(
+            Problem(
+                str(path), fact, help="pass the path of a model.py, a .onnx file or a folder of a model of transformers"
+            )
+        )
     path = path.resolve()
     with (
         recording(path.parent) as recorder,
         importable(path.parent),
         seed_of_its_own(),
-        told_by_line(path, recorder),
+        errors_by_line(path, recorder),
     ):
         file = UserFile.run(path)
         built, inputs = _defined(file)
@@ -82,13 +88,20 @@ def load_python(path: Path, known: Known = nothing) -> Source:
                     *dict(built.named_buffers(remove_duplicate=False)),
                 ]
             )
+        told = tuple(not_followed(file.globals, file.line))
+        if inputs is None and (image := image_inputs(built)) is not None:
+            inputs, said = image
+            ((name, one),) = inputs.items()
+            remedy = f'write inputs = {{"{name}": [...]}} for another'
+            told += (f"{_where_inputs(file)}: the input '{name}' is {one.shape}, {said}; {remedy}",)
         model = _model(built, inputs, names, file, recorder)
         _use_named_symbols(model, names, file)
         placed = placements(recorder, _modules(built), model)
         sharding = shardings(recorder, _modules(built), model)
         devices = targets(recorder, _modules(built), model)
-        told = tuple(not_followed(file.globals, file.line))
-        return Source(model, Declared(placed, names.symbols, sharding, None, _dataset(file), devices, told))
+        dataset = declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
+        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told)
+        return Source(model, declared, _is_torch_module(built))
 
 
 def _defined(file: UserFile) -> tuple[object, object]:
@@ -98,7 +111,10 @@ def _defined(file: UserFile) -> tuple[object, object]:
         fact = f"both a model and, at {file.line('build')}, build are defined"
         raise CompileError(Problem(file.line("model"), fact, help="keep one of them"))
     if model is None and build is None:
-        classes = [name for name, value in file.globals.items() if _is_own_module_class(value)]
+        torch = sys.modules.get("torch")
+        kinds = (onnxscript.nn.Module, torch.nn.Module) if torch else (onnxscript.nn.Module,)
+        own = {name: one for name, one in file.globals.items() if isinstance(one, type) and issubclass(one, kinds)}
+        classes = [name for name, one in own.items() if one.__module__ == MODEL_MODULE]
         help_ = f"write `model = {classes[-1]}()`" if classes else _CONTRACT
         raise CompileError(Problem(file.name, "neither a model nor build is defined", help=help_))
     inputs = file.globals.get("inputs")
@@ -133,7 +149,10 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
         case onnx.ModelProto():
             return from_proto(built, file.path)
         case ir.Model():
-            return restored(checked(_with_legal_opset(built, where), where))
+            opset = built.opset_imports.get("", built.opset_imports.get("ai.onnx", NEWEST_OPSET))
+            if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+                raise CompileError(Problem(where, f"opset {opset} is outside of {OLDEST_OPSET} to {NEWEST_OPSET}"))
+            return restored(checked(built, where))
         case onnxscript.nn.Module() if type(built).forward is onnxscript.nn.Module.forward:
             help_ = "write def forward(self, op, x), with an argument for each of the inputs"
             raise CompileError(Problem(where, f"{type(built).__name__} has no method forward", help=help_))
@@ -146,6 +165,8 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
         from partc.compiler.frontend.torch_module import export
 
         dynamic_shapes = file.globals.get("dynamic_shapes")
+        if is_of_transformers(built):
+            inputs = _of_transformers(built, inputs, names, file)
         given, outputs = _required(inputs, file), _output_names(file)
         return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), recorder)
     kind = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
@@ -154,11 +175,15 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
     raise CompileError(Problem(where, f"{what} is {kind}", help=help_))
 
 
-def _with_legal_opset(model: ir.Model, where: str) -> ir.Model:
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", NEWEST_OPSET))
-    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
-        raise CompileError(Problem(where, f"opset {opset} is outside of {OLDEST_OPSET} to {NEWEST_OPSET}"))
-    return model
+def _of_transformers(built: torch.nn.Module, inputs: object, names: DimNames, file: UserFile) -> object:
+    """The inputs of a model of `transformers`: those that it usually takes, where the file has none or names alone."""
+    named = isinstance(inputs, list | tuple) and bool(inputs) and all(isinstance(name, str) for name in inputs)
+    if inputs is not None and not named:
+        return inputs
+    usual = usual_inputs(built, list(inputs) if isinstance(inputs, list | tuple) else None, _where_inputs(file))
+    for dim, symbol in position_symbols(built, usual).items():
+        names.symbols.setdefault(dim, symbol)
+    return usual
 
 
 def _required(inputs: object, file: UserFile) -> object:
@@ -179,10 +204,6 @@ def _output_names(file: UserFile) -> list[str]:
     if len(set(names)) < len(names):
         raise CompileError(Problem(file.line("outputs"), f"outputs has a name twice: {', '.join(names)}"))
     return list(names)
-
-
-def _dataset(file: UserFile) -> Dataset | None:
-    return declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
 
 
 def _use_named_symbols(model: ir.Model, names: DimNames, file: UserFile) -> None:
@@ -213,9 +234,3 @@ def _modules(built: object) -> Iterator[tuple[str, object]]:
 def _is_torch_module(built: object) -> TypeIs[torch.nn.Module]:
     loaded = sys.modules.get("torch")
     return loaded is not None and isinstance(built, loaded.nn.Module)
-
-
-def _is_own_module_class(value: object) -> bool:
-    torch = sys.modules.get("torch")
-    kinds = (onnxscript.nn.Module, torch.nn.Module) if torch else (onnxscript.nn.Module,)
-    return isinstance(value, type) and issubclass(value, kinds) and value.__module__ == MODEL_MODULE

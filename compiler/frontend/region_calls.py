@@ -25,7 +25,7 @@ Call = TypeVar("Call", bound=TracedCall)
 def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[ShardingRule, ...]:
     """The rules in the order of the calls.
 
-    Raises CompileError for modules that the model does not have, functions that nobody calls, unknown parameters, cuts that
+    Raises CompileError for modules that the model does not have, functions without a call, unknown parameters, cuts that
     do not fit them, and regions within others.
     """
     if not recorder.shards:
@@ -54,7 +54,7 @@ def shardings(recorder: Recorder, modules: Iterable[tuple[str, object]], model: 
 def placements(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir.Model) -> tuple[Placement, ...]:
     """Placements, one for each region that a `place` call names.
 
-    Raises CompileError for modules that the model does not have and functions that nobody calls.
+    Raises CompileError for modules that the model does not have and functions without a call.
     """
     found = _regions(recorder.calls, modules, model)
     return tuple(Placement(pattern, call.on, call.where, call.role) for call, pattern in found if call.on is not None)
@@ -67,7 +67,7 @@ def targets(recorder: Recorder, modules: Iterable[tuple[str, object]], model: ir
 
 
 def _regions(calls: Sequence[Call], modules: Iterable[tuple[str, object]], model: ir.Model) -> list[tuple[Call, str]]:
-    """The patterns of the regions that calls name; CompileError for modules that the model does not have, and what nobody calls."""
+    """The patterns of the regions that calls name; CompileError for modules that the model does not have, and functions without a call."""
     if not calls:
         return []
     nodes = node_paths(model)
@@ -187,7 +187,7 @@ def _in_graph(parameter: object, name: str, path: str) -> str:
 def _misfits(where: str, key: str, spec: ShardSpec, shape: Sequence[object]) -> Iterator[Problem]:
     dims = ", ".join(str(dim) for dim in shape)
     if len(spec) != len(shape):
-        fact = f"parameter_plan: {shown_spec(spec)} cuts another number of dims than '{key}' [{dims}] has"
+        fact = f"parameter_plan: {shown_spec(spec)} is for another number of dims than '{key}' [{dims}] has"
         yield Problem(where, fact, help="write one entry for each dim")
         return
     for dim, (shards, size) in enumerate(zip(spec, shape, strict=True)):

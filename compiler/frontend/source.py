@@ -22,7 +22,11 @@ def nothing(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`."""
+    """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`.
+
+    `exported`: whether torch exported it, which takes seconds to minutes.
+    """
 
     model: ir.Model
     declared: Declared = field(default_factory=Declared)
+    exported: bool = False

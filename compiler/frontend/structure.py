@@ -7,7 +7,7 @@ from functools import cache
 import onnx
 import onnx_ir as ir
 from partc.compiler.errors import Problem
-from partc.compiler.ir.graph import bodies
+from partc.compiler.ir.graph import bodies, nodes_of
 
 
 def structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
@@ -19,23 +19,25 @@ def structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] =
             problems.append(
                 Problem(where, f"the weight '{value.name}' has no data", help="export the model with its weights")
             )
-    for node in graph:
+    nodes = list(graph)
+    for node in nodes:
         defined.update(node.outputs)
     names: set[str] = set()
     for value in defined - outer:
         if value.name and value.name in names:
             problems.append(Problem(where, f"the value '{value.name}' is defined twice", help="export the model again"))
         names.add(value.name or "")
-    for node in graph:
-        missing = [value.name for value in node.inputs if value is not None and value not in defined]
-        problems += [
-            Problem(
-                where,
-                f"'{name}', read by {node.op_type} '{node.name}', is defined nowhere",
-                help="export the model again",
-            )
-            for name in missing
-        ]
+    for node in nodes:
+        if not defined.issuperset(node.inputs):
+            problems += [
+                Problem(
+                    where,
+                    f"'{value.name}', read by {node.op_type} '{node.name}', is defined nowhere",
+                    help="export the model again",
+                )
+                for value in node.inputs
+                if value is not None and value not in defined
+            ]
         for body in bodies(node):
             problems += structure_problems(body, where, frozenset(defined))
     problems += [
@@ -55,7 +57,7 @@ def missing_attributes(model: ir.Model, where: str) -> list[Problem]:
             f"{node.op_type} '{node.name or node.outputs[0].name}' has no attribute '{name}', which it needs",
             help="export it again",
         )
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        for node in nodes_of(model.graph)
         if node.domain in ("", "ai.onnx")
         for name in _required(node.op_type, opset)
         if name not in node.attributes

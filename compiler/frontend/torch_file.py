@@ -1,7 +1,7 @@
 """Weights of a file that `torch.onnx.export` wrote, as torch's modules have them: under their names, in their shapes, one for each.
 
 The exporter folds the transpose of a linear layer's weight, which is then `val_152` with its dims exchanged, and of weights that are
-equal when it exports it keeps one. Its metadata tell what they were: of a node the call in torch with its operands, of a constant
+equal when it exports it keeps one. Its metadata say what they were: of a node the call in torch with its operands, of a constant
 what it was folded from, of a weight its name in torch's program.
 
     val_152 (64, 32), folded from q_proj.weight, read by linear(x, p_q_proj_weight)    ->    q_proj.weight (32, 64), transposed
@@ -18,13 +18,13 @@ import re
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.names import TORCH_SCOPES, free_name, module_of, name_by_use
-from partc.compiler.ir.graph import OWN_NAME
+from partc.compiler.ir.graph import OWN_NAME, nodes_of
 from partc.runtime.errors import breaks_lines
 
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _CALL = "pkg.torch.onnx.fx_node"
 _PLACEHOLDER = "pkg.torch.onnx.original_node_name"
-_FOLDED = "pkg.onnxscript.optimizer.folded_from"
+FOLDED = "pkg.onnxscript.optimizer.folded_from"
 _LINEAR = re.compile(r"aten\.linear\.default\]\(args = \(%\w+, %(\w+)")
 _OPERAND = re.compile(r"%([pb]_\w+)")
 _TRANSPOSE = re.compile(r"(permute|t|transpose|numpy_t|mT)(_\d+)?")
@@ -38,27 +38,26 @@ def restored(model: ir.Model) -> ir.Model:
     if not any(TORCH_SCOPES in node.metadata_props for node in graph):
         return model
     taken = {value.name or "" for value in graph.inputs}
-    taken |= {value.name or "" for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs}
+    taken |= {value.name or "" for node in nodes_of(graph) for value in node.outputs}
     for value in list(graph.initializers.values()):
         if KIND in value.metadata_props:
             _part(graph, value, taken)
     for value in list(graph.initializers.values()):
-        if _FOLDED in value.metadata_props:
+        if FOLDED in value.metadata_props:
             _unfold(graph, value, taken)
     outputs = set(graph.outputs)
-    made = [value for value in graph.initializers.values() if _is_made(value) and value not in outputs]
+    made = [
+        value
+        for value in graph.initializers.values()
+        if KIND not in value.metadata_props
+        and (FOLDED in value.metadata_props or _COUNTED.fullmatch(value.name or "") is not None)
+        and value not in outputs
+    ]
     for value in made:
         if isinstance(value.const_value, ir.serde.TensorProtoTensor):  # its name is that of the caller's proto
             value.const_value = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(value.const_value))
     name_by_use(model, made)
     return model
-
-
-def _is_made(value: ir.Value) -> bool:
-    """Whether it is a constant of the exporter and no tensor of a module."""
-    if KIND in value.metadata_props:
-        return False
-    return _FOLDED in value.metadata_props or _COUNTED.fullmatch(value.name or "") is not None
 
 
 def _part(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
@@ -101,7 +100,7 @@ def _unfold(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
                 weight = _initializer(graph, name, _transposed(tensor), kind)
             elif not _equal(weight.const_value, _transposed(tensor)):
                 continue
-            node = ir.node("Transpose", [weight], {"perm": [1, 0]})
+            node = ir.Node("", "Transpose", [weight], [ir.AttrInt64s("perm", [1, 0])])
             node.metadata_props.update(use.node.metadata_props)
             node.meta[OWN_NAME] = ""
             node.outputs[0].name = free_name(f"{name}.transposed", taken)
@@ -139,7 +138,7 @@ def _dotted(operand: str, node: ir.Node) -> str | None:
 def _sources(value: ir.Value) -> list[str]:
     """All that a constant was folded from: what its ops read, one by one."""
     try:
-        names = [str(name) for name in ast.literal_eval(value.metadata_props[_FOLDED])]
+        names = [str(name) for name in ast.literal_eval(value.metadata_props[FOLDED])]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return []
     return names if all(name and not breaks_lines(name) for name in names) else []

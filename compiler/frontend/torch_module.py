@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,9 +20,12 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.input import Input
 from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface import settings
+from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.frontend.torch_file import FOLDED
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
 
@@ -35,18 +37,6 @@ OPSET = 21
 which onnxruntime refuses what the standard's broadcasting allows: tables of one record for a dynamic batch."""
 
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
-_SYMPTOMS = (
-    (re.compile(r"transformers\.cache_utils|DynamicCache"), "cache"),
-    (re.compile(r"grouped_mm"), "experts"),
-    (re.compile(r"Cannot view a tensor with shape|scaled_dot_product"), "attention"),
-)
-"""What torch says of a model of `transformers` that it cannot export as it is, and the setting that helps."""
-_HELPS = {
-    "cache": "set config.use_cache = False, or wrap the model in a module whose forward returns "
-    "self.model(input_ids=input_ids, use_cache=False).logits",
-    "experts": 'make the model with experts_implementation="batched_mm"',
-    "attention": 'make the model with attn_implementation="eager"',
-}
 _OTHERWISE = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
 _QUOTED = re.compile(r"'([^']*)'")
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
@@ -76,9 +66,15 @@ def export(
     declared = all_inputs({name: _declared(entry, named.get(name, {})) for name, entry in given.items()}, where)
     read = specs(declared, names, where)
     sizes = _sizes(read, names)
-    tensors = {spec.name: examples.get(spec.name, _example(spec, sizes)) for spec in read}
+    device = next((tensor.device for tensor in module.parameters()), None)
+    tensors = {spec.name: examples.get(spec.name, _example(spec, sizes)).to(device) for spec in read}
     dims = {spec.name: {k: dim for k, dim in enumerate(spec.dims) if isinstance(dim, str)} for spec in read}
-    arguments = _exported_with(tensors, dims, sequential)
+    arguments: dict[str, Any]
+    if sequential:
+        arguments = {"args": tuple(tensors.values()), "dynamic_shapes": tuple(dict(dims[name]) for name in tensors)}
+    else:
+        shapes = {name: dict(dims[name]) for name in tensors}
+        arguments = {"args": (), "kwargs": dict(tensors), "dynamic_shapes": shapes}
     program = _by_torch(module, arguments, where, recorder)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
@@ -86,6 +82,8 @@ def export(
     _name_weights(model.graph, module)
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
+    if settings.is_of_transformers(module):
+        outputs = _chosen(model.graph, _output_names(program, len(model.graph.outputs), (), where), outputs)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
     _mark_batch_norms(model, module.training)
     _clean_up(model, weights)
@@ -101,48 +99,16 @@ def _by_torch(module: torch.nn.Module, arguments: Mapping[str, Any], where: str,
 
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
     tried: set[str] = set()
+    settings.prepare(module)
     while True:
         try:
-            with _quiet():
+            with quiet():
                 return torch.onnx.export(module, **arguments, **options)
         except Exception as error:
-            remedy = _remedy(error, module)
-            if remedy in tried or not _settled(module, remedy):
-                raise _refusal(error, where, recorder, _HELPS.get(remedy, _OTHERWISE)) from error
-            tried.add(remedy)
-
-
-def _remedy(error: Exception, module: torch.nn.Module) -> str:
-    """The setting of `transformers` that an error of torch asks for; empty where it is another one."""
-    text = str(_root(error))
-    found = (setting for symptom, setting in _SYMPTOMS if symptom.search(text))
-    return next(found, "") if any(_of_transformers(module)) else ""
-
-
-def _settled(module: torch.nn.Module, setting: str) -> bool:
-    """Gives the models of `transformers` in a module a setting; whether any could take it."""
-    models = list(_of_transformers(module))
-    match setting:
-        case "cache":  # a module around it says itself what it wants of the model
-            models = [one for one in models if one is module]
-            for one in models:
-                one.config.use_cache = False
-        case "experts":
-            models = [one for one in models if one._can_set_experts_implementation()]
-            for one in models:
-                one.set_experts_implementation("batched_mm")
-        case "attention":
-            models = [one for one in models if one._can_set_attn_implementation()]
-            for one in models:
-                one.set_attn_implementation("eager")
-        case _:
-            return False
-    return bool(models)
-
-
-def _of_transformers(module: torch.nn.Module) -> Iterator[Any]:
-    loaded = sys.modules.get("transformers.modeling_utils")
-    return (one for one in module.modules() if loaded is not None and isinstance(one, loaded.PreTrainedModel))
+            setting = settings.remedy(str(_root(error)), module)
+            if setting in tried or not settings.settle(module, setting):
+                raise _refusal(error, where, recorder, settings.HELPS.get(setting, _OTHERWISE)) from error
+            tried.add(setting)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -224,17 +190,9 @@ def _torch_type(spec: Spec) -> torch.dtype:
     return kind
 
 
-def _exported_with(
-    tensors: Mapping[str, torch.Tensor], dims: Mapping[str, Mapping[int, str]], in_order: bool
-) -> dict[str, Any]:
-    if in_order:
-        return {"args": tuple(tensors.values()), "dynamic_shapes": tuple(dict(dims[name]) for name in tensors)}
-    return {"args": (), "kwargs": dict(tensors), "dynamic_shapes": {name: dict(dims[name]) for name in tensors}}
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's exporter logs what it lacks for modules that are not used, and warns of its own internals."""
+def quiet() -> Iterator[None]:
+    """Without what torch's exporter and `transformers` log of modules that are not used, and warn of their own internals."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -326,6 +284,17 @@ def _output_names(program: Any, count: int, names: Sequence[str], where: str) ->
     return ["output"] if count == 1 else [f"output_{k}" for k in range(count)]
 
 
+def _chosen(graph: ir.Graph, made: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
+    """Leaves the outputs that are asked for by the names that forward gives them, else the main ones; the names of those left."""
+    if asked and not set(asked) <= set(made):
+        return asked
+    by_name = dict(zip(made, graph.outputs, strict=True))
+    chosen = list(asked) or main_outputs(made)
+    graph.outputs.clear()
+    graph.outputs.extend(by_name[name] for name in chosen)
+    return chosen
+
+
 def _set_outputs(model: ir.Model, names: Sequence[str], where: str) -> None:
     """Outputs get their names; one that is an input, a weight or another output too leaves through an Identity."""
     graph = model.graph
@@ -385,6 +354,8 @@ def _clean_up(model: ir.Model, weights: Mapping[str, ir.Value]) -> None:
 
 def _drop_metadata(model: ir.Model) -> None:
     model.graph.metadata_props.clear()
+    for value in model.graph.initializers.values():
+        value.metadata_props.pop(FOLDED, None)
     for graph in graphs_of(model.graph):
         for node in graph:
             for key in _DROPPED:

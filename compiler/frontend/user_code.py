@@ -1,4 +1,4 @@
-"""Runs a user's Python file: its folder importable, what it imports kept apart, and its errors told by its own lines.
+"""Runs a user's Python file: its folder importable, what it imports kept apart, and its errors reported at its own lines.
 
 model.py:14: ValueError: in_channels 3 is not divisible by groups 2
   self.conv = nn.Conv2d(3, 6, 5, groups=2)
@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.runtime.files.regular import read_regular
-from partc.runtime.files.user_modules import IMPORTING, lies_in, module_names
+from partc.runtime.files.user_modules import IMPORTING, is_imported_from, module_names
 
 # The name under which the file runs.
 MODEL_MODULE = "__partc_model__"
@@ -42,7 +42,7 @@ def importable(folder: Path) -> Iterator[None]:
         finally:
             sys.path[:] = path
             for name, module in list(sys.modules.items()):
-                if name == MODEL_MODULE or lies_in(module, folder):
+                if name == MODEL_MODULE or is_imported_from(module, folder):
                     del sys.modules[name]
             sys.modules.update(aside)
 
@@ -79,7 +79,7 @@ class UserFile:
 def _code(source: bytes, path: Path) -> CodeType:
     try:
         return compile(source, str(path), "exec")
-    except (SyntaxError, ValueError) as error:  # of bytes that are no text Python does not say in which file
+    except (SyntaxError, ValueError) as error:  # for bytes that are not text Python does not name the file
         if isinstance(error, SyntaxError) and error.filename:
             raise
         raise SyntaxError(str(error), (str(path), 1, 0, "")) from error
@@ -100,7 +100,7 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def told_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
+def errors_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
     """Turns what the user's own code raises within into a CompileError; a fault that no line of it took part in stays."""
     try:
         yield

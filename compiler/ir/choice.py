@@ -7,7 +7,6 @@ Gather `vb,i->ib` on mesh (2, 4), {v: (0, 1), i: (0,)}:    table [8, 1], ids [2]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -31,8 +30,8 @@ class NodeOnGroup:
     group: Group
 
     def __hash__(self) -> int:
-        """Of the first rank and the number only: a group may have hundreds, and one that is looked up is nearly always the same object."""
-        return hash((self.node, self.group[0], len(self.group)))
+        """Hashes only the first rank: groups may have hundreds, and a looked-up group is nearly always the same object."""
+        return hash(self.node) ^ self.group[0]
 
 
 @dataclass
@@ -64,7 +63,7 @@ class NodeSharding:
         return letter if axes and (self.pulls or axes & others) else ""
 
     def shared_with(self, letter: str) -> set[int]:
-        """The axes of other factors that a factor may have as well: those of rows that are looked up, or of the ids that look them up."""
+        """Mesh axes this factor may share with another: in a lookup, rows and ids may be sharded over the same axis."""
         row, own = self.rule.looked_up, self.rule.ids
         ids = {axis for one in own for axis in self.axes.get(one, ())}
         if letter == row:
@@ -87,6 +86,8 @@ class NodeSharding:
         letters = self.rule.outputs[k] if k < len(self.rule.outputs) else None
         if letters is None:
             return None
+        if not self.rule.reduce and not self.passing:
+            return self._laid_out(letters)
         pending = [
             (axis, self.rule.reduce[letter])
             for letter, axes in self.axes.items()
@@ -102,8 +103,8 @@ class NodeSharding:
         """
         if self.pulled:
             return None
-        here = Layout(self.mesh, tuple(self.axes.values()))
-        common = on_common_mesh(here, Layout(terms.mesh, (), terms.partial))
+        here = layout_of(self.mesh, tuple(self.axes.values()))
+        common = on_common_mesh(here, layout_of(terms.mesh, (), terms.partial))
         if common is None:
             return None
         passing = tuple(axis for axis, _ in common[1].partial)
@@ -126,7 +127,10 @@ class NodeSharding:
 
     def num_shards(self, factor: str) -> int:
         """Into how many shards a factor is cut."""
-        return math.prod(self.mesh[axis] for axis in self.axes.get(factor, ()))
+        found = 1
+        for axis in self.axes.get(factor, ()):
+            found *= self.mesh[axis]
+        return found
 
     @property
     def cut(self) -> Mapping[str, int]:

@@ -1,6 +1,6 @@
 """A weight that is a law: its numbers follow from a seed, and any part of it can be drawn by itself.
 
-Large ones are never drawn by the compiler: the artifact has the law, and each rank draws its own shard (`runtime/artifact/law.py`).
+Large ones are never drawn by the compiler: the artifact has the law, and each rank draws its own shard (`runtime/artifact/tensors/law.py`).
 Smaller ones are written as bytes, as all other weights, so that the rank file of a small model runs in any onnxruntime.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 from partc.runtime.artifact.format import Law
-from partc.runtime.artifact.law import whole
+from partc.runtime.artifact.tensors.law import full_tensor
 
 LAW_BYTES = 64 << 20
 """Drawn weights of more bytes are laws in the artifact."""
@@ -30,7 +30,7 @@ class DrawnTensor(ir.LazyTensor):
         self.always = always
 
         def drawn() -> ir.TensorProtocol:
-            return ir.Tensor(whole(law(), shape, dtype.numpy()), dtype=dtype)
+            return ir.Tensor(full_tensor(law(), shape, dtype.numpy()), dtype=dtype)
 
         self._drawn_shape = shape
         super().__init__(drawn, dtype, ir.Shape(shape), cache=math.prod(shape) * dtype.bitwidth // 8 <= LAW_BYTES)

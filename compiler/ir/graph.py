@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -52,6 +52,14 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
             yield from graphs_of(body)
 
 
+def nodes_of(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """The nodes, of a graph or some, each in front of those of its bodies."""
+    for node in nodes:
+        yield node
+        for body in bodies(node):
+            yield from nodes_of(body)
+
+
 def bodies(node: ir.Node) -> list[ir.Graph]:
     """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
     found: list[ir.Graph] = []
@@ -65,17 +73,21 @@ def bodies(node: ir.Node) -> list[ir.Graph]:
 
 def reads_of(graph: ir.Graph) -> Reads:
     """Per node of a graph, in order, the distinct values that it reads, those captured by its bodies included."""
-    return {node: tuple(dict.fromkeys(read_by(node))) for node in graph}
+    found: Reads = {}
+    for node in graph:
+        found[node] = tuple(dict.fromkeys(read_by(node)))
+    return found
 
 
 def read_by(node: ir.Node) -> list[ir.Value]:
     """The values that a node reads, by itself or in its bodies; one that is read twice comes twice."""
-    return [*(value for value in node.inputs if value is not None), *captured_by(node)]
+    own = [value for value in node.inputs if value is not None]
+    return own + captured_by(node) if node.attributes.data else own
 
 
 def captured_by(node: ir.Node) -> list[ir.Value]:
     """Values that the bodies of a node read from outside of them, in order of their first use in each."""
-    return [value for body in bodies(node) for value in captured(body)]
+    return [value for body in bodies(node) for value in captured(body)] if node.attributes.data else []
 
 
 def captured(body: ir.Graph) -> list[ir.Value]:
@@ -89,9 +101,19 @@ def captured(body: ir.Graph) -> list[ir.Value]:
 
 
 def take_out(graph: ir.Graph, node: ir.Node) -> None:
-    """Removes a node of which nobody reads anything; what its bodies read has a reader less, too."""
+    """Removes a node whose outputs have no reader; what its bodies read has a reader less, too."""
     graph.remove(node, safe=True)
     _forget_reads(node)
+
+
+def drop_unread(graph: ir.Graph, used: Iterable[ir.Value] = ()) -> None:
+    """Removes nodes that neither outputs nor `used` need, then inputs without a reader."""
+    kept = {*graph.outputs, *used}
+    for node in reversed(list(graph)):
+        if not any(out in kept or out.uses() for out in node.outputs):
+            take_out(graph, node)
+    for value in [value for value in graph.inputs if not value.uses() and value not in kept]:
+        graph.inputs.remove(value)
 
 
 def _forget_reads(node: ir.Node) -> None:

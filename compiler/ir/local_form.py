@@ -1,27 +1,37 @@
-"""The local form of a node: the ops that stand for it on one rank, or on several that differ only in constants by their place."""
+"""The local form of a node: the nodes that stand for it on one rank, or on several that differ only in constants by their place.
+
+Within a form values have handles: names of operands, of outputs and of what is between them, which are good there alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.ir.rank_program import ComputeOp, Constant, RankConstant, with_names
-from partc.compiler.ir.value_info import Array, Shape
+from partc.compiler.ir.constants import Constant, RankConstant
+from partc.compiler.ir.graph import captured_by
+from partc.compiler.ir.programs import Compute, Value
+from partc.compiler.ir.value_info import Array
 
 
 @dataclass
 class LocalForm:
-    """A node on one rank, or on several that differ only in constants by their place: its local ops, constants and types.
+    """A node on one rank, or on several that differ only in constants by their place: its local nodes and constants, by handles.
 
-    `ends`: what constants by a rank's place are on the first and the last rank.
+    `values`: by handle of an operand or an output its value; of the `outputs` the handles alone. `captured`: by the name in the node's
+    bodies the handle of what they read. `ends`: what constants by a rank's place are on the first and the last rank. `ops`: the nodes over
+    values, once they are written.
     """
 
-    ops: list[ComputeOp] = field(default_factory=list)
+    source: ir.Node
+    nodes: Sequence[ir.Node]
+    values: dict[str, Value]
+    outputs: tuple[str, ...]
+    captured: Mapping[str, str] = field(default_factory=dict)
     constants: dict[str, Constant] = field(default_factory=dict)
-    types: dict[str, tuple[ir.Value, Shape | None]] = field(default_factory=dict)
-
     ends: tuple[Mapping[str, Array], ...] = ()
+    ops: Sequence[Compute] = ()
 
     @property
     def fixed(self) -> dict[str, Array]:
@@ -39,15 +49,29 @@ class LocalForm:
 
     @property
     def inner(self) -> list[str]:
-        """The names of constants and intermediate values: all but the node's outputs."""
-        made = (out.name or "" for op in self.ops for out in op.node.outputs)
-        return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.types]
+        """The handles of constants and intermediate values: all but the node's outputs."""
+        made = (out.name or "" for node in self.nodes for out in node.outputs)
+        return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.outputs]
 
-    def renamed(self, names: Mapping[str, str]) -> LocalForm:
-        """This form with other names for its inner values."""
-        if not names:
-            return self
-        ops = [replace(op, node=with_names(op.node, names)) for op in self.ops]
-        constants = {names.get(name, name): one for name, one in self.constants.items()}
-        ends = tuple({names.get(name, name): one for name, one in end.items()} for end in self.ends)
-        return LocalForm(ops, constants, self.types, ends)
+    def handle(self, value: Value) -> str:
+        """The handle of an operand or an output."""
+        return next(name for name, one in self.values.items() if one is value)
+
+
+def over_values(
+    nodes: Sequence[ir.Node],
+    source: ir.Node | None,
+    values: Mapping[str, Value],
+    captured: Mapping[str, str] | None = None,
+    target: str = "",
+) -> list[Compute]:
+    """Nodes, whose operands have handles, over the values of these."""
+    found = []
+    for node in nodes:
+        inputs = tuple([None if one is None or not one.name else values[one.name] for one in node.inputs])
+        outputs = tuple([values[one.name] if one.name else None for one in node.outputs])
+        read = dict.fromkeys(value.name or "" for value in captured_by(node))
+        inner = {name: values[(captured or {}).get(name, name)] for name in read}
+        label = values.get(node.name or "", node.name or "")
+        found.append(Compute(node, source or node, inputs, outputs, inner, label, target=target))
+    return found

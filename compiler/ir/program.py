@@ -1,51 +1,177 @@
-"""The program that passes take and give: the model, the plan, and what each pass found out.
+"""A program on its way from a model to ranks: one frozen record for each phase, which has the facts of the phases before it and its own.
 
-    load -> Program -> shapes -> place -> shard -> localize -> lower -> Program
+    Loaded -> Prepared -> Typed -> Annotated -> Placed -> Sharded -> Targeted -> Localized
+                                                                              -> Lowered -> Scheduled -> Complete
 
-A pass gives a new program with its own fields filled, and changes nothing of the one that it is given; only the rewrites, up to `unpack`,
-edit its model. Decisions are bound to the graph's objects, not to names.
+A pass takes the program of one phase and gives that of the same or the next one (`into`), so no fact is looked for before it is there; a
+function takes the earliest phase whose facts it reads. `Localized` (`lower/local_view.py`) is no part of what follows: `lower` makes
+programs of ranks of it.
+A pass changes nothing of the program that it is given; only the rewrites, up to `precision`, edit its model. Decisions are bound to the
+graph's objects, not to names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from partc.compiler.ir.global_view import GlobalView
-from partc.compiler.ir.sharded import Group, ShardedValue
+import onnx_ir as ir
+from partc.compiler.ir.graph import Reads, bodies, captured_by, reads_of
+from partc.compiler.ir.sharded import Group, NodePlacement, ShardedValue
+from partc.compiler.ir.training import ProgramKind, Training
+from partc.compiler.ir.value_info import SymbolInfo, ValueInfo
 
 if TYPE_CHECKING:
-    from partc.compiler.ir.rank_program import Event, RankProgram
+    from partc.compiler.annotations.followed import Followed
+    from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+    from partc.compiler.ir.declared import Declared
+    from partc.compiler.ir.programs import Event, RankProgram, Value
     from partc.compiler.layout.layout import Layout
-    from partc.compiler.lower.local_view import LocalView
+    from partc.compiler.plan.rules import Plan
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
 
 _OF_THE_MODEL = ("parameter", "statistics")
+Phase = TypeVar("Phase", bound="Loaded")
 
 
-@dataclass(frozen=True)
-class Program(GlobalView):
-    """A model on its way to ranks: the global view, and what ranks do; `begun` is the program of the step, where this is another one."""
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A single-device model with its plan; `name` is its file's, `paths` gives every node of the main graph its dotted path.
 
-    has_copies: bool = False
-    """Whether ranks' programs have their targets, and the copies between them."""
-    local: LocalView | None = None
-    """From `localize` until `lower`: what every rank does, task by task."""
-    events: tuple[Event, ...] = ()
-    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    parts: tuple[RankProgram, ...] = ()
-    names: Mapping[ShardedValue, str] = field(default_factory=dict)
-    """What every copy of a value is called on the ranks of its group, for those who look inside."""
-    begun: Program | None = None
-    totals: Program | None = None
-    """Of a step in microbatches the program that makes what they are given of the whole batch, where there is such."""
-    schedule: Schedule | None = None
-    """The order of its tasks."""
-    costs: Costs | None = None
-    """What the tasks of the schedule take and keep."""
+    `file_names`: by path the name in its file of each node that the model was given with, before any fell away or became several.
+    For a plan that trains, `kind` says which of its programs this is, `trainable` names the trainable weights of the model.
+    `strict`: whether changes of layout that were not asked for are refused.
+    """
+
+    name: str
+    model: ir.Model
+    plan: Plan
+    declared: Declared
+    paths: Mapping[ir.Node, str]
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    kind: ProgramKind = ProgramKind.STEP
+    trainable: tuple[str, ...] = ()
+    strict: bool = False
+    beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
+    """The plan's other programs that are there by now, over whose tensors this one is."""
+    warnings: tuple[str, ...] = ()
+
+    def into(self, phase: type[Phase], **facts: Any) -> Phase:
+        """The program of another phase: its facts are those given, and those that this one has."""
+        own = {one.name for one in fields(self)}
+        kept = {one.name: getattr(self, one.name) for one in fields(phase) if one.name in own}
+        return phase(**{**kept, **facts})
+
+    def path_of(self, value: ir.Value) -> str:
+        """The path of the node that makes a value; the name of one that no node of the main graph makes."""
+        producer = value.producer()
+        return str(value.name) if producer is None else self.paths[producer]
+
+    @cached_property
+    def derived_paths(self) -> frozenset[str]:
+        """The paths of all nodes: the reason of a derived sharding is one of these, that of a given one is a line."""
+        return frozenset(self.paths.values())
+
+    @cached_property
+    def around(self) -> dict[ir.Node, tuple[ir.Value, ...]]:
+        """Per node of the main graph, the distinct values that its bodies read from outside; they may be its operands, too."""
+        return {node: tuple(dict.fromkeys(captured_by(node))) for node in self.model.graph}
+
+    @cached_property
+    def capturing(self) -> dict[ir.Value, list[ir.Node]]:
+        """Per value that bodies read from outside, the nodes of the main graph that have these bodies."""
+        found: dict[ir.Value, list[ir.Node]] = {}
+        for node, values in self.around.items():
+            for value in values:
+                found.setdefault(value, []).append(node)
+        return found
+
+    @cached_property
+    def own_names(self) -> frozenset[str]:
+        """The names of all values of the model, those in bodies included."""
+        return frozenset(_names_in(self.model.graph))
+
+    @cached_property
+    def reads(self) -> Reads:
+        """Per node of the main graph, the distinct values that it reads, those captured by its bodies included."""
+        return reads_of(self.model.graph)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Loaded):
+    """The model has its loss and metrics, where the plan trains; else `training` is None, to the end."""
+
+    training: Training | None
+
+    @cached_property
+    def means(self) -> dict[ir.Node, ir.Node]:
+        """By node that makes the divisor of a mean, for those who add means up, the node that makes the mean: they stand together."""
+        divisors = self.training.denominators if self.training is not None else {}
+        made = {value.name: value.producer() for value in self.model.graph.outputs}
+        pairs = ((made.get(divisor), made.get(mean)) for mean, divisor in divisors.items())
+        return {divisor: mean for divisor, mean in pairs if divisor is not None and mean is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed(Prepared):
+    """Every value has a type and a global shape, every symbol its facts.
+
+    `batch_dims`: the inputs that hold records of a batch, with the dim of these; of a program that streams its outputs, too.
+    """
+
+    symbols: Mapping[str, SymbolInfo]
+    values: Mapping[ir.Value, ValueInfo]
+    batch_dims: Mapping[ir.Value, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotated(Typed):
+    """What the model's own annotations say of its nodes is held against them."""
+
+    followed: Mapping[ir.Node, Followed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Annotated):
+    """Every node has its groups; `stages` has the stage of every node that is on one group, where the plan names stages."""
+
+    placement: Mapping[ir.Node, NodePlacement]
+    stages: Mapping[ir.Node, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded(Placed):
+    """Every node on several ranks has its sharding; `given` are the layouts that the plan or the model gives."""
+
+    choices: Mapping[NodeOnGroup, NodeSharding]
+    given: Pinned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targeted(Sharded):
+    """The kinds of devices within ranks are known; of nothing where the plan names no target.
+
+    `targets`: what runs a node, of constants and shapes none. `update_targets`: by parameter what updates it, and keeps it.
+    """
+
+    targets: Mapping[ir.Node, str]
+    update_targets: Mapping[ir.Value, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered(Targeted):
+    """Every rank has its program, in `parts`; all `events` are in the order of all ranks.
+
+    `at`: what every version of a value is on the ranks of its group, for those who look inside.
+    """
+
+    events: tuple[Event, ...]
+    groups: Mapping[str, tuple[tuple[int, ...], ...]]
+    parts: tuple[RankProgram, ...]
+    at: Mapping[ShardedValue, Value]
 
     @cached_property
     def alike(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:
@@ -59,9 +185,38 @@ class Program(GlobalView):
     def lying(self) -> dict[str, dict[tuple[Group, Layout], str]]:
         """Per input and parameter the groups and layouts in which ranks get it, each with its name there."""
         found: dict[str, dict[tuple[Group, Layout], str]] = {}
-        there: dict[ShardedValue, str] = {held.version: held.name for part in self.parts for held in part.inputs}
+        there: dict[ShardedValue, str] = {held.version: str(held.value) for part in self.parts for held in part.inputs}
         kept = (one for part, _ in self.alike for one in part.kept if one.kind in _OF_THE_MODEL)
-        there |= {one.version: one.name for one in kept}
+        there |= {one.version: str(one.value) for one in kept}
         for copy, name in there.items():
             found.setdefault(copy.value.name or "", {})[copy.group, copy.layout] = name
         return found
+
+
+@dataclass(frozen=True)
+class TaskOrder:
+    """The order of a program's tasks, and what they take and keep."""
+
+    schedule: Schedule
+    costs: Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled(Lowered):
+    """The programs are those of a whole step; `tasks` is None where it runs no microbatches."""
+
+    tasks: TaskOrder | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complete(Scheduled):
+    """The programs have the targets of their ops, and the copies between them, where the plan names targets: they can be written."""
+
+
+def _names_in(graph: ir.Graph) -> Iterator[str]:
+    for value in (*graph.inputs, *graph.initializers.values()):
+        yield value.name or ""
+    for node in graph:
+        yield from (value.name or "" for value in node.outputs)
+        for body in bodies(node):
+            yield from _names_in(body)

@@ -6,17 +6,91 @@ x on 0-3 [2, 1]    the version of x whose first dim is cut in 2, on ranks 0 to 3
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.layout.layout import Layout
 
 Group = tuple[int, ...]
 """Ranks in order that share values; a group of one is a rank."""
+Ranks: TypeAlias = int
+"""A set of ranks as the bits of an integer: intersections of thousands of ranks are a few machine operations."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupFacts:
+    """What follows from the ranks of a group, computed once: there may be thousands. Equal groups have one object (`facts_of`)."""
+
+    group: Group
+
+    @functools.cached_property
+    def ranks(self) -> Ranks:
+        """The set of the ranks."""
+        bits = bytearray(max(self.group, default=0) // 8 + 1)
+        for rank in self.group:
+            bits[rank >> 3] |= 1 << (rank & 7)
+        return int.from_bytes(bits, "little")
+
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """By rank its place in the group."""
+        return {rank: place for place, rank in enumerate(self.group)}
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The ranks in order: `0-2-1`."""
+        return "-".join(map(str, self.group))
+
+
+_KNOWN: dict[tuple[int, int, int], list[GroupFacts]] = {}
+
+
+def facts_of(group: Group) -> GroupFacts:
+    """The facts of a group, found by its ends and its size, then by itself: hashing all of its ranks would cost more."""
+    known = _KNOWN.setdefault((group[0], group[-1], len(group)) if group else (0, 0, 0), [])
+    for one in known:
+        if one.group is group or one.group == group:
+            return one
+    known.append(GroupFacts(group))
+    return known[-1]
+
+
+def ranks_of(group: Group | Ranks) -> Ranks:
+    """The set of the ranks of a group."""
+    if isinstance(group, int):
+        return group
+    if len(group) < 2:
+        return 1 << group[0] if group else 0
+    return facts_of(group).ranks
+
+
+def all_ranks(count: int) -> Ranks:
+    """The set of the ranks from 0 to before `count`."""
+    return (1 << count) - 1
+
+
+def lowest(ranks: Ranks) -> int:
+    """The lowest rank of a set."""
+    return (ranks & -ranks).bit_length() - 1
+
+
+def split(ranks: Ranks, sets: Iterable[Ranks]) -> list[Ranks]:
+    """The parts of a set of ranks that are each within, or apart from, every one of `sets`; by their lowest rank."""
+    parts = [ranks]
+    for some in sets:
+        parts = [one for part in parts for one in (part & some, part & ~some) if one]
+    return sorted(parts, key=lowest)
+
+
+def members(ranks: Ranks) -> Group:
+    """The ranks of a set, ascending."""
+    return tuple(rank for rank, bit in enumerate(f"{ranks:b}"[::-1]) if bit == "1")
 
 
 @dataclass(frozen=True)
-class Placed:
+class NodePlacement:
     """Where a node runs, and the rule that decided: `plan.yaml:8 'conv1'`; `follows`: wherever it is read, as constants do."""
 
     groups: tuple[Group, ...]
@@ -34,6 +108,10 @@ def _members(groups: tuple[Group, ...]) -> Group:
     return tuple(dict.fromkeys(rank for group in groups for rank in group))
 
 
+Way: TypeAlias = tuple[tuple[Group, Layout], tuple[Group, Layout]]
+"""A group and a layout on it, before and after."""
+
+
 @dataclass(frozen=True)
 class ShardedValue:
     """One version of a value: its layout on a group."""
@@ -43,16 +121,27 @@ class ShardedValue:
     layout: Layout
 
     def __hash__(self) -> int:
-        """Of the first rank and the number only: a group may have hundreds, and one that is looked up is nearly always the same object."""
+        """Hashes only the first rank and the size: groups may have hundreds, and a looked-up group is nearly always the same object."""
         return hash((self.value, self.group[0], len(self.group), self.layout.cuts))
+
+    @property
+    def across(self) -> tuple[str | None, Group, Layout]:
+        """What the version is in all programs of a plan: each has values of its own, with the names of the model."""
+        return self.value.name, self.group, self.layout
+
+    @property
+    def places(self) -> dict[int, int]:
+        """By rank its place in the group."""
+        return facts_of(self.group).places
 
     @property
     def holders(self) -> tuple[tuple[int, Group], ...]:
         """Of each shard the place of the first rank that holds it, and all ranks that do."""
-        return _holders(self.group, self.layout)
+        return _holders(facts_of(self.group), self.layout)
 
 
 @functools.lru_cache(maxsize=1024)
-def _holders(group: Group, layout: Layout) -> tuple[tuple[int, Group], ...]:
+def _holders(facts: GroupFacts, layout: Layout) -> tuple[tuple[int, Group], ...]:
     """Computed once for all values with this layout: there may be thousands of ranks."""
-    return tuple((held[0], tuple(group[index] for index in held)) for held in layout.holders.values())
+    group = facts.group
+    return tuple([(held[0], tuple([group[index] for index in held])) for held in layout.holders.values()])

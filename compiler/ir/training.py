@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.compiler.ir.graph import Operands
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
-from partc.runtime.artifact.lr_schedule import OTHERS, scalar_name
-from pydantic import JsonValue
+from partc.runtime.artifact.training.scalars import OptimizerRecord, scalar_name
 
 if TYPE_CHECKING:
-    from partc.compiler.plan.precision import LossScale
+    from partc.compiler.plan.precision import LossScale, PrecisionRules
     from partc.compiler.plan.training.optimizer import Optimizer
+    from partc.compiler.plan.training.rules import TrainRules
 
 
 _LOSS = "loss"
@@ -55,62 +55,63 @@ class ParameterOptions:
 
 
 @dataclass(frozen=True)
-class Training:
-    """The training half of a program.
+class BatchRecords:
+    """How the inputs and the outputs of a training hold records of a batch."""
 
-    `parameters` are the trainable weights, frozen ones too; `statistics` those that a node replaces itself, with what it makes.
-    `per_rank_mean`: the gradient is that of the sum over ranks of the mean of what each has, not of the mean over the whole batch.
-    """
-
-    loss: ir.Value
-    optimizer: Optimizer
-    parameters: Mapping[ir.Value, ParameterOptions]
-    statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
-    metrics: tuple[str, ...] = ()
-    formulas: Mapping[str, str] = field(default_factory=dict)
-    """By metric that is made of the sums which the output are what makes it."""
-    denominators: Mapping[str, str] = field(default_factory=dict)
-    """By the loss or metric that is a mean of what records have unevenly the output that says what it is divided by."""
-    sums: tuple[str, ...] = ()
-    """The numbers of a batch that are sums over its records."""
-    bucket_bytes: int = 10 << 20
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    per_rank_mean: bool = False
-    summed: frozenset[str] = frozenset()
-    """The outputs of a batch that are the sums of those of its parts; the others are their means."""
-    totals: tuple[str, ...] = ()
-    """What the parts are given of the whole batch, which another program makes of the inputs alone."""
     fixed: tuple[str, ...] = ()
     """Inputs that hold one value for all records."""
     labels: Mapping[str, LabelRecord] = field(default_factory=dict)
     """By input the labels that there may be."""
-    shard: str | Literal[True] | None = None
-    """Along which mesh axis ranks share the optimizer's state and work."""
-    scalars: tuple[str, ...] = ()
-    schedule: Mapping[str, JsonValue] = field(default_factory=dict)
-    settings: Mapping[str, JsonValue] = field(default_factory=dict)
-    accumulate: int = 1
-    """Into how many parts a batch is cut, whose gradients are added up."""
-    guarded: bool = False
-    """Whether a step whose gradients are not finite changes nothing, on any rank."""
-    pieces: int = 1
-    """Into how many pieces a batch is dealt out that have means of their own."""
+    summed: frozenset[str] = frozenset()
+    """The outputs of a batch that are the sums of those of its microbatches; the others are their means."""
+    totals: tuple[str, ...] = ()
+    """What microbatches are given of the whole batch, which another program makes of the inputs alone."""
+    shards: int = 1
+    """Into how many shards a batch is dealt out that have means of their own."""
+
+
+@dataclass(frozen=True)
+class TrainingNotes:
+    """Lines for the user."""
+
     shared: tuple[str, ...] = ()
-    """Lines for the user about weights that several modules read."""
+    """About weights that several modules read."""
     tables: tuple[str, ...] = ()
-    """Lines for the user about parameters that are looked up: which form their gradient has, and why."""
+    """About parameters that are looked up: which form their gradient has, and why."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training half of a program: what the plan says of it, `rules` and `precision`, and what passes found out."""
+
+    rules: TrainRules
+    loss: ir.Value
+    parameters: Mapping[ir.Value, ParameterOptions]
+    """The trainable weights, frozen ones too."""
+    statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
+    """Those that a node replaces itself, with what it makes."""
+    metrics: tuple[str, ...] = ()
+    denominators: Mapping[str, str] = field(default_factory=dict)
+    """By the loss or metric that is a mean of what records have unevenly the output that says what it is divided by."""
+    scalars: tuple[str, ...] = ()
+    """Numbers that a step is given besides those of optimizers."""
+    precision: PrecisionRules | None = None
+    records: BatchRecords = BatchRecords()
     written: Mapping[str, Operands] = field(default_factory=dict)
     """By the path of a node its operands before it became what it is in training: a plan speaks of these."""
-    part: ProgramKind = ProgramKind.STEP
-    scale: LossScale | None = None
-    """By what the loss is multiplied, and gradients are divided; None: by nothing."""
-    messages: bool = False
-    """Whether gradients are reduced over ranks in bfloat16."""
+    notes: TrainingNotes = TrainingNotes()
+    folder: str = ""
+    """The plan's folder, as it is seen from the artifact: the files that the plan names are there."""
 
-    def from_folder(self, folder: str) -> Training:
-        """The same with the plan's folder, as it is seen from the artifact: the files that the plan names are there."""
-        return replace(self, settings={**self.settings, "folder": folder})
+    @property
+    def scale(self) -> LossScale | None:
+        """By what the loss is multiplied, and gradients are divided; None: by nothing."""
+        return self.precision.scale if self.precision is not None else None
+
+    @property
+    def low_messages(self) -> bool:
+        """Whether gradients are reduced over ranks in bfloat16."""
+        return self.precision is not None and self.precision.messages is not None
 
     def adds(self, path: str) -> bool:
         """Whether a node of this path is of the loss or of a metric that the plan adds."""
@@ -119,14 +120,14 @@ class Training:
     def optimizer_of(self, parameter: ir.Value) -> Optimizer:
         """The optimizer that updates a parameter."""
         learned = self.parameters.get(parameter)
-        return (learned and learned.optimizer) or self.optimizer
+        return (learned and learned.optimizer) or self.rules.optimizer
 
     def lr_multiplier(self, parameter: ir.Value) -> float:
         """What the rate of a step, that of the training's optimizer, is multiplied with for a parameter.
 
-        Of an optimizer whose rate is no step's: what its own is multiplied with.
+        If the optimizer's rate is constant, the factor applied to that constant.
         """
-        optimizer, rate = self.optimizer_of(parameter), self.optimizer.lr
+        optimizer, rate = self.optimizer_of(parameter), self.rules.optimizer.lr
         proportion = 1.0 if optimizer.lr == rate or not optimizer.is_scheduled else optimizer.lr / rate
         return self.parameters[parameter].lr * proportion
 
@@ -142,10 +143,10 @@ class Training:
             if (
                 optimizer is None
                 or one.frozen
-                or any(known.is_like(optimizer) for known in (self.optimizer, *found.values()))
+                or any(known.is_like(optimizer) for known in (self.rules.optimizer, *found.values()))
             ):
                 continue
-            alike = sum(known.type == optimizer.type for known in (self.optimizer, *found.values()))
+            alike = sum(known.type == optimizer.type for known in (self.rules.optimizer, *found.values()))
             found[f"{optimizer.type}_{alike + 1}" if alike else optimizer.type] = optimizer
         return found
 
@@ -158,28 +159,31 @@ class Training:
     def fed(self) -> tuple[str, ...]:
         """All numbers that a step is given."""
         of_optimizers = [
-            name for one in (self.optimizer, *self.others.values()) for name in self.scalars_of(one).values()
+            name for one in (self.rules.optimizer, *self.others.values()) for name in self.scalars_of(one).values()
         ]
         return tuple(dict.fromkeys((*of_optimizers, *self.scalars)))
 
     def record(self) -> TrainingRecord:
         """What the manifest says of it."""
-        others: dict[str, JsonValue] = {name: {"type": one.type, **one.hyper} for name, one in self.others.items()}
+        optimizer, rules = self.rules.optimizer, self.rules
         return TrainingRecord(
             loss=self.loss.name or "",
             metrics=list(self.metrics),
-            formulas=dict(self.formulas),
+            formulas={name: metric.formula for name, metric in rules.metrics.items() if metric.formula},
             denominators=dict(self.denominators),
-            sums=list(self.sums),
-            sum_over_ranks=self.per_rank_mean,
+            sums=[str(self.loss.name)] if rules.loss.reduction == "sum" else [],
+            sum_over_ranks=rules.loss.per_rank_mean,
             scalars=list(self.fed),
-            optimizer={
-                "type": self.optimizer.type,
-                "lr": self.optimizer.lr,
-                **self.optimizer.hyper,
-                **({OTHERS: others} if others else {}),
-            },
-            schedule=dict(self.schedule),
-            settings=dict(self.settings),
-            fixed=list(self.fixed),
+            optimizer=OptimizerRecord(
+                type=optimizer.type,
+                lr=optimizer.lr,
+                hyper=dict(optimizer.hyper),
+                others={
+                    name: OptimizerRecord(type=one.type, lr=one.lr, hyper=dict(one.hyper))
+                    for name, one in self.others.items()
+                },
+            ),
+            settings=rules.settings(),
+            folder=self.folder,
+            fixed=list(self.records.fixed),
         )

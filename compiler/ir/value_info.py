@@ -1,12 +1,17 @@
-"""What is known of values and of dynamic dims: types, global shapes, and what is promised of the inputs."""
+"""What is known of values and of dynamic dims: types, global shapes, bytes, and what is promised of the inputs."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
+import onnx_ir as ir
+import sympy
 from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.normal import as_dim, normal
+from partc.compiler.dims.reading import read
 
 Dim = int | str
 Shape = tuple[Dim, ...]
@@ -38,3 +43,25 @@ class ValueInfo:
     @property
     def is_tensor(self) -> bool:
         return self.type.startswith("tensor(")
+
+
+def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | None:
+    """The bytes of a value, or of a shard of it, of this shape; None where only a run tells, or its items are not whole bytes."""
+    if shape is None or info.item_bytes is None or not info.is_tensor:
+        return None
+    fixed = math.prod(dim for dim in shape if isinstance(dim, int)) * info.item_bytes
+    open_dims = [read(dim) for dim in shape if isinstance(dim, str)]
+    if any(dim is None for dim in open_dims):
+        return None
+    return as_dim(normal(sympy.Mul(fixed, *open_dims), {}))
+
+
+def whole_bytes(info: ValueInfo) -> int | ir.SymbolicDim | None:
+    """The bytes of a whole value."""
+    return bytes_of(info, info.shape)
+
+
+def bytes_text(info: ValueInfo, shape: Shape | None) -> str:
+    """The bytes of a value, or of a shard of it, as text."""
+    found = bytes_of(info, shape)
+    return "unknown" if found is None else str(found) if isinstance(found, int) else str(found.value)

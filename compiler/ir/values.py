@@ -1,10 +1,10 @@
-"""The value table: what a lowering knows of every value, and the name of every version of one on its ranks.
+"""The value table: what a lowering knows of every value, and which value of the job every version of one is on its ranks.
 
 A pass that localizes, differentiates or updates makes values that the model does not have: a cotangent, a shard with open dims, the next
 parameter. They are listed here with their types; the program and the model stay as they are.
 
     table.infos[h.grad]              tensor(float), (batch, 64)
-    table.names[h on 0-3, [2, 1]]    h@[2, 1]
+    table.at[h on 0-3, [2, 1]]       %h@[2, 1]
     table.local_shape(that)          (batch/2, 64)
 """
 
@@ -16,18 +16,26 @@ from collections.abc import Collection, Mapping
 import onnx_ir as ir
 from partc.compiler.dims.normal import normal
 from partc.compiler.dims.reading import read
+from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.value_info import Shape, ValueInfo
 
 
 class ValueTable:
-    """Types and global shapes by value, names by version; each pass of the lowering has a copy of its own."""
+    """Types and global shapes of the model's values, and the job's value by version; each pass of the lowering has a copy of its own.
+
+    Versions of one name and one local shape are one value: what is made on a group, a smaller one of its ranks has.
+    """
 
     def __init__(self, infos: Mapping[ir.Value, ValueInfo], names: Mapping[ShardedValue, str]) -> None:
-        self._infos, self._names = dict(infos), dict(names)
+        self._infos = dict(infos)
+        self._at: dict[ShardedValue, Value] = {}
         self._versions: dict[ir.Value, list[ShardedValue]] = {}
-        for version in self._names:
-            self._versions.setdefault(version.value, []).append(version)
+        known: dict[tuple[str, ir.Value, Shape | None], Value] = {}
+        for version, name in names.items():
+            shape = self.local_shape(version) if version.value in self._infos else None
+            key = name, version.value, version.layout.shards if shape is None else shape
+            self.bind(version, known.setdefault(key, Value(name)))
 
     @property
     def infos(self) -> Mapping[ir.Value, ValueInfo]:
@@ -35,13 +43,16 @@ class ValueTable:
         return self._infos
 
     @property
-    def names(self) -> Mapping[ShardedValue, str]:
-        """What every version of a value of the model is called on the ranks of its group."""
-        return self._names
+    def at(self) -> Mapping[ShardedValue, Value]:
+        """The job's value of every version of a value of the model, on the ranks of its group."""
+        return self._at
 
     def copy(self) -> ValueTable:
         """A table of its own with the same entries."""
-        return ValueTable(self._infos, self._names)
+        found = ValueTable(self._infos, {})
+        for version, value in self._at.items():
+            found.bind(version, value)
+        return found
 
     def __getitem__(self, value: ir.Value) -> ValueInfo:
         return self._infos[value]
@@ -51,14 +62,14 @@ class ValueTable:
         self._infos[value] = info
         return value
 
-    def bind(self, version: ShardedValue, name: str) -> None:
-        """Gives a version the name under which its ranks have it."""
-        if version not in self._names:
+    def bind(self, version: ShardedValue, value: Value) -> None:
+        """Says which value of the job a version is."""
+        if version not in self._at:
             self._versions.setdefault(version.value, []).append(version)
-        self._names[version] = name
+        self._at[version] = value
 
     def versions(self, value: ir.Value) -> list[ShardedValue]:
-        """The versions of a value that have names."""
+        """The versions of a value that are known."""
         return self._versions.get(value, [])
 
     def local_shape(self, version: ShardedValue) -> Shape | None:
@@ -66,7 +77,7 @@ class ValueTable:
         shape = self._infos[version.value].shape
         if shape is None or len(shape) != len(version.layout.cuts):
             return shape
-        return tuple(_shard(dim, version.layout.num_shards(k)) for k, dim in enumerate(shape))
+        return tuple([_shard(dim, shards) for dim, shards in zip(shape, version.layout.shards, strict=True)])
 
     def local_value(self, version: ShardedValue) -> ir.Value:
         """The value with the type and the known dims of one shard: the value itself where it is whole, or its whole shape known."""
@@ -77,9 +88,7 @@ class ValueTable:
             dim
             if not isinstance(dim, int) and dim.value is None
             else _shard(dim if isinstance(dim, int) else str(dim), shards)
-            for dim, shards in zip(
-                value.shape.dims, map(version.layout.num_shards, range(len(value.shape))), strict=True
-            )
+            for dim, shards in zip(value.shape.dims, version.layout.shards, strict=True)
         ]
         return self.add(ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims)), self._infos[value])
 

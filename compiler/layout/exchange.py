@@ -28,7 +28,7 @@ from partc.compiler.layout.layout import Box, Layout
 Span: TypeAlias = tuple[tuple[Fraction, Fraction], ...]
 """Per dim, begin and end as fractions of its size."""
 Numbers: TypeAlias = tuple[int, ...]
-"""Per dim the shard, and last the term of a partial value."""
+"""Per dim the shard, and last the number of the partial value."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Routes:
         if len(self.before.cuts) != len(self.after.cuts):
             raise ValueError(f"{self.before} and {self.after} are of values with different ranks")
         if not can_travel(self.before, self.after):
-            raise ValueError(f"the terms of {self.before} are not those of {self.after}: reduce them first")
+            raise ValueError(f"the partial values of {self.before} are not those of {self.after}: reduce them first")
 
     def of_target(self, rank: int) -> tuple[ExchangeBox, ...]:
         """What `rank` puts together, by ascending place in the value: messages it receives, and the part it keeps, if any."""
@@ -68,43 +68,22 @@ class Routes:
             found.append(ExchangeBox(self.source_group[source], rank, _common(shard, self.before, wanted, self.after)))
         return tuple(found)
 
-    def of_source(self, rank: int) -> tuple[ExchangeBox, ...]:
-        """What `rank` gives, by the target's place in its group; the part that it keeps is among them, if any."""
-        index = self.source_group.index(rank)
-        shard = numbers(self.before, index)
-        return tuple(
-            ExchangeBox(
-                rank, self.target_group[target], _common(shard, self.before, numbers(self.after, target), self.after)
-            )
-            for target, source in _givers(self, shard).items()
-            if source == index
-        )
-
     def parts(self) -> tuple[ExchangeBox, ...]:
         """All of them, by target."""
         return tuple(part for rank in self.target_group for part in self.of_target(rank))
 
     def received(self) -> tuple[Fraction, ...]:
-        """Per rank of the target group, the share of the whole value that reaches it from others."""
+        """Per rank of the target group, the share of the global value that reaches it from others."""
         return _received(self)
-
-    def circles(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks in the smallest sets that exchange among themselves only; ranks without messages are in none."""
-        circle: dict[int, set[int]] = {}
-        for part in self.parts():
-            if part.source != part.target:
-                both = circle.get(part.source, {part.source}) | circle.get(part.target, {part.target})
-                circle.update(dict.fromkeys(both, both))
-        return tuple(sorted({tuple(sorted(ranks)) for ranks in circle.values()}))
 
 
 def can_travel(before: Layout, after: Layout) -> bool:
-    """Whether each rank of `after` can be given what it needs without computing: both hold the same terms, or none."""
+    """Whether each rank of `after` can be given what it needs without computing: both hold the same partial values, or none."""
     return _terms(before) == _terms(after) and {r for _, r in before.partial} == {r for _, r in after.partial}
 
 
 def numbers(layout: Layout, index: int) -> Numbers:
-    """Which shard of each dim the group's `index`-th rank holds, and which term."""
+    """Which shard of each dim the group's `index`-th rank holds, and which partial value."""
     at = layout.coordinates(index)
     term = 0
     for axis, _ in layout.partial:

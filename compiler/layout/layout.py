@@ -36,7 +36,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank along the axis holds a term; the value is their sum, maximum or minimum."""
+    """Every rank along the axis holds a partial value; the value is their sum, maximum or minimum."""
 
     reduce: str = "sum"
 
@@ -59,7 +59,7 @@ class Layout:
 
     @staticmethod
     def whole(mesh: Mesh, rank: int) -> Layout:
-        """A value of `rank` dims that every rank of the group holds whole."""
+        """A value of `rank` dims that every rank of the group holds in full: replicated."""
         return Layout(mesh, ((),) * rank)
 
     @property
@@ -106,8 +106,9 @@ class Layout:
     def holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         """Every shard with those of the group's ranks (as indices) that hold it, rising."""
         found: dict[tuple[int, ...], list[int]] = {}
-        for index in range(self.size):
-            found.setdefault(self.shard(index), []).append(index)
+        numbers = [shards_along(self.mesh, axes) for axes in self.cuts]
+        for index, shard in enumerate(zip(*numbers, strict=True) if numbers else [()] * self.size):
+            found.setdefault(shard, []).append(index)
         return {shard: tuple(indices) for shard, indices in found.items()}
 
     def box(self, index: int, shape: Sequence[int]) -> Box:
@@ -116,7 +117,7 @@ class Layout:
         for dim, (size, number, shards) in enumerate(zip(shape, self.shard(index), self.shards, strict=True)):
             length, rest = divmod(size, shards)
             if rest:
-                raise ValueError(f"dim {dim} of {size} is not cut into {shards} equal shards")
+                raise ValueError(f"dim {dim} of {size} does not divide into {shards} equal shards")
             found.append((number * length, (number + 1) * length))
         return tuple(found)
 
@@ -125,7 +126,7 @@ class Layout:
         return _groups(self.mesh, tuple(axes))
 
     def __str__(self) -> str:
-        """As the plan would cut it: `[2, 1]`, with `sum over 4` where terms are to be summed."""
+        """As the plan would cut it: `[2, 1]`, with `sum over 4` where it is partial."""
         text = f"[{', '.join(map(str, self.shards))}]"
         return text + "".join(f" {reduce} over {self.mesh[axis]}" for axis, reduce in self.partial)
 
@@ -139,6 +140,17 @@ def _coordinates(mesh: Mesh, index: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
+@functools.lru_cache(maxsize=4096)
+def shards_along(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """By rank of the group, in order, which shard it has of a dim that these axes cut."""
+    found = [0] * math.prod(mesh)
+    for axis in axes:
+        stride, size = math.prod(mesh[axis + 1 :]), mesh[axis]
+        row = [at for at in range(size) for _ in range(stride)] * (len(found) // (stride * size))
+        found = [number * size + at for number, at in zip(found, row, strict=True)]
+    return tuple(found)
+
+
 @functools.lru_cache(maxsize=256)
 def layout_of(mesh: Mesh, cuts: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, str], ...] = ()) -> Layout:
     """The layout of these fields; asked for again it is the same object, which need not be checked again."""
@@ -147,13 +159,11 @@ def layout_of(mesh: Mesh, cuts: tuple[tuple[int, ...], ...], partial: tuple[tupl
 
 @functools.lru_cache(maxsize=4096)
 def _groups(mesh: Mesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    layout = Layout(mesh, ())
-    sets: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
-    for index in range(layout.size):
-        at = layout.coordinates(index)
-        rest = tuple(c for axis, c in enumerate(at) if axis not in axes)
-        sets.setdefault(rest, []).append((tuple(at[axis] for axis in axes), index))
-    return tuple(tuple(index for _, index in sorted(members)) for members in sets.values())
+    rest = tuple([axis for axis in range(len(mesh)) if axis not in axes])
+    sets: dict[int, list[tuple[int, int]]] = {}
+    for index, (other, own) in enumerate(zip(shards_along(mesh, rest), shards_along(mesh, axes), strict=True)):
+        sets.setdefault(other, []).append((own, index))
+    return tuple([tuple([index for _, index in sorted(members)]) for members in sets.values()])
 
 
 def primes(number: int) -> tuple[int, ...]:

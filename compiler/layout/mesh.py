@@ -42,6 +42,7 @@ def normal(layout: Layout) -> Layout:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
     """Both layouts on the coarsest mesh that subdivides the axes of both, None if there is none; axes of size 1 vanish."""
     if one.size != other.size:
@@ -49,7 +50,7 @@ def on_common_mesh(one: Layout, other: Layout) -> tuple[Layout, Layout] | None:
     bounds = sorted({*_bounds(one.mesh), *_bounds(other.mesh)})
     if any(larger % smaller for smaller, larger in itertools.pairwise(bounds)):
         return None
-    return _cut_at(one, bounds), _cut_at(other, bounds)
+    return _split_at(one, bounds), _split_at(other, bounds)
 
 
 def needs(layout: Layout) -> dict[int, int]:
@@ -68,14 +69,14 @@ def _alike(layout: Layout, axis: int, following: int) -> bool:
 
 
 def _bounds(mesh: Mesh) -> list[int]:
-    """The numbers of ranks that the first 0, 1, 2, ... axes tell apart."""
+    """The numbers of ranks that the first 0, 1, 2, ... axes distinguish."""
     found = [1]
     for size in mesh:
         found.append(found[-1] * size)
     return found
 
 
-def _cut_at(layout: Layout, bounds: Sequence[int]) -> Layout:
+def _split_at(layout: Layout, bounds: Sequence[int]) -> Layout:
     factors = []
     own = _bounds(layout.mesh)
     for begin, end in itertools.pairwise(own):

@@ -17,7 +17,7 @@ A step's `axes` are axes of the mesh of `after`; ranks that differ in these alon
     Reduce         Partial over axes -> gone with the axes: of ranks that differ along them, the one of place `root` gets the
                    reduction; the axes are those of the mesh before
 
-Bytes are what a rank receives, in fractions of the whole value, where a collective of p ranks moves the least it can: all_reduce
+Bytes are what a rank receives, in fractions of the global value, where a collective of p ranks moves the least it can: all_reduce
 2(p-1)/p of what a rank has, reduce_scatter and all_to_all (p-1)/p of it, all_gather p-1 times as much, reduce all of it on the
 root, and as much on p-2 others together.
 """
@@ -128,7 +128,7 @@ Move: TypeAlias = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """What ranks receive, in fractions of the whole value: the most that one rank does, and all of them together."""
+    """What ranks receive, in fractions of the global value: the most that one rank does, and all of them together."""
 
     most: Fraction
     total: Fraction
@@ -151,13 +151,14 @@ def takers(move: Move) -> tuple[int, ...]:
 
 
 def received(move: Move) -> tuple[Fraction, ...]:
-    """Per rank of `takers` the share of the whole value that it receives."""
+    """Per rank of `takers` the share of the global value that it receives."""
     match move:
         case Exchange() | Transfer():
             return move.routes.received()
         case Reduce():
             local, count, roots = _local(move), len(move.sets[0]), {*move.group}
-            return tuple(local if rank in roots else local * (count - 2) / (count - 1) for rank in takers(move))
+            others = local * (count - 2) / (count - 1)
+            return tuple([local if rank in roots else others for rank in takers(move)])
         case _:
             return (_each(move),) * len(move.group)
 

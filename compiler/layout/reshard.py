@@ -2,7 +2,7 @@
 
 Within a group both layouts are first written on a mesh that subdivides both. What the two have in common stays. Then the cuts
 that the target lacks leave, and those that it has are taken on, as soon as the order of axes within the dims allows it, the
-cheapest first: local slices, reduce_scatter, all_to_all, all_reduce of the terms that are left, all_gather, and padding and
+cheapest first: local slices, reduce_scatter, all_to_all, all_reduce along the partial axes that are left, all_gather, and padding and
 keeping where the target is to be summed (`greedy_path`).
 
     rows -> whole              all_gather              whole -> rows      slice
@@ -150,10 +150,10 @@ class _Ways:
                 yield (*start, to_one), to_one.after
 
     def _one_copy(self, at: Layout, terms: tuple[int, ...]) -> tuple[Layout, tuple[int, ...], tuple[int, ...]]:
-        """Where a partial value is replicated, the one replica that has the target's ranks; the whole value where no single one has them.
+        """Where a partial value is replicated, the one replica that has the target's ranks; the global value where no single one has them.
 
         The layout, the ranks and the axes of the terms there. With mesh (dp, tp), terms along dp and rank 0 as the target: the ranks
-        of tp = 0. The others need not reduce what nobody reads.
+        of tp = 0. The others need not reduce what has no reader.
         """
         used = {axis for cuts in at.cuts for axis in cuts} | {axis for axis, _ in at.partial}
         kept = [axis for axis in range(len(at.mesh)) if axis in used]

@@ -7,10 +7,11 @@ once   1, 0, 0, 0                            ->    Max(1 - place, 0)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from partc.compiler.ir.constants import Constant, RankConstant
 from partc.compiler.ir.local_form import LocalForm
-from partc.compiler.ir.rank_program import Constant, RankConstant
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Array
 from partc.compiler.ops.node import likeness
@@ -31,7 +32,7 @@ def by_place(forms: Sequence[tuple[LocalForm, Sequence[int]]], sets: tuple[tuple
     if len(row) < 2 or any(one is not two for other in rows[1:] for one, two in zip(row, other, strict=True)):
         return None
     first, *others = row
-    nodes = [[likeness(op.node) for op in one.ops] for one in row]
+    nodes = [[likeness(node) for node in one.nodes] for one in row]
     names = first.constants.keys()
     if any(one != nodes[0] for one in nodes) or any(one.constants.keys() != names for one in others):
         return None
@@ -43,7 +44,7 @@ def by_place(forms: Sequence[tuple[LocalForm, Sequence[int]]], sets: tuple[tuple
         constants[name] = law
     laws = [name for name, one in constants.items() if isinstance(one, RankConstant)]
     ends = tuple({name: _array(one.constants[name]) for name in laws} for one in (first, row[-1]))
-    return LocalForm(first.ops, constants, first.types, ends)
+    return replace(first, constants=constants, ends=ends)
 
 
 def _array(constant: Constant) -> Array:

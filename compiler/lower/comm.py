@@ -1,4 +1,4 @@
-"""What communication is written with: the builders of ranks' programs, the events and groups so far; and collectives of several values.
+"""What communication is written with: the program of the job, the events and groups so far; and collectives of several values.
 
 A reshard writes its hops with it (`reshard.py`), as do lookups (`pulls.py`) and the buckets of gradients.
 """
@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.global_view import GlobalView
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, Constant, Event, RankOp, TaskKind, Way
-from partc.compiler.ir.sharded import Group, ShardedValue
-from partc.compiler.ir.value_bytes import whole_bytes
-from partc.compiler.ir.value_info import Shape
+from partc.compiler.ir.constants import Constant
+from partc.compiler.ir.program import Targeted
+from partc.compiler.ir.programs import Comm, Compute, Event, TaskKind, Value
+from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, Way
+from partc.compiler.ir.value_info import Shape, whole_bytes
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout, Mesh
-from partc.compiler.lower.builders import ProgramBuilders
+from partc.compiler.lower.job import Job, JobOp
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.ranks import order_text
 
@@ -33,15 +33,15 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Hop:
-    """One move of a reshard: the version before and after it, what each is called, and why it is made.
+    """One move of a reshard: the version before and after it, the value of each, and why it is made.
 
     `derived`: for a reader whose sharding nobody gave.
     """
 
     before: ShardedValue
     after: ShardedValue
-    name: str
-    out: str
+    given: Value
+    out: Value
     cause: str
     derived: bool = False
 
@@ -53,45 +53,45 @@ class Hop:
 
 @dataclass
 class CommLowering:
-    """Writes communication into builders; `events` and `groups` list what was written, `task` is that of what it writes.
+    """Writes communication into `job`; `events` and `groups` list what was written, `task` is that of what it writes.
 
     `program` is the one that `localize` was given: what is found out later lies in `values`.
     """
 
-    program: GlobalView
-    builders: ProgramBuilders
+    program: Targeted
+    job: Job
     values: ValueTable
     events: list[Event] = field(default_factory=list)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    masked: dict[tuple[ShardedValue, ShardedValue], str] = field(default_factory=dict)
-    """What is called that one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
+    masked: dict[tuple[ShardedValue, ShardedValue], Value] = field(default_factory=dict)
+    """What one rank of each set keeps of a version, by that and its partial layout (`kept.py`)."""
     task: TaskKind = TaskKind.FORWARD
-    pulls: dict[NodeOnGroup, int] = field(default_factory=dict)
-    """By node that pulls its rows the tag of its Pull."""
+    pulls: dict[NodeOnGroup, tuple[tuple[Comm, Group], ...]] = field(default_factory=dict)
+    """By node that pulls its rows the ops of its Pull, each with its ranks."""
     _sets: dict[tuple[Mesh, tuple[int, ...], Group], tuple[tuple[Group, ...], str]] = field(default_factory=dict)
     pieces: int = 1
     """Into how many pieces the batch of a training is dealt out that runs in parts."""
 
     def copy(self, task: TaskKind) -> CommLowering:
         """One of its own with the same contents, whose ops belong to `task`."""
-        builders, values, sets = self.builders.copy(), self.values.copy(), dict(self._sets)
+        job, values, sets = self.job.copy(), self.values.copy(), dict(self._sets)
         events, groups, masked, pulls = [*self.events], dict(self.groups), dict(self.masked), dict(self.pulls)
-        return CommLowering(self.program, builders, values, events, groups, masked, task, pulls, sets, self.pieces)
+        return CommLowering(self.program, job, values, events, groups, masked, task, pulls, sets, self.pieces)
 
     def of_task(self, task: TaskKind) -> CommLowering:
         """The same programs, where what is written belongs to `task`."""
         return replace(self, task=task)
 
-    def rename(self, version: ShardedValue, name: str, out: str) -> None:
-        """Gives what a version's ranks have as `name` the name `out`."""
-        if name != out:
-            self.identity_on(version.group, name, out)
+    def rename(self, version: ShardedValue, given: Value, out: Value) -> None:
+        """Has a version's ranks have `given` as `out`, too."""
+        if given is not out:
+            self.identity_on(version.group, given, out)
             self.declare(version, out)
 
-    def declare(self, version: ShardedValue, name: str) -> None:
-        """Lists what a version's ranks have under a name."""
-        value, shape = self.values.local_value(version), self.values.local_shape(version)
-        self.builders.declare(version.group, name, value, shape)
+    def declare(self, version: ShardedValue, value: Value) -> None:
+        """Lists a value that a version's ranks have, with its type and local shape."""
+        of, shape = self.values.local_value(version), self.values.local_shape(version)
+        self.job.declare(version.group, value, of, shape)
 
     def event(self, op_type: str, hop: Hop, ranks: tuple[Group, ...], group: str, amount: str) -> int:
         """Lists the event of a hop, whose messages have the shape of what is sent; its tag."""
@@ -105,12 +105,12 @@ class CommLowering:
         self,
         move: mv.AllReduce | mv.ReduceScatter | mv.AllGather,
         values: Sequence[ir.Value],
-        terms: Sequence[str],
-        made: Sequence[str],
+        terms: Sequence[Value],
+        made: Sequence[Value],
         elements: int,
         cause: str,
     ) -> None:
-        """One collective of several values of one type, as one message; `made` are the names of what comes of them.
+        """One collective of several values of one type, as one message; `made` are what comes of them.
 
         A rank gives `elements` in all. What is scattered or gathered is cut along axis 0.
         """
@@ -131,17 +131,17 @@ class CommLowering:
         amount = str(math.ceil(share * elements * item))
         shape: Shape | None = (elements,)
         if len(terms) == 1:
-            shape = self.builders.of(move.group)[0].types[terms[0]][1]
+            shape = terms[0].shape
         way = (move.group, _before(move)), (move.group, move.after)
         event = Event(len(self.events), op_type, values[0], made[0], sets, group, shape, amount, cause, way=way)
         self.events.append(event)
-        step = CommOp(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
+        step = Comm(op_type, tuple(terms), tuple(made), attributes, event.tag, values[0], cause, amount)
         self.append(move.group, step)
 
-    def append(self, ranks: Group, *steps: RankOp) -> None:
+    def append(self, ranks: Group | Ranks, *steps: JobOp) -> None:
         """Writes ops of this task behind what the ranks do so far."""
         own = (step if step.task is self.task else replace(step, task=self.task) for step in steps)
-        self.builders.append(ranks, own)
+        self.job.append(ranks, own)
 
     def subgroups(self, mesh: Mesh, axes: tuple[int, ...], ranks: Group) -> tuple[tuple[Group, ...], str]:
         """The sets of ranks that differ along some axes only, and their name."""
@@ -172,36 +172,50 @@ class CommLowering:
         found = mv.share_of(share, whole)
         return str(found) if isinstance(found, int) else str(found.value)
 
-    def identity_on(self, ranks: Group, name: str, out: str) -> None:
-        """Writes an Identity on each of the ranks, so that a value has another name."""
-        for rank in ranks if name != out else ():
-            self.emit((rank,), "Identity", [name], out, None)
+    def identity_on(self, ranks: Group, given: Value, out: Value) -> None:
+        """Writes an Identity on each of the ranks, so that a value is another one, too."""
+        for rank in ranks if given is not out else ():
+            self.emit((rank,), "Identity", [given], out)
 
-    def constant(self, ranks: Group, out: str, word: str, numbers: list[int] | Constant) -> str:
-        """A constant beside the value `out`; its name."""
-        name = self.builders.free(ranks, f"{out}.{word}")
-        for builder in self.builders.of(ranks):
-            builder.constants[name] = np.array(numbers, np.int64) if isinstance(numbers, list) else numbers
-        return name
+    def constant(self, ranks: Group, base: Value, word: str, numbers: list[int] | Constant) -> Value:
+        """A constant that is named after a value."""
+        made = self.job.beside(ranks, base, f".{word}")
+        return self.job.constant(ranks, made, np.array(numbers, np.int64) if isinstance(numbers, list) else numbers)
 
-    def beside(self, ranks: Group, op_type: str, inputs: Sequence[str], wanted: str, **attributes: int) -> str:
-        """A node that makes no version of a value, under a name that is free."""
-        return self.emit(ranks, op_type, inputs, self.builders.free(ranks, wanted), None, **attributes)
+    def beside(
+        self, ranks: Group, op_type: str, inputs: Sequence[Value], base: Value, word: str, **attributes: int
+    ) -> Value:
+        """A node that makes no version of a value; what it makes is named after another value."""
+        return self.emit(ranks, op_type, inputs, self.job.beside(ranks, base, f".{word}"), None, **attributes)
 
     def emit(
-        self, ranks: Group, op_type: str, inputs: Sequence[str], out: str, source: ir.Node | None, **attributes: Any
-    ) -> str:
-        """Writes a node with one output; the output's name."""
-        node = ir.Node(
-            "",
-            op_type,
-            inputs=[ir.Value(name=name) if name else None for name in inputs],
-            attributes=ir.convenience.convert_attributes(attributes),
-            outputs=[ir.Value(name=out)],
-            name=f"{out}.{op_type.lower()}",  # a value's last version has the name of the node that makes the first
-        )
-        self.append(ranks, ComputeOp(node, source or node))
+        self,
+        ranks: Group,
+        op_type: str,
+        inputs: Sequence[Value | None],
+        out: Value,
+        source: ir.Node | None = None,
+        **attributes: Any,
+    ) -> Value:
+        """Writes a node that makes one value; the value."""
+        # A value's last version has the name of the node that makes the first, so the node is called otherwise.
+        label = Value(f".{op_type.lower()}", out)
+        self.append(ranks, computed(op_type, inputs, [out], label, source, **attributes))
         return out
+
+
+def computed(
+    op_type: str,
+    inputs: Sequence[Value | None],
+    outputs: Sequence[Value],
+    label: Value | None = None,
+    source: ir.Node | None = None,
+    **attributes: Any,
+) -> Compute:
+    """A node of ONNX over values, which is called as its label, or as the first value that it makes."""
+    kinds = ir.convenience.convert_attributes(attributes)
+    node = ir.Node("", op_type, [None] * len(inputs), kinds, num_outputs=len(outputs))
+    return Compute(node, source or node, tuple(inputs), tuple(outputs), label=label or outputs[0])
 
 
 def _before(move: mv.AllReduce | mv.ReduceScatter | mv.AllGather) -> Layout:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, made_names, read_names
+from partc.compiler.ir.programs import Comm, Compute
 from partc.runtime.artifact.format import PULL
 
 
-def pulls_first(steps: Iterable[RankOp]) -> list[RankOp]:
+def pulls_first(steps: Iterable[Compute | Comm]) -> list[Compute | Comm]:
     """The ops in order, of which those that no Pull needs stand behind the Pulls that follow them up to the next event of another kind."""
-    found: list[RankOp] = []
-    waiting: list[RankOp] = []
+    found: list[Compute | Comm] = []
+    waiting: list[Compute | Comm] = []
     for step in steps:
-        if isinstance(step, ComputeOp):
+        if isinstance(step, Compute):
             waiting.append(step)
             continue
         needed, waiting = _divided(waiting, step) if _is_pull(step) else (waiting, [])
@@ -29,28 +29,30 @@ def pulls_first(steps: Iterable[RankOp]) -> list[RankOp]:
     return [*found, *waiting]
 
 
-def _is_pull(step: RankOp) -> bool:
-    return isinstance(step, CommOp) and step.op_type == PULL
+def _is_pull(step: Compute | Comm) -> bool:
+    return isinstance(step, Comm) and step.op_type == PULL
 
 
-def _before_pulls(found: Sequence[RankOp], needed: Iterable[RankOp]) -> int:
+def _before_pulls(found: Sequence[Compute | Comm], needed: Iterable[Compute | Comm]) -> int:
     """Where ops can stand before the Pulls that come last: behind those whose rows they read."""
-    read = {name for step in needed for name in read_names(step)}
+    read = {value for step in needed for value in step.reads}
     at = len(found)
-    while at and _is_pull(found[at - 1]) and read.isdisjoint(made_names(found[at - 1])):
+    while at and _is_pull(found[at - 1]) and read.isdisjoint(found[at - 1].makes):
         at -= 1
     return at
 
 
-def _divided(waiting: Iterable[RankOp], pull: RankOp) -> tuple[list[RankOp], list[RankOp]]:
+def _divided(
+    waiting: Iterable[Compute | Comm], pull: Compute | Comm
+) -> tuple[list[Compute | Comm], list[Compute | Comm]]:
     """The ops that a Pull needs, and the others."""
-    wanted = {*read_names(pull)}
-    needed: list[RankOp] = []
-    others: list[RankOp] = []
+    wanted = {*pull.reads}
+    needed: list[Compute | Comm] = []
+    others: list[Compute | Comm] = []
     for step in reversed([*waiting]):
-        if wanted.isdisjoint(made_names(step)):
+        if wanted.isdisjoint(step.makes):
             others.append(step)
         else:
-            wanted.update(read_names(step))
+            wanted.update(step.reads)
             needed.append(step)
     return needed[::-1], others[::-1]

@@ -1,4 +1,4 @@
-"""Shards that go from rank to rank: a message each, one Broadcast, or one Exchange of boxes."""
+"""Shards that go from rank to rank: a message each, one Broadcast or Reduce, which have a root, or one Exchange of boxes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
-from partc.compiler.ir.rank_program import CommOp, Event
-from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.programs import Comm, Event, Value
+from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.exchange import ExchangeBox, Routes, Span, span_of, within
+from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.comm import CommLowering, Hop
-from partc.compiler.lower.rooted import broadcast, has_size, share_of_shard
+from partc.compiler.lower.job import Transfer
 from partc.runtime.artifact import format as fmt
 
 Sent: TypeAlias = "tuple[int, Span]"
@@ -43,8 +45,8 @@ def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> N
             fmt.RECV_BOXES: _numbers([box for _, box in receives]),
             fmt.RANK: len(full),
         }
-        inputs, outputs = ((hop.name,) if sends else ()), ((hop.out,) if receives else ())
-        step = CommOp(fmt.EXCHANGE, inputs, outputs, attributes, tag, hop.after.value, hop.cause, amount)
+        inputs, outputs = ((hop.given,) if sends else ()), ((hop.out,) if receives else ())
+        step = Comm(fmt.EXCHANGE, inputs, outputs, attributes, tag, hop.after.value, hop.cause, amount)
         comm.append((rank,), step)
 
 
@@ -52,38 +54,37 @@ def _messages(comm: CommLowering, parts: Sequence[ExchangeBox], hop: Hop) -> Non
     """A rank's shard to others as it is: a Broadcast of one rank to several, else messages."""
     apart = [part for part in parts if part.source != part.target]
     if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(comm.values[hop.after.value]):
-        comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.name, hop.out)
+        comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.given, hop.out)
         broadcast(comm, (apart[0].source, *(part.target for part in apart)), hop)
         return
     for part in parts:
         if part.source == part.target:
-            comm.identity_on((part.source,), hop.name, hop.out)
+            comm.identity_on((part.source,), hop.given, hop.out)
         else:
             _message(comm, part.source, part.target, hop)
 
 
 def _message(comm: CommLowering, source: int, target: int, hop: Hop) -> None:
-    """One message. Both ends use one name for the value; where the target has that name already, an Identity renames it behind the Recv."""
-    shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.name
+    """One message. Both ends have one value; where the target has it already, or one of its name, a copy is sent."""
+    shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.given
     amount = comm.amount(value, share_of_shard(hop.after.layout))
-    has_it = any(hop.name in builder.types for builder in comm.builders.of((target,)))
-    if hop.name != hop.out and (has_it or _will_have(comm, target, hop.name, hop.after)):
-        way = comm.builders.free((source, target), f"{hop.name}.to.{target}")
-        comm.identity_on((source,), hop.name, way)
-        comm.builders.declare((source,), way, hop.before.value, shape)
-    if way != hop.out:
-        comm.builders.declare((target,), way, value, shape)
+    if way is not hop.out and (comm.job.listed.ranks(way) >> target & 1 or _will_have(comm, target, way, hop.after)):
+        way = comm.job.beside((source, target), hop.given, f".to.{target}")
+        comm.identity_on((source,), hop.given, way)
+        comm.job.declare((source,), way, hop.before.value, shape)
+    comm.job.extend((source, target), way)
+    if way is not hop.out:
+        comm.job.declare((target,), way, value, shape)
     tag, cause = len(comm.events), hop.cause
     comm.events.append(Event(tag, fmt.SEND, value, way, ((source,), (target,)), "", shape, amount, cause, hop.derived))
-    comm.append((source,), CommOp(fmt.SEND, (way,), (), {fmt.PEER: target}, tag, value, cause, amount))
-    comm.append((target,), CommOp(fmt.RECV, (), (way,), {fmt.PEER: source}, tag, value, cause, amount))
+    comm.append((source, target), Transfer(way, source, target, tag, value, cause, amount))
     comm.identity_on((target,), way, hop.out)
 
 
-def _will_have(comm: CommLowering, rank: int, name: str, version: ShardedValue) -> bool:
-    """Whether another version of the value has a name on a rank."""
+def _will_have(comm: CommLowering, rank: int, given: Value, version: ShardedValue) -> bool:
+    """Whether another version of the value has the name of `given` on a rank."""
     others = (one for one in comm.values.versions(version.value) if one != version)
-    return any(comm.values.names[one] == name and rank in one.group for one in others)
+    return any(str(comm.values.at[one]) == str(given) and rank in one.group for one in others)
 
 
 def _boxes(routes: Routes, dims: int) -> tuple[list[Span], list[Span]]:
@@ -110,3 +111,34 @@ def _numbers(boxes: Sequence[Span]) -> tuple[int, ...]:
             bottom = math.lcm(begin.denominator, end.denominator)
             found += [int(begin * bottom), int(end * bottom), bottom]
     return tuple(found)
+
+
+def reduce_to(comm: CommLowering, move: mv.Reduce, hop: Hop) -> None:
+    """A Reduce: all ranks give their terms, the roots have the sum."""
+    sets, group = comm.subgroups(move.before.mesh, move.axes, move.source_group)
+    value, amount = hop.after.value, comm.amount(hop.after.value, share_of_shard(hop.after.layout))
+    tag = comm.event(fmt.REDUCE_TO, hop, sets, group, amount)
+    said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: move.root, fmt.REDUCE: move.reduce}
+    others = tuple(rank for rank in move.source_group if rank not in move.group)
+    for ranks, made in ((others, ()), (move.group, (hop.out,))):
+        comm.append(ranks, Comm(fmt.REDUCE_TO, (hop.given,), made, said, tag, value, hop.cause, amount))
+
+
+def broadcast(comm: CommLowering, ranks: Group, hop: Hop) -> None:
+    """A Broadcast of the value that the first of the ranks has whole; it keeps its own, and the others get it."""
+    group, value = comm.group((ranks,)), hop.after.value
+    amount = comm.amount(value, share_of_shard(hop.before.layout))
+    tag = comm.event(fmt.BROADCAST, hop, (ranks,), group, amount)
+    said: dict[str, int | str | tuple[int, ...]] = {fmt.GROUP: group, fmt.ROOT: 0}
+    for some, given, made in ((ranks[:1], (hop.given,), ()), (ranks[1:], (), (hop.out,))):
+        comm.append(some, Comm(fmt.BROADCAST, given, made, said, tag, value, hop.cause, amount))
+
+
+def has_size(info: ValueInfo) -> bool:
+    """Whether a value is a tensor of numbers whose shape the symbols tell."""
+    return info.is_tensor and info.shape is not None and info.item_bytes is not None
+
+
+def share_of_shard(layout: Layout) -> Fraction:
+    """The share of a value that one rank has."""
+    return Fraction(1, math.prod(layout.shards))

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import numpy as np
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
-from partc.compiler.ir.rank_program import RankConstant
+from partc.compiler.ir.constants import RankConstant
+from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.sharding.operands import input_layout_of
+from partc.compiler.sharding.values.operands import input_layout_of
 
 
-def operand_name(comm: CommLowering, instance: NodeOnGroup, k: int) -> str:
-    """The name under which a node on a group reads its input `k`, "" where it has none."""
+def operand(comm: CommLowering, instance: NodeOnGroup, k: int) -> Value | None:
+    """What a node on a group reads as its input `k`, None where it has none."""
     if instance.node.inputs[k] is None:
-        return ""
+        return None
     copy, choice = input_layout_of(comm.program, instance, k), comm.program.choices.get(instance)
     return (
-        comm.values.names[copy]
-        if choice is None or k not in choice.kept
-        else comm.masked[copy, _terms(copy, choice, k)]
+        comm.values.at[copy] if choice is None or k not in choice.kept else comm.masked[copy, _terms(copy, choice, k)]
     )
 
 
@@ -42,11 +41,11 @@ def keep_operands(comm: CommLowering, instance: NodeOnGroup) -> None:
             continue
         dtype = copy.value.dtype
         assert dtype is not None
-        out = comm.masked[copy, after] = comm.builders.free(copy.group, f"{comm.values.names[copy]}.kept")
+        out = comm.masked[copy, after] = comm.job.beside(copy.group, comm.values.at[copy], ".kept")
         zero = comm.constant(copy.group, out, "zero", np.zeros((), dtype.numpy()))
         _, group = comm.subgroups(choice.mesh, choice.passing, copy.group)
         first = comm.constant(copy.group, out, "first", RankConstant.first(group, np.bool_))
-        comm.emit(copy.group, "Where", [first, comm.values.names[copy], zero], out, None)
+        comm.emit(copy.group, "Where", [first, comm.values.at[copy], zero], out)
         comm.declare(after, out)
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import onnx.defs
 import onnx_ir as ir
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.rank_program import ComputeOp, RankOp, RankProgram, with_names
-from partc.compiler.ir.value_info import Shape, ValueInfo
+from partc.compiler.ir.programs import Compute, Op, RankProgram, Value, added, with_values
+from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.ir.values import derived
 from partc.runtime.artifact.format import CUDA
-from partc.runtime.artifact.half_kernels import has_kernel
+from partc.runtime.artifact.graph.half_kernels import has_kernel
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -33,9 +33,7 @@ def fit_kernels(
     """
     work = _Fitting(program, opset, values, targets)
     steps = [one for step in program.steps for one in work.step(step)]
-    if not work.changed:
-        return program
-    return replace(program, steps=tuple(steps), types={**program.types, **work.types})
+    return replace(program, steps=tuple(steps)) if work.changed else program
 
 
 @dataclass
@@ -48,89 +46,84 @@ class _Fitting:
     def __post_init__(self) -> None:
         program = self.program
         self.changed = False
-        self.types: dict[str, tuple[ir.Value, Shape | None]] = {}
-        self.known: dict[str, ir.DataType | None] = {name: value.dtype for name, (value, _) in program.types.items()}
-        self.known |= {name: ir.DataType.from_numpy(array.dtype) for name, array in program.constants.items()}
+        there = {*program.given, *(one for step in program.steps for one in (*step.reads, *step.makes))}
+        self.known: dict[Value, ir.DataType | None] = {one: one.of.dtype for one in there if one.of is not None}
+        self.known |= {one: ir.DataType.from_numpy(one.constant.dtype) for one in there if one.constant is not None}
         self.known |= dict.fromkeys(program.scalars, ir.DataType.FLOAT)
-        self.names = {*self.known, *(out.name or "" for step in program.steps for out in _made(step))}
-        self.read: dict[tuple[str, str], str] = {}
+        self.names = {*map(str, there)}
+        self.read: dict[tuple[Value, str], Value] = {}
 
-    def step(self, step: RankOp) -> Sequence[RankOp]:
+    def step(self, step: Op) -> Sequence[Op]:
         """The ops in place of one."""
-        if not isinstance(step, ComputeOp) or step.node.domain not in ("", "ai.onnx"):
+        if not isinstance(step, Compute) or step.node.domain not in ("", "ai.onnx"):
             return [step]
         node = step.node
-        for name, kind in _inferred(node, self.known, self.opset):
-            self.known.setdefault(name, kind)
-        read = {value.name or "" for value in node.inputs if value is not None}
-        made = [out.name or "" for out in node.outputs if out.name]
-        halves = [name for name in (*sorted(read), *made) if self.known.get(name) in _HALVES]
-        if not halves or bodies(node) or all(self._has_kernel(node, self.known[name]) for name in halves):
+        for value, kind in _inferred(step, self.known, self.opset):
+            self.known.setdefault(value, kind)
+        read, made = sorted({one for one in step.inputs if one is not None}, key=str), step.makes
+        halves = [one for one in (*read, *made) if self.known.get(one) in _HALVES]
+        if not halves or bodies(node) or all(self._has_kernel(node, self.known[one]) for one in halves):
             return [step]
         if CUDA in (step.target, self.targets.get(step.source)):
             return [step]
         self.changed = True
-        before: list[RankOp] = []
-        names = {}
-        for name in halves:
-            if name in read:
-                key = name, step.task.value
+        before: list[Op] = []
+        new: dict[Value, Value] = {}
+        for one in halves:
+            if one in read:
+                key = one, step.task.value
                 if key not in self.read:
-                    self.read[key] = self._new(name, "read")
-                    before.append(self._cast(step, name, self.read[key], ir.DataType.FLOAT))
-                names[name] = self.read[key]
-        after: list[RankOp] = []
-        for name in halves:
-            kind = self.known[name]
-            if name in made and kind is not None:
-                names[name] = self._new(name, "unrounded")
-                after.append(self._cast(step, names[name], name, kind))
-        return [*before, replace(step, node=with_names(node, names)), *after]
+                    self.read[key] = self._new(one, "read")
+                    before.append(self._cast(step, one, self.read[key], ir.DataType.FLOAT))
+                new[one] = self.read[key]
+        after: list[Op] = []
+        for one in halves:
+            kind = self.known[one]
+            if one in made and kind is not None:
+                new[one] = self._new(one, "unrounded")
+                after.append(self._cast(step, new[one], one, kind))
+        return [*before, with_values(step, new), *after]
 
     def _has_kernel(self, node: ir.Node, kind: ir.DataType | None) -> bool:
         reduction = str(node.attributes.get_string("reduction", "none"))
         return kind is not None and has_kernel(node.op_type, reduction, kind)
 
-    def _new(self, name: str, word: str) -> str:
-        found = derived(f"{name}.{word}", self.names)
-        self.names.add(found)
+    def _new(self, value: Value, word: str) -> Value:
+        name = derived(f"{value}.{word}", self.names)
+        self.names.add(name)
+        found = Value(name)
+        if value.of is not None:
+            found.of = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
+            found.shape = value.shape
+            self.values[found.of] = ValueInfo("tensor(float)", value.shape, 4)
         self.known[found] = ir.DataType.FLOAT
-        if name in self.program.types:
-            value, shape = self.program.types[name]
-            made = ir.Value(name=found, type=ir.TensorType(ir.DataType.FLOAT), shape=value.shape)
-            self.values[made] = ValueInfo("tensor(float)", shape, 4)
-            self.types[found] = made, shape
         return found
 
-    def _cast(self, step: ComputeOp, name: str, made: str, kind: ir.DataType) -> ComputeOp:
-        out = ir.Value(name=made, type=ir.TensorType(kind))
-        node = ir.Node("", "Cast", [ir.Value(name=name)], [ir.AttrInt64("to", int(kind))], outputs=[out], name=made)
-        return ComputeOp(node, step.source, task=step.task)
-
-
-def _made(step: RankOp) -> Sequence[ir.Value]:
-    return step.node.outputs if isinstance(step, ComputeOp) else ()
+    def _cast(self, step: Compute, given: Value, made: Value, kind: ir.DataType) -> Compute:
+        cast = added("Cast", [given], [made], {"to": int(kind)})
+        return replace(cast, source=step.source, task=step.task)
 
 
 def _inferred(
-    node: ir.Node, known: Mapping[str, ir.DataType | None], opset: int
-) -> list[tuple[str, ir.DataType | None]]:
-    """The types of a node's outputs, as its op's schema gives them."""
+    step: Compute, known: Mapping[Value, ir.DataType | None], opset: int
+) -> list[tuple[Value, ir.DataType | None]]:
+    """The types of what an op makes, as its schema gives them."""
+    node = step.node
     if node.op_type == "Cast":
-        return [(node.outputs[0].name or "", ir.DataType(node.attributes.get_int("to")))]
+        return [(step.makes[0], ir.DataType(node.attributes.get_int("to")))]
     value = node.attributes.get("value")
     if node.op_type in ("Constant", "ConstantOfShape"):
-        return [(node.outputs[0].name or "", value.as_tensor().dtype if value is not None else ir.DataType.FLOAT)]
+        return [(step.makes[0], value.as_tensor().dtype if value is not None else ir.DataType.FLOAT)]
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
         return []
     kinds: dict[str, ir.DataType | None] = {}
-    for k, operand in enumerate(node.inputs):
+    for k, operand in enumerate(step.inputs):
         if operand is not None and schema.inputs:
-            kinds.setdefault(schema.inputs[min(k, len(schema.inputs) - 1)].type_str, known.get(operand.name or ""))
+            kinds.setdefault(schema.inputs[min(k, len(schema.inputs) - 1)].type_str, known.get(operand))
     return [
-        (out.name or "", kinds.get(schema.outputs[min(k, len(schema.outputs) - 1)].type_str))
-        for k, out in enumerate(node.outputs)
-        if out.name and schema.outputs
+        (out, kinds.get(schema.outputs[min(k, len(schema.outputs) - 1)].type_str))
+        for k, out in enumerate(step.outputs)
+        if out is not None and schema.outputs
     ]

@@ -13,24 +13,25 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.local_form import LocalForm
-from partc.compiler.ir.rank_program import LocalTensor, TaskKind
+from partc.compiler.ir.program import Targeted
+from partc.compiler.ir.programs import TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.sharding.value_versions import ValueVersions
+from partc.compiler.sharding.values.value_versions import ValueVersions
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient where a version of the parameter lies: its name there, and what each rank updates of that version.
+    """A parameter's gradient where a version of the parameter lies: its value there, and what each rank updates of that version.
 
     With `ids` it is a list of rows, of which these say where each belongs; `distinct`: none of them stands there twice.
     """
 
     parameter: ir.Value
     home: ShardedValue
-    name: str
+    value: Value
     share: ShardedValue
-    ids: str = ""
+    ids: Value | None = None
     distinct: bool = False
 
 
@@ -40,25 +41,31 @@ class AccumulatedGradient:
 
     parameter: ir.Value
     version: ShardedValue
-    name: str
+    value: Value
 
 
 @dataclass(frozen=True)
 class LocalView:
     """What every rank does, in the order of all: `comm` has the ranks' ops, and `forms` those of each node of the model.
 
-    `inputs`: by rank the tensors that arrive there. What the backward pass gives: the `gradients` of parameters in the order in which they
-    are ready, those `accumulated` over the parts of a batch, and by version the name of each cotangent (`totals`).
+    What the backward pass gives: the `gradients` of parameters in the order in which they
+    are ready, those `accumulated` over the parts of a batch, and by version each cotangent (`totals`).
     """
 
     versions: ValueVersions
     comm: CommLowering
-    inputs: tuple[Mapping[str, LocalTensor], ...]
     forms: Mapping[NodeOnGroup, tuple[tuple[LocalForm, Group], ...]]
     gradients: tuple[Gradient, ...] = ()
     accumulated: tuple[AccumulatedGradient, ...] = ()
-    totals: Mapping[ShardedValue, str] = field(default_factory=dict)
+    totals: Mapping[ShardedValue, Value] = field(default_factory=dict)
 
     def begin(self, task: TaskKind) -> LocalView:
         """A copy for a pass that writes ops of `task`."""
         return replace(self, comm=self.comm.copy(task))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Localized(Targeted):
+    """The phase of a program in which what every rank does is written task by task."""
+
+    local: LocalView

@@ -5,106 +5,95 @@ What nothing reads falls away, and what the simplifier finds in a program that t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import LocalTensor, RankOp, RankProgram, read_names
+from partc.compiler.ir.program import Lowered
+from partc.compiler.ir.programs import Comm, Compute, RankProgram, RankTensor, Value
+from partc.compiler.ir.sharded import ShardedValue, lowest, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import ValueInfo
-from partc.compiler.lower.builders import ProgramBuilder
+from partc.compiler.lower.distinct import DistinctProgram, Finished
 from partc.compiler.lower.early_pulls import pulls_first
 from partc.compiler.lower.kernels import fit_kernels
-from partc.compiler.lower.local_view import LocalView
-from partc.compiler.rewrite.simplify_steps import simplify_steps
+from partc.compiler.lower.local_view import Localized
+from partc.compiler.rewrite.simplify import simplify
 
 _HALVES = ("tensor(float16)", "tensor(bfloat16)")
 
 
-def lower(program: Program) -> Program:
+def lower(program: Localized) -> Lowered:
     """Fills `parts`, `events` and `groups`, and lists all values in `values`; warns of ranks with nothing to do."""
     local = program.local
-    assert local is not None
-    finished: dict[tuple[int, tuple[str, ...]], RankProgram] = {}
-    simplified: dict[Hashable, tuple[RankOp, ...]] = {}
-    parts: list[RankProgram] = []
+    simplified: dict[Hashable, tuple[Compute | Comm, ...]] = {}
+    parts: dict[int, RankProgram] = {}
     values = dict(local.comm.values.infos)
-    for rank, builder in enumerate(local.comm.builders):
-        outputs = _outputs(program, local, rank, builder)
-        key = id(builder), tuple(held.name for held in outputs)
-        if key not in finished:
-            finished[key] = _finished(program, builder, outputs, local.inputs[rank], values, simplified)
-        parts.append(_of_rank(finished[key], rank, outputs, local.inputs[rank]))
-    idle = [part.rank for part in parts if not part.steps and not part.outputs]
+    delivered = [
+        version for value in program.model.graph.outputs for version in local.versions.delivered.get(value, ())
+    ]
+    finished, at = Finished(local.comm.job), local.comm.values.at
+    for one in finished.programs(version.group for version in delivered):
+        here = [version for version in delivered if one.ranks & ranks_of(version.group)]
+        outputs = [(finished.value(at[version]), version) for version in here] + [*one.outputs.items()]
+        found = _finished(program, one, outputs, values, simplified)
+        read = [(held.value, held.version) for held in found.inputs]
+        given = {version.value: (value, version) for value, version in outputs}.values()
+        ends = [[(value, version, version.places) for value, version in some] for some in (read, given)]
+        for rank in members(one.ranks):
+            inputs, results = [
+                tuple([RankTensor(value, of, place[rank]) for value, of, place in some]) for some in ends
+            ]
+            parts[rank] = replace(found, rank=rank, inputs=inputs, outputs=results)
+    idle = [rank for rank, part in sorted(parts.items()) if not part.steps and not part.outputs]
     told = list(_idle(program, idle))
-    return replace(
-        program,
-        local=None,
+    return program.into(
+        Lowered,
         values=values,
-        parts=tuple(parts),
-        events=tuple(local.comm.events),
+        parts=tuple(parts[rank] for rank in range(program.plan.ranks)),
+        events=tuple(replace(event, made=finished.value(event.made)) for event in local.comm.events),
         groups=dict(local.comm.groups),
-        names={**local.totals, **local.comm.values.names},
+        at={version: finished.value(value) for version, value in {**local.totals, **at}.items()},
         warnings=(*program.warnings, *told),
     )
 
 
-def _outputs(program: Program, local: LocalView, rank: int, builder: ProgramBuilder) -> list[LocalTensor]:
-    """The outputs of a rank: those of the model that are delivered to it, and those that passes add."""
-    names = local.comm.values.names
-    outputs = [
-        LocalTensor(names[version], version, version.group.index(rank))
-        for value in program.model.graph.outputs
-        for version in local.versions.delivered.get(value, ())
-        if rank in version.group
-    ]
-    return outputs + [replace(one, index=one.version.group.index(rank)) for one in builder.outputs.values()]
-
-
 def _finished(
-    program: Program,
-    builder: ProgramBuilder,
-    outputs: list[LocalTensor],
-    inputs: Mapping[str, LocalTensor],
+    program: Localized,
+    one: DistinctProgram,
+    outputs: Sequence[tuple[Value, ShardedValue]],
     values: dict[ir.Value, ValueInfo],
-    simplified: dict[Hashable, tuple[RankOp, ...]],
+    simplified: dict[Hashable, tuple[Compute | Comm, ...]],
 ) -> RankProgram:
-    """The program of a builder's ranks, without the places that differ by rank; values that it adds are listed in `values`.
+    """A distinct program as its lowest rank has it, without outputs; values that it adds are listed in `values`.
 
-    `simplified` has by steps and what is read behind them the steps that are left: builders of other weights share them.
+    `simplified` has by steps and what is read behind them the steps that are left: programs with other weights share them.
     """
-    steps = tuple(builder.program)
-    training = program.training
+    steps = tuple(one.steps)
+    training, rank = program.training, lowest(one.ranks)
+    given = {value for value, _ in outputs}
     if training:
-        after = {held.name for held in outputs} | {one.next for one in builder.kept.values()}
-        shapes = [
-            builder.types[name][1] if name in builder.types else None for step in steps for name in read_names(step)
-        ]
-        key = steps, frozenset(after), tuple(shapes)
+        after = given | {state.next for state in one.kept.values() if state.next is not None}
+        key = steps, frozenset(after)
         if key not in simplified:
-            simplified[key] = tuple(simplify_steps(steps, after, builder.types))
+            simplified[key] = tuple(simplify(steps, after))
         steps = simplified[key]
     steps = tuple(pulls_first(steps))
-    used = {name for step in steps for name in read_names(step)} | {held.name for held in outputs}
-    weights = tuple(held for held in builder.weights.values() if held.name in used)
-    kept = tuple(one for one in builder.kept.values() if one.name in used)
-    if training and training.part is not ProgramKind.STEP:
-        given = {one.name for one in kept}
-        weights = tuple(held for held in weights if held.name not in given)
-    constants = {name: array for name, array in builder.constants.items() if name in used}
-    read = tuple(held for held in inputs.values() if held.name in used)
+    used = {value for step in steps for value in step.reads} | given
+    weights = tuple(held for held in one.weights.values() if held.value in used)
+    kept = tuple(state for state in one.kept.values() if state.value in used)
+    if training and program.kind is not ProgramKind.STEP:
+        states = {state.value for state in kept}
+        weights = tuple(held for held in weights if held.value not in states)
     found = RankProgram(
-        builder.ranks[0],
+        rank,
         steps,
-        read,
+        tuple(RankTensor(value, of, of.places[rank]) for value, of in one.inputs.items() if value in used),
         weights,
         (),
-        constants,
-        builder.types,
         kept,
-        tuple(builder.scalars),
-        frozenset(builder.appended),
+        tuple(one.scalars),
+        frozenset(one.appended),
     )
     fits = program.plan.precision is not None or training is not None
     if not fits or not any(info.type in _HALVES for info in values.values()):
@@ -112,19 +101,7 @@ def _finished(
     return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values, program.targets)
 
 
-def _of_rank(
-    like: RankProgram, rank: int, outputs: list[LocalTensor], inputs: Mapping[str, LocalTensor]
-) -> RankProgram:
-    """The program of one rank; what ranks of one builder have in common is one object in all of their programs."""
-    return replace(
-        like,
-        rank=rank,
-        inputs=tuple(inputs[held.name] for held in like.inputs),
-        outputs=tuple({held.version.value: held for held in outputs}.values()),
-    )
-
-
-def _idle(program: Program, idle: list[int]) -> Iterator[str]:
+def _idle(program: Localized, idle: list[int]) -> Iterator[str]:
     """Warnings of ranks with nothing to do."""
     roles = {rank: name for name, ranks in program.plan.roles.items() for rank in ranks}
     working = [rank for rank in idle if rank not in roles]

@@ -17,6 +17,7 @@ them get the rows, and the first of them gives their cotangents.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -25,22 +26,22 @@ import sympy
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.global_view import GlobalView
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.rank_program import CommOp, Event, Way
-from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.program import Sharded
+from partc.compiler.ir.programs import Comm, Event, Operands, Value
+from partc.compiler.ir.sharded import Group, ShardedValue, Way, ranks_of
 from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.kept import operand_name
-from partc.compiler.sharding.operands import input_layout_of, output_layout_of
+from partc.compiler.lower.kept import operand
+from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of
 from partc.runtime.artifact import format as fmt
 
 _IDS = ir.TensorType(ir.DataType.INT64)
 _ID_BYTES = 8
 
 
-def is_pulled(program: GlobalView, instance: NodeOnGroup) -> bool:
+def is_pulled(program: Sharded, instance: NodeOnGroup) -> bool:
     """Whether a node on a group pulls the rows that it looks up."""
     choice = program.choices.get(instance)
     return SERVED in instance.node.meta or (choice is not None and bool(choice.pulled))
@@ -54,18 +55,20 @@ def write_pull(comm: CommLowering, instance: NodeOnGroup) -> None:
     if choice is not None and choice.pulled:
         why = choice.why.get(choice.pulled, "")
     cause = f"rows that '{comm.program.paths[instance.node]}' looks up ({why})"
-    name, table, ids = comm.values.names[made], operand_name(comm, instance, 0), operand_name(comm, instance, 1)
-    event = one.event(fmt.PULL, made.value, name, cause, (one.lies(one.table), one.lies(made)))
-    comm.pulls[instance] = event.tag
+    rows, table, ids = comm.values.at[made], operand(comm, instance, 0), operand(comm, instance, 1)
+    event = one.event(fmt.PULL, made.value, rows, cause, (one.lies(one.table), one.lies(made)))
+    ops: list[tuple[Comm, Group]] = []
     for ranks, given in one.parts(made.group):
-        inputs = (table if given[0] else "", ids if given[1] else "")
-        outputs = (name,) if given[1] else ()
-        comm.append(ranks, one.op(fmt.PULL, inputs, outputs, event))
-    comm.declare(made, name)
+        inputs = (table if given[0] else None, ids if given[1] else None)
+        outputs = (rows,) if given[1] else ()
+        ops.append((one.op(fmt.PULL, inputs, outputs, event), ranks))
+        comm.append(ranks, ops[-1][0])
+    comm.pulls[instance] = tuple(ops)
+    comm.declare(made, rows)
 
 
-def write_push(comm: CommLowering, instance: NodeOnGroup, dy: str, dual: Layout, names: tuple[str, str]) -> None:
-    """The Push of the cotangent `dy` of a node's output: ids and rows of the own shard, under these names, on each owner.
+def write_push(comm: CommLowering, instance: NodeOnGroup, dy: Value, dual: Layout, made: tuple[Value, Value]) -> None:
+    """The Push of the cotangent `dy` of a node's output, which makes ids and rows of the own shard on each owner.
 
     `dual`: the layout of the table's cotangent.
     """
@@ -74,68 +77,65 @@ def write_push(comm: CommLowering, instance: NodeOnGroup, dy: str, dual: Layout,
     cause = f"gradient of '{comm.program.paths[instance.node]}'"
     kind, info = one.table.value.type, comm.values[one.table.value]
     assert kind is not None
-    values = [ir.Value(name=name, type=type) for name, type in zip(names, (_IDS, kind), strict=True)]
+    values = [ir.Value(name=str(one), type=type) for one, type in zip(made, (_IDS, kind), strict=True)]
     comm.values.add(values[0], ValueInfo("tensor(int64)", None, _ID_BYTES))
     comm.values.add(values[1], ValueInfo(info.type, None, info.item_bytes))
     owned = ShardedValue(one.table.value, one.table.group, Layout(dual.mesh, dual.cuts))
-    event = one.event(fmt.PUSH, values[1], names[1], cause, (one.lies(one.made), one.lies(owned)))
+    event = one.event(fmt.PUSH, values[1], made[1], cause, (one.lies(one.made), one.lies(owned)))
     for ranks, given in one.parts(one.givers):
-        inputs, outputs = (*asked.on(given), dy if given[1] else ""), names if given[0] else ()
+        inputs, outputs = (*asked.on(given), dy if given[1] else None), made if given[0] else ()
         comm.append(ranks, one.op(fmt.PUSH, inputs, outputs, event, gives=True))
-    for name, value in zip(names, values, strict=True):
-        comm.builders.declare(one.table.group, name, value, None)
+    for rows, value in zip(made, values, strict=True):
+        comm.job.declare(one.table.group, rows, value, None)
 
 
-def _with_asked(one: _Lookup, tag: int) -> _Asked:
-    """Has a Pull also give what its Push reads; the names."""
-    comm, made = one.comm, one.comm.values.names[one.made]
+def _with_asked(one: _Lookup, pulls: Iterable[tuple[Comm, Group]]) -> _Asked:
+    """Has a Pull also give what its Push reads."""
+    comm, made = one.comm, one.comm.values.at[one.made]
     parts = one.parts(one.givers)
     ranks = tuple(rank for some, _ in parts for rank in some)
-    asked = _Asked(*(comm.builders.free(ranks, f"{made}.{word}") for word in ("asked", "counts", "places")))
-    for name, shape in ((asked.ids, None), (asked.counts, (one.owners + len(one.places),)), (asked.places, one.ids())):
-        value = ir.Value(name=name, type=_IDS, shape=None if shape is None else ir.Shape(shape))
+    asked = _Asked(*(comm.job.beside(ranks, made, f".{word}") for word in ("asked", "counts", "places")))
+    for given, shape in ((asked.ids, None), (asked.counts, (one.owners + len(one.places),)), (asked.places, one.ids())):
+        value = ir.Value(name=str(given), type=_IDS, shape=None if shape is None else ir.Shape(shape))
         comm.values.add(value, ValueInfo("tensor(int64)", shape, _ID_BYTES))
-        there = tuple(rank for some, key in parts if name in asked.on(key) for rank in some)
-        comm.builders.declare(there, name, value, shape)
-    again: dict[tuple[CommOp, tuple[str, ...]], CommOp] = {}
-    for some, key in parts:
-        for builder in comm.builders.of(some):
-            at, old = next(
-                (k, step) for k, step in enumerate(builder.steps) if isinstance(step, CommOp) and step.tag == tag
-            )
-            outputs = (*(old.outputs or ("",)), *asked.on(key))
-            while outputs and not outputs[-1]:
+        there = tuple(rank for some, key in parts if given in asked.on(key) for rank in some)
+        comm.job.declare(there, given, value, shape)
+    for old, ranks in pulls:
+        for some, key in parts:
+            outputs = (*(old.outputs or (None,)), *asked.on(key))
+            while outputs and outputs[-1] is None:
                 outputs = outputs[:-1]
-            attributes = {**old.attributes, fmt.GIVERS: one.places}
-            builder.steps[at] = again.setdefault((old, outputs), replace(old, outputs=outputs, attributes=attributes))
+            new = replace(old, outputs=outputs, attributes={**old.attributes, fmt.GIVERS: one.places})
+            both = ranks_of(ranks) & ranks_of(some)
+            comm.job.replace(both, old, [(new, both)])
     return asked
 
 
-def write_dense(comm: CommLowering, instance: NodeOnGroup, names: tuple[str, str], dx: str) -> None:
+def write_dense(comm: CommLowering, instance: NodeOnGroup, given: tuple[Value, Value], dx: Value) -> None:
     """Zeros of the own shard of the table, to which rows are added."""
     table = input_layout_of(comm.program, instance, 0)
     group, kind, shape = table.group, table.value.dtype, comm.values.local_shape(table)
     assert kind is not None
     sizes = comm.constant(group, dx, "shape", [int(dim) for dim in shape or ()])
     zero = ir.tensor([0.0], dtype=kind)
-    zeros = comm.emit(group, "ConstantOfShape", [sizes], comm.builders.free(group, f"{dx}.zeros"), None, value=zero)
+    zeros = comm.emit(group, "ConstantOfShape", [sizes], comm.job.beside(group, dx, ".zeros"), value=zero)
     last = comm.constant(group, dx, "axes", [1])
-    places = comm.beside(group, "Unsqueeze", [names[0], last], f"{dx}.places")
-    comm.emit(group, "ScatterND", [zeros, places, names[1]], dx, None, reduction="add")
+    places = comm.beside(group, "Unsqueeze", [given[0], last], dx, "places")
+    comm.emit(group, "ScatterND", [zeros, places, given[1]], dx, reduction="add")
 
 
 @dataclass(frozen=True)
 class _Asked:
     """The values by which a Push knows what a Pull asked: the ids that an owner was asked, the counts of both ends, the ids' places."""
 
-    ids: str
-    counts: str
-    places: str
+    ids: Value
+    counts: Value
+    places: Value
 
-    def on(self, given: tuple[bool, bool]) -> tuple[str, str, str]:
+    def on(self, given: tuple[bool, bool]) -> Operands:
         """Those that a rank has, by whether it is an owner, and whether it gives."""
         owns, gives = given
-        return self.ids if owns else "", self.counts if owns or gives else "", self.places if gives else ""
+        return self.ids if owns else None, self.counts if owns or gives else None, self.places if gives else None
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,7 @@ class _Lookup:
         """A version as an event lists it."""
         return version.group, version.layout
 
-    def op(
-        self, op_type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], event: Event, *, gives: bool = False
-    ) -> CommOp:
+    def op(self, op_type: str, inputs: Operands, outputs: Operands, event: Event, *, gives: bool = False) -> Comm:
         """The node of some ranks; `gives`: rows go back."""
         rows = self.comm.values[self.table.value].shape
         assert rows is not None
@@ -214,12 +212,12 @@ class _Lookup:
             fmt.ROW: self._row(),
             **({fmt.GIVERS: self.places} if gives else {}),
         }
-        return CommOp(op_type, inputs, outputs, said, event.tag, event.value, event.cause, event.bytes)
+        return Comm(op_type, inputs, outputs, said, event.tag, event.value, event.cause, event.bytes)
 
-    def event(self, op_type: str, value: ir.Value, name: str, cause: str, way: Way) -> Event:
+    def event(self, op_type: str, value: ir.Value, made: Value, cause: str, way: Way) -> Event:
         """Lists the event of a Pull or a Push."""
         tag, amount, shape = len(self.comm.events), self._bytes(_ID_BYTES * (op_type == fmt.PULL)), self.ids()
-        event = Event(tag, op_type, value, name, self.sets, self.group, shape, amount, cause, way=way)
+        event = Event(tag, op_type, value, made, self.sets, self.group, shape, amount, cause, way=way)
         self.comm.events.append(event)
         return event
 

@@ -6,30 +6,29 @@ h on 0           -->  h on 1               rank 0       Send(%h, 1)          ran
 
 from __future__ import annotations
 
-from partc.compiler.ir.rank_program import CommOp
+from partc.compiler.ir.programs import Comm, Value
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.reshard import lower, lower_unknown
 from partc.compiler.lower.comm import Attributes, CommLowering, Hop
-from partc.compiler.lower.exchanges import exchange
+from partc.compiler.lower.exchanges import exchange, reduce_to
 from partc.compiler.lower.local_moves import keep, pad, slice_out
-from partc.compiler.lower.rooted import reduce_to
-from partc.compiler.sharding.operands import divisors
+from partc.compiler.sharding.values.operands import divisors
 from partc.runtime.artifact import format as fmt
 
 
 def reshard(
     comm: CommLowering,
     source: ShardedValue,
-    name: str,
+    given: Value,
     target: ShardedValue,
-    wanted: str,
+    wanted: Value,
     cause: str,
     derived: bool = False,
-) -> str:
-    """Brings `source`, which its ranks have as `name`, to the layout and ranks of `target`; what it is called there.
+) -> Value:
+    """Brings `source`, which its ranks have as `given`, to the layout and ranks of `target`; the value there.
 
-    That is `wanted`, or `name` where nothing has to be done.
+    That is `wanted`, or `given` where nothing has to be done.
     """
     shape = comm.values[source.value].shape
     if shape is None:
@@ -40,20 +39,20 @@ def reshard(
     training = comm.program.training
     if training and source.value in training.parameters and moves and isinstance(moves[0], mv.Exchange | mv.Transfer):
         # A message may be on its way until the step ends, and the update overwrites the parameter before.
-        name = comm.beside(source.group, "Identity", [name], f"{name}.sent")
-        comm.declare(source, name)
+        given = comm.beside(source.group, "Identity", [given], given, "sent")
+        comm.declare(source, given)
     at = source
     for k, move in enumerate(moves):
         last = k == len(moves) - 1 and move.group == target.group
         after = target if last else ShardedValue(source.value, move.group, move.after)
         ranks = tuple(dict.fromkeys((*source.group, *move.group)))
-        out = wanted if last else comm.builders.free(ranks, f"{wanted}.{type(move).__name__.lower()}")
-        _write(comm, move, Hop(at, after, name, out, cause, derived))
-        name, at = out, after
-    if moves and name != wanted:  # more ranks have it than the target's
-        comm.rename(target, name, wanted)
-        name = wanted
-    return name
+        out = wanted if last else comm.job.beside(ranks, wanted, f".{type(move).__name__.lower()}")
+        _write(comm, move, Hop(at, after, given, out, cause, derived))
+        given, at = out, after
+    if moves and given is not wanted:  # more ranks have it than the target's
+        comm.rename(target, given, wanted)
+        given = wanted
+    return given
 
 
 def _write(comm: CommLowering, move: mv.Move, hop: Hop) -> None:
@@ -90,5 +89,5 @@ def _collective(
     amount, value = comm.amount(hop.after.value, mv.received(move)[0]), hop.after.value
     tag = comm.event(op_type, hop, sets, group, amount)
     attributes = {fmt.GROUP: group, **attributes}
-    step = CommOp(op_type, (hop.name,), (hop.out,), attributes, tag, value, hop.cause, amount)
+    step = Comm(op_type, (hop.given,), (hop.out,), attributes, tag, value, hop.cause, amount)
     comm.append(move.group, step)

@@ -7,21 +7,22 @@ in the backward one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.rank_program import CommOp, Event
+from partc.compiler.ir.programs import Comm, Event, Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.ops.families.local_map import COLLECTIVES, LINE, is_collective
-from partc.compiler.sharding.operands import input_layout_of, output_layout_of
-from partc.compiler.sharding.strategy import refined
+from partc.compiler.ops.families.control.local_map import COLLECTIVES, LINE, SPREAD, is_collective
+from partc.compiler.sharding.seeding.strategy import refined
+from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.comm import collectives
 
 Attributes = dict[str, int | str | tuple[int, ...]]
 
@@ -65,35 +66,37 @@ class Written:
         return Written(name, self.axis, self.size, *dims, self.root, "sum", turned)
 
 
+NODES: Mapping[str, Callable[[Written], tuple[str, Attributes]]] = {
+    "AllReduce": lambda one: (fmt.ALL_REDUCE, {fmt.REDUCE: one.reduce}),
+    "AllGather": lambda one: (fmt.ALL_GATHER, {fmt.AXIS: one.dim}),
+    "ReduceScatter": lambda one: (fmt.REDUCE_SCATTER, {fmt.AXIS: one.dim, fmt.REDUCE: fmt.SUM}),
+    "AllToAll": lambda one: (fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: one.dim, fmt.CONCAT_AXIS: one.to}),
+    "Broadcast": lambda one: (fmt.BROADCAST, {fmt.ROOT: one.root}),
+    "Reduce": lambda one: (fmt.REDUCE_TO, {fmt.ROOT: one.root, fmt.REDUCE: fmt.SUM}),
+}
+"""By collective the node of the artifact that does it, with its attributes; the others are messages from rank to rank, an Exchange."""
+
+
 def write(
     comm: CommLowering,
     one: Written,
     group: Group,
-    names: tuple[str, str],
-    values: tuple[ir.Value, ir.Value],
+    values: tuple[Value, Value],
+    of: tuple[ir.Value, ir.Value],
     cause: str,
 ) -> None:
-    """Writes the collective into the programs of a group: it reads the first of `names` and makes the second; `values` are theirs."""
+    """Writes the collective on a group: it reads the first of `values`, and makes the second; `of`: of what they are versions."""
     mesh, named = refined(comm.program.plan.axes_of(group))
     sets, sets_name = comm.subgroups(mesh, named[one.axis], group)
-    shape = comm.values[values[0]].shape
-    work = _Work(comm, one, group, sets, sets_name, names, values, shape, cause)
-    comm.builders.declare(group, names[1], values[1], comm.values[values[1]].shape)
-    match one.op_type:
-        case "AllReduce":
-            work.everywhere(fmt.ALL_REDUCE, {fmt.REDUCE: one.reduce})
-        case "AllGather":
-            work.everywhere(fmt.ALL_GATHER, {fmt.AXIS: one.dim})
-        case "ReduceScatter":
-            work.everywhere(fmt.REDUCE_SCATTER, {fmt.AXIS: one.dim, fmt.REDUCE: fmt.SUM})
-        case "AllToAll":
-            work.everywhere(fmt.ALL_TO_ALL, {fmt.SPLIT_AXIS: one.dim, fmt.CONCAT_AXIS: one.to})
-        case "Spread":
-            comm.emit(group, "Identity", [names[0]], names[1], None)
-        case "Broadcast" | "Reduce":
-            work.rooted()
-        case _:
-            work.exchanged()
+    shape = comm.values[of[0]].shape
+    work = _Work(comm, one, group, sets, sets_name, values, of, shape, cause)
+    comm.job.declare(group, values[1], of[1], comm.values[of[1]].shape)
+    if one.op_type == SPREAD:
+        comm.emit(group, "Identity", [values[0]], values[1])
+    elif one.op_type in NODES:
+        work.one_node(*NODES[one.op_type](one))
+    else:
+        work.exchanged()
 
 
 def is_written(node: ir.Node) -> bool:
@@ -105,18 +108,16 @@ def write_forward(comm: CommLowering, instance: NodeOnGroup) -> None:
     """The collective of a node, in the programs of its group."""
     node = instance.node
     read, made = input_layout_of(comm.program, instance, 0), output_layout_of(comm.program, instance, 0)
-    names = comm.values.names[read], comm.values.names[made]
-    write(
-        comm, Written.of(node, len(read.layout.cuts)), instance.group, names, (read.value, made.value), cause_of(node)
-    )
+    values, of = (comm.values.at[read], comm.values.at[made]), (read.value, made.value)
+    write(comm, Written.of(node, len(read.layout.cuts)), instance.group, values, of, cause_of(node))
 
 
 def write_backward(
-    comm: CommLowering, instance: NodeOnGroup, names: tuple[str, str], cotangents: tuple[ir.Value, ir.Value]
+    comm: CommLowering, instance: NodeOnGroup, values: tuple[Value, Value], cotangents: tuple[ir.Value, ir.Value]
 ) -> None:
-    """The dual of a node's collective: of the output's cotangent that of the input; `names` and values in this order."""
+    """The dual of a node's collective: of the output's cotangent it makes the input's. `cotangents`: of what `values` are versions."""
     one = Written.of(instance.node, len(input_layout_of(comm.program, instance, 0).layout.cuts)).dual
-    write(comm, one, instance.group, names, cotangents, f"gradient of '{comm.program.paths[instance.node]}'")
+    write(comm, one, instance.group, values, cotangents, f"gradient of '{comm.program.paths[instance.node]}'")
 
 
 def cause_of(node: ir.Node) -> str:
@@ -131,8 +132,8 @@ class _Work:
     group: Group
     sets: tuple[Group, ...]
     sets_name: str
-    names: tuple[str, str]
-    values: tuple[ir.Value, ir.Value]
+    values: tuple[Value, Value]
+    of: tuple[ir.Value, ir.Value]
     shape: Shape | None
     cause: str
 
@@ -144,40 +145,34 @@ class _Work:
             fmt.REDUCE_SCATTER: Fraction(count - 1, count),
             fmt.ALL_TO_ALL: Fraction(count - 1, count),
         }.get(op_type, Fraction(count - 1, count) if self.one.op_type == "Scatter" else Fraction(1))
-        amount = self.comm.amount(self.values[0], sent)
+        amount = self.comm.amount(self.of[0], sent)
         tag = len(self.comm.events)
         self.comm.events.append(
-            Event(
-                tag, op_type, self.values[1], self.names[1], self.sets, self.sets_name, self.shape, amount, self.cause
-            )
+            Event(tag, op_type, self.of[1], self.values[1], self.sets, self.sets_name, self.shape, amount, self.cause)
         )
         return tag, amount
 
     def append(
         self, ranks: Group, op_type: str, given: bool, made: bool, said: Attributes, event: tuple[int, str]
     ) -> None:
-        inputs, outputs = (self.names[0],) if given else (), (self.names[1],) if made else ()
+        inputs, outputs = (self.values[0],) if given else (), (self.values[1],) if made else ()
         attributes: Attributes = {fmt.GROUP: self.sets_name, **said}
-        step = CommOp(op_type, inputs, outputs, attributes, event[0], self.values[1], self.cause, event[1])
+        step = Comm(op_type, inputs, outputs, attributes, event[0], self.of[1], self.cause, event[1])
         self.comm.append(ranks, step)
 
-    def everywhere(self, op_type: str, said: Attributes) -> None:
-        self.append(self.group, op_type, True, True, said, self.event(op_type))
-
-    def rooted(self) -> None:
-        op_type = fmt.BROADCAST if self.one.op_type == "Broadcast" else fmt.REDUCE_TO
-        said: Attributes = {fmt.ROOT: self.one.root}
+    def one_node(self, op_type: str, said: Attributes) -> None:
+        """A node on every rank: where one rank gives, it alone has an input; where one takes, it alone has an output, others zeros."""
+        kind, event = collectives.COLLECTIVES[op_type], self.event(op_type)
+        if not kind.root:
+            self.append(self.group, op_type, True, True, said, event)
+            return
+        gives = kind.root == "gives"
         roots = tuple(ranks[self.one.root] for ranks in self.sets)
         others = tuple(rank for rank in self.group if rank not in roots)
-        event = self.event(op_type)
-        if op_type == fmt.BROADCAST:
-            self.append(roots, op_type, True, True, said, event)
-            self.append(others, op_type, False, True, said, event)
-            return
-        said[fmt.REDUCE] = fmt.SUM
         self.append(roots, op_type, True, True, said, event)
-        self.append(others, op_type, True, False, said, event)
-        self.zeros(others, [1] * len(self.shape or ()))
+        self.append(others, op_type, not gives, gives, said, event)
+        if not gives:
+            self.no_result(others)
 
     def exchanged(self) -> None:
         """A Gather, Scatter or SendRecv: boxes from rank to rank."""
@@ -204,9 +199,7 @@ class _Work:
                     fmt.RANK: rank,
                 }
                 self.append((own,), fmt.EXCHANGE, bool(leaving), bool(coming), said, event)
-        if without:
-            grows = self.one.size if self.one.op_type == "Gather" else 1
-            self.zeros(tuple(without), [grows if dim == self.one.dim else 1 for dim in range(rank)])
+        self.no_result(tuple(without))
 
     def routes(self) -> Sequence[tuple[int, int, tuple[int, int], tuple[int, int]]]:
         """Source and target by their places, and which shard along the dim is given and taken, of how many."""
@@ -219,18 +212,20 @@ class _Work:
             case _:
                 return [(source, target, whole, whole) for source, target in self.one.pairs]
 
-    def zeros(self, ranks: Group, times: Sequence[int]) -> None:
-        """Writes zeros on ranks that receive nothing, in the shape of what they give with each dim multiplied by `times`."""
+    def no_result(self, ranks: Group) -> None:
+        """Writes zeros on ranks that receive nothing, in the shape that the others have: of what they give, with one dim multiplied."""
         if not ranks:
             return
-        out, dtype = self.names[1], self.values[0].dtype
+        out, dtype = self.values[1], self.of[0].dtype
         assert dtype is not None
-        shape = self.comm.beside(ranks, "Shape", [self.names[0]], f"{out}.given")
-        if any(count > 1 for count in times):
-            factors = self.comm.constant(ranks, out, "times", list(times))
-            shape = self.comm.beside(ranks, "Mul", [shape, factors], f"{out}.shape")
+        shape = self.comm.beside(ranks, "Shape", [self.values[0]], out, "given")
+        if COLLECTIVES[self.one.op_type].multiplies:
+            times = [self.one.size if dim == self.one.dim else 1 for dim in range(len(self.shape or ()))]
+            shape = self.comm.beside(
+                ranks, "Mul", [shape, self.comm.constant(ranks, out, "times", times)], out, "shape"
+            )
         zero = ir.tensor(np.zeros(1, dtype.numpy()))
-        self.comm.emit(ranks, "ConstantOfShape", [shape], out, None, value=zero)
+        self.comm.emit(ranks, "ConstantOfShape", [shape], out, value=zero)
 
 
 def _box(rank: int, dim: int, shard: tuple[int, int]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from partc.runtime.artifact.format import Law
-from partc.runtime.artifact.law import whole
+from partc.runtime.artifact.tensors.law import full_tensor
 
 Shape = tuple[int, ...]
 
@@ -31,7 +31,7 @@ class Initializer:
 
     def values(self, stream: str, shape: Shape, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
         """An array of this shape and dtype, rounded from double precision."""
-        return whole(self.law(stream, shape), shape, dtype)
+        return full_tensor(self.law(stream, shape), shape, dtype)
 
     def __repr__(self) -> str:
         return self.text

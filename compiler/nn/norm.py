@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+import ml_dtypes
 import onnx_ir as ir
 from onnxscript import OpBuilder
 from partc.compiler.nn import init as _init
@@ -57,7 +57,7 @@ class RMSNorm(Module):
         super().__init__()
         shape = _trailing(normalized_shape)
         self.axis, self.affine = -len(shape), elementwise_affine
-        self.eps = _epsilon(dtype) if eps is None else eps
+        self.eps = float(ml_dtypes.finfo(dtype).eps) if eps is None else eps  # type: ignore[no-untyped-call]
         _add_scale(self, shape, elementwise_affine, dtype)
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
@@ -136,15 +136,6 @@ class BatchNorm2d(Module):
 
 
 _Affine = LayerNorm | RMSNorm | GroupNorm | InstanceNorm2d | BatchNorm2d
-
-
-def _epsilon(dtype: str) -> float:
-    """The distance from 1 to the next larger number."""
-    kind = np.dtype(dtype).type
-    one, step = kind(1), 1.0
-    while kind(1.0 + step / 2) != one:
-        step /= 2
-    return step
 
 
 def _trailing(normalized_shape: int | Sequence[int]) -> list[int]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 def positive(value: int, name: str) -> int:
     """`value`, or an error that names the argument."""
-    return whole(value, name, least=1)
+    return checked_int(value, name, least=1)
 
 
-def whole(value: int, name: str, least: int) -> int:
+def checked_int(value: int, name: str, least: int) -> int:
     """`value` if it is an int of at least `least`; raises TypeError or ValueError with the argument's name."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is an int, got {value!r} of type {type(value).__name__}")
@@ -24,4 +24,4 @@ def each(value: int | Sequence[int], axes: int, name: str, least: int = 1) -> tu
     sizes = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(sizes) != axes:
         raise ValueError(f"{name} has one entry for each of {axes} axes, got {len(sizes)}: {list(sizes)}")
-    return tuple(whole(size, name, least) for size in sizes)
+    return tuple(checked_int(size, name, least) for size in sizes)

@@ -2,7 +2,7 @@
 
 A letter is a factor and one dim. `*` is any number of dims that correspond across the operands that have it, aligned at the last
 one; where one of them is 1 and another is not, it broadcasts. `.` is one replicated dim and `_` any number of them. `-` is
-an operand that is no tensor, and an operand may be missing. A factor that no output has is contracted. `...` repeats the operand
+an operand that is not a tensor, and an operand may be missing. A factor that no output has is contracted. `...` repeats the operand
 before it as often as the node has inputs.
 
     *mk,*kn->*mn    on (5, 2, 6) and (6, 4)     amk,kn->amn
@@ -42,7 +42,7 @@ def rule(
     local: Callable[[Local], None] | None = None,
     units: Mapping[str, int] | None = None,
 ) -> Rule | None:
-    """The rule that `factors` says of a node; None where an operand has not the rank that its part asks for.
+    """The rule that `factors` says of a node; None where an operand has another rank than its part asks for.
 
     `contracted`: reductions of factors that no output has, sum where not said. The other arguments are those of `Rule`.
     """
@@ -110,17 +110,13 @@ def broadcast(shapes: Sequence[Sequence[Dim]], free: Sequence[str]) -> tuple[str
     rows = [[WHOLE] * len(shape) for shape in shapes]
     for place in range(1, rank + 1):
         there = [k for k, shape in enumerate(shapes) if len(shape) >= place]
-        large = [k for k in there if not _is_one(shapes[k][-place])] or there
+        large = [k for k in there if shapes[k][-place] != 1] or there
         first = shapes[large[0]][-place]
         if len(large) == 1 or all(same(first, shapes[k][-place]) for k in large):
             common[-place] = free[rank - place]
             for k in large:
                 rows[k][-place] = common[-place]
     return "".join(common), ["".join(row) for row in rows]
-
-
-def _is_one(dim: Dim) -> bool:
-    return isinstance(dim, int) and dim == 1
 
 
 def _opened(part: str, rank: int) -> tuple[str, str, str, int]:

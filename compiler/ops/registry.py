@@ -16,11 +16,12 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import onnx_shape_inference
+from partc.compiler.ir.alike import key_of
 from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf
 
@@ -40,25 +41,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What the compiler knows of one op.
+class Notation:
+    """How the dims of an op correspond, in the notation of `notation.py`; `factors` is empty where nothing is sharded.
 
-    `factors`: the op's dims in the notation of `notation.py`, empty where nothing is sharded. `contracted`: per factor that no
-    output has, the reduction that sharding it leaves to be done. `replicated`: factors that are never sharded. `linear`, `partial`:
-    as in `Rule`. `why`: the reason why nothing is sharded. `remarks`: what attributes change. `draws`: whether a node may give
-    other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the inputs, as in a comparison.
-
-    `precision`: in which type it computes where a plan asks for 16 bits. `host`: the inputs that kernels read on the host, whichever
-    device computes: a shape, axes, a condition.
-
-    `sharding`: the rule of one node, where `factors` alone do not say it. `local`: the node of one rank, for rules that name none.
-    `gradient`: takes the cotangents of the outputs, or of the first `gradient_outputs`, and the inputs; `body_gradient` that of an op
-    with bodies. `looks_up`: whether a node reads rows of its first input along its first dim, and nothing else of it;
-    `row_gradient`: the gradient of that input as the ids of rows and what is added to these.
+    `contracted`: per factor that no output has, the reduction that sharding it leaves to be done. `replicated`: factors that are never
+    sharded. `linear`, `partial`: as in `Rule`. `why`: the reason why nothing is sharded. `remarks`: what attributes change.
     """
 
-    domain: str
-    op_type: str
     factors: str = ""
     contracted: Mapping[str, str] = field(default_factory=dict)
     replicated: str = ""
@@ -66,22 +55,6 @@ class Entry:
     partial: tuple[int, ...] | None = None
     why: str = ""
     remarks: str = ""
-    draws: bool = False
-    stops_gradient: bool = False
-    precision: Precision = "high"
-    host: tuple[int, ...] = ()
-    sharding: RuleOf | None = None
-    local: LocalForm | None = None
-    gradient: GradientRule | None = None
-    gradient_outputs: int = 0
-    body_gradient: BodyRule | None = None
-    looks_up: Callable[[ir.Node], bool] | None = None
-    row_gradient: RowRule | None = None
-
-    @property
-    def name(self) -> str:
-        """The op's name, with its domain where that is not the standard's."""
-        return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
 
     @property
     def shardable(self) -> bool:
@@ -89,41 +62,10 @@ class Entry:
         return any(sign == "*" or (sign.isalpha() and sign not in self.replicated) for sign in self.factors)
 
     @property
-    def differentiable(self) -> bool:
-        """Whether a gradient flows back through the op."""
-        return self.gradient is not None or self.body_gradient is not None
-
-    def rule(self, node: ir.Node) -> Rule:
-        """The rule of a node of the op; nothing is sharded where the operands have not the ranks that the op asks for."""
-        if self.sharding is not None:
-            found = self.sharding(node)
-        elif self.factors:
-            found = rule(node, self.factors, contracted=self.contracted, replicated=self.replicated)
-        else:
-            found = None
-        if found is None:
-            return replicated_rule(node)
-        if found.linear is None:
-            found = replace(found, linear=self.linear, partial=self.partial)
-        return found if found.local is not None else replace(found, local=self.local)
-
-    @property
     def reductions(self) -> str:
         """The contracted factors, in words: `k`, `hw by max`."""
         found = {how: "".join(k for k, v in self.contracted.items() if v == how) for how in self.contracted.values()}
         return ", ".join(letters if how in ("", "sum") else f"{letters} by {how}" for how, letters in found.items())
-
-    def __str__(self) -> str:
-        words = [
-            self.factors or "replicated",
-            *([f"contracted: {self.reductions}"] if self.contracted else []),
-            *([f"replicated: {self.replicated}"] if self.replicated else []),
-            *([f"linear {self.linearity}"] if self.linear else []),
-            *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
-            *([f"on the host: {', '.join(map(str, self.host))}"] if self.host else []),
-            *([self.why or self.remarks] if self.why or self.remarks else []),
-        ]
-        return f"{self.name}: {'; '.join(words)}"
 
     @property
     def linearity(self) -> str:
@@ -136,6 +78,83 @@ class Entry:
             if len(self.partial) == 1
             else f"{'in each of' if self.linear == 'each' else 'jointly in'} {inputs}"
         )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of an op.
+
+    `rule`: takes the cotangents of the outputs, or of the first `outputs`, and the inputs; `body` that of an op with bodies; `rows`: that
+    of an input that is looked up, as the ids of rows and what is added to these.
+    """
+
+    rule: GradientRule | None = None
+    outputs: int = 0
+    body: BodyRule | None = None
+    rows: RowRule | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the compiler knows of one op.
+
+    `draws`: whether a node may give other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the
+    inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `host`: the inputs that kernels read
+    on the host, whichever device computes: a shape, axes, a condition.
+
+    `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
+    `looks_up`: whether a node reads rows of its first input along its first dim, and nothing else of it.
+    """
+
+    domain: str
+    op_type: str
+    notation: Notation
+    draws: bool = False
+    stops_gradient: bool = False
+    precision: Precision = "high"
+    host: tuple[int, ...] = ()
+    sharding: RuleOf | None = None
+    local: LocalForm | None = None
+    looks_up: Callable[[ir.Node], bool] | None = None
+    gradients: Gradients = Gradients()
+
+    @property
+    def name(self) -> str:
+        """The op's name, with its domain where that is not the standard's."""
+        return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient flows back through the op."""
+        return self.gradients.rule is not None or self.gradients.body is not None
+
+    def rule(self, node: ir.Node) -> Rule:
+        """The rule of a node of the op; nothing is sharded where the operands have other ranks than the op asks for."""
+        own = self.notation
+        if self.sharding is not None:
+            found = self.sharding(node)
+        elif own.factors:
+            found = rule(node, own.factors, contracted=own.contracted, replicated=own.replicated)
+        else:
+            found = None
+        if found is None:
+            return replicated_rule(node)
+        if found.linear is None:
+            found = replace(found, linear=own.linear, partial=own.partial)
+        return found if found.local is not None else replace(found, local=self.local)
+
+    def __str__(self) -> str:
+        own = self.notation
+        words = [
+            own.factors or "replicated",
+            *([f"contracted: {own.reductions}"] if own.contracted else []),
+            *([f"replicated: {own.replicated}"] if own.replicated else []),
+            *([f"linear {own.linearity}"] if own.linear else []),
+            *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
+            *([f"on the host: {', '.join(map(str, self.host))}"] if self.host else []),
+            *([own.why or own.remarks] if own.why or own.remarks else []),
+        ]
+        return f"{self.name}: {'; '.join(words)}"
 
 
 TABLE: dict[tuple[str, str], Entry] = {}
@@ -158,11 +177,11 @@ class Declared:
 
     def gradient(self, rule: Function) -> Function:
         """The gradient: takes the cotangent of each output (None where there is none) and the inputs, and gives one name an input."""
-        return self._given("gradient", rule)
+        return self._given("rule", rule, Gradients)
 
     def body_gradient(self, rule: Function) -> Function:
         """The gradient of an op with bodies; see `autodiff.engine.Bodies`."""
-        return self._given("body_gradient", rule)
+        return self._given("body", rule, Gradients)
 
     def looks_up(self, is_lookup: Function) -> Function:
         """Whether a node reads its first input by rows alone."""
@@ -170,7 +189,7 @@ class Declared:
 
     def row_gradient(self, rule: Function) -> Function:
         """The gradient of the first input of a node that looks it up: takes the cotangent and the inputs, gives ids and rows."""
-        return self._given("row_gradient", rule)
+        return self._given("rows", rule, Gradients)
 
     def shapes(self, infer: Function) -> Function:
         """The inference of types and shapes, for ops that `onnx_shape_inference` does not know."""
@@ -178,15 +197,18 @@ class Declared:
             onnx_shape_inference.registry.register(domain, op_type)(infer)
         return infer
 
-    def _given(self, name: str, function: Function) -> Function:
+    def _given(self, name: str, function: Function, record: type[Entry | Gradients] = Entry) -> Function:
+        """Has a field of the entries, or of their gradients, be the function."""
         changed: dict[str, Any] = {name: function}
         for key in self._keys:
             entry = TABLE[key]
-            if getattr(entry, name) is not None:
+            there = entry.gradients if record is Gradients else entry
+            if getattr(there, name) is not None:
                 raise ValueError(f"{entry.name} has two functions '{name}'")
-            if entry.stops_gradient and name in ("gradient", "body_gradient"):
+            if entry.stops_gradient and name in ("rule", "body"):
                 raise ValueError(f"{entry.name} stops gradients, and has a gradient")
-            TABLE[key] = replace(entry, **changed)
+            own = changed if record is Entry else {"gradients": replace(entry.gradients, **changed)}
+            TABLE[key] = replace(entry, **own)
         return function
 
 
@@ -206,29 +228,24 @@ def op(
     precision: Precision = "high",
     host: Sequence[int] = (),
 ) -> Declared:
-    """Declares ops that share an entry's fields (see `Entry`); `contracted` as letters means a sum over each."""
+    """Declares ops that share an entry's fields (see `Entry`, `Notation`); `contracted` as letters means a sum over each."""
     if bool(factors) == bool(why):
         raise ValueError(f"{', '.join(op_types)}: an op has factors, or a reason `why` nothing is sharded")
     reductions = dict.fromkeys(contracted, "sum") if isinstance(contracted, str) else dict(contracted)
     inputs = None if partial is None else tuple(partial)
+    notation = Notation(factors, reductions, replicated, linear, inputs, why, remarks)
     keys = [(domain, op_type) for op_type in op_types]
     for key in keys:
         if key in TABLE:
             raise ValueError(f"the op table has two entries for {TABLE[key].name}")
         TABLE[key] = Entry(
             *key,
-            factors=factors,
-            contracted=reductions,
-            replicated=replicated,
-            linear=linear,
-            partial=inputs,
-            why=why,
-            remarks=remarks,
+            notation,
             draws=draws,
             stops_gradient=stops_gradient,
-            gradient_outputs=gradient_outputs,
             precision=precision,
             host=tuple(host),
+            gradients=Gradients(outputs=gradient_outputs),
         )
     return Declared(keys)
 
@@ -237,8 +254,8 @@ def op(
 def load() -> None:
     """Fills the table: imports every file of `families/`, in the order of their names."""
     package = importlib.import_module(FAMILIES)
-    for name in sorted(found.name for found in pkgutil.iter_modules(package.__path__)):
-        importlib.import_module(f"{FAMILIES}.{name}")
+    for name in sorted(found.name for found in pkgutil.walk_packages(package.__path__, f"{FAMILIES}.")):
+        importlib.import_module(name)
 
 
 def entries() -> tuple[Entry, ...]:
@@ -253,8 +270,28 @@ def entry_of(node: ir.Node) -> Entry | None:
     return TABLE.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
 
 
+_RULES: dict[Hashable, Rule] = {}
+"""The rules of nodes by their keys; forgotten when there are many."""
+_MANY = 1 << 14
+
+
 def rule_of(node: ir.Node) -> Rule:
-    """The rule of a node; nothing is sharded where its op has no entry or the shape of an operand is unknown."""
+    """The rule of a node; nothing is sharded where its op has no entry or the shape of an operand is unknown.
+
+    Nodes that are alike have the same object.
+    """
+    key = key_of(node)
+    if key is None:
+        return fresh_rule(node)
+    if (known := _RULES.get(key)) is None:
+        if len(_RULES) == _MANY:
+            _RULES.clear()
+        known = _RULES[key] = fresh_rule(node)
+    return known
+
+
+def fresh_rule(node: ir.Node) -> Rule:
+    """As `rule_of`, worked out from the node itself."""
     entry = entry_of(node)
     operands = [*node.inputs, *(value for value in node.outputs if value.name)]
     unknown = any(value is not None and value.shape is None for value in operands)
@@ -270,7 +307,7 @@ def is_differentiable(node: ir.Node) -> bool:
 def looks_up_rows(node: ir.Node) -> bool:
     """Whether a node reads rows of its first input, by ids, and its gradient can be given as ids and rows."""
     entry = entry_of(node)
-    if entry is None or entry.looks_up is None or entry.row_gradient is None:
+    if entry is None or entry.looks_up is None or entry.gradients.rows is None:
         return False
     return entry.looks_up(node)
 

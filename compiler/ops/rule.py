@@ -11,6 +11,7 @@ stay equal.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class Rule:
     `linear` speaks, by index; None: all tensors.
     `units`: per factor a number that its shards must divide besides the dims themselves: heads, groups, blocks.
     `looked_up`: the factor of a table's rows, which the ids in another operand name. It may have the axes of factors that no operand has
-    beside it: rows are then pulled from the ranks that have them, and the output is no sum.
+    beside it: rows are then pulled from the ranks that have them, and the output is not a sum.
     `served`: the table is the first input, and other ranks serve its rows: it is not cut.
     `apart`: inputs of which every rank has one of its own, and so of their cotangents.
     `local`: rewrites the node for a rank where the plain node on local shards would be wrong; None: as the op's entry says.
@@ -55,7 +56,7 @@ class Rule:
     looked_up: str = ""
     served: bool = False
 
-    @property
+    @functools.cached_property
     def factors(self) -> tuple[str, ...]:
         """Letters that may be sharded, in order of their first appearance: the axes of an integer strategy's device matrix."""
         seen = dict.fromkeys(letter for operand in (*self.inputs, *self.outputs) if operand for letter in operand)
@@ -66,14 +67,14 @@ class Rule:
             if letter != WHOLE and letter not in self.replicated and (letter in made or letter in self.reduce)
         )
 
-    @property
+    @functools.cached_property
     def ids(self) -> tuple[str, ...]:
         """The factors that may have the axes of rows that are looked up: those of operands without the rows."""
         row = self.looked_up
         beside = {letter for operand in self.inputs if operand and row in operand for letter in operand}
         return tuple(letter for letter in self.factors if letter not in beside) if row else ()
 
-    @property
+    @functools.cached_property
     def partial_inputs(self) -> tuple[tuple[int, ...], ...]:
         """Every set of inputs that may be Partial(sum) together, the others replicated; the outputs are Partial(sum) then."""
         tensors = tuple(k for k, letters in enumerate(self.inputs) if letters is not None)
@@ -89,7 +90,7 @@ class Local:
 
     `shards`: per factor the number of its shards (absent: 1); `shard`: which of them this rank has. `inputs` are the names of the
     local operands ("" where absent), `outputs` the names that must be made. `global_shapes`/`local_shapes`: by name, for operands
-    and outputs, where known. `nodes` and `constants` collect what is emitted.
+    and outputs, where known. `nodes` and `constants` collect what is emitted; `itself`: the last of the nodes that is the op itself.
     """
 
     node: ir.Node
@@ -102,7 +103,7 @@ class Local:
     local_shapes: Mapping[str, Shape | None]
     nodes: list[ir.Node] = field(default_factory=list)
     constants: dict[str, np.ndarray] = field(default_factory=dict)
-    value: Callable[[str], ir.Value] = field(default=lambda name: ir.Value(name=name))
+    itself: ir.Node | None = None
     pieces: int = 1
     """Into how many pieces a batch is dealt out of which each of its parts has a share, over all ranks."""
 
@@ -131,6 +132,7 @@ class Local:
             [*attributes.values(), *extra],
             self.node.domain,
         )
+        self.itself = self.nodes[-1]
 
     def emit(self, op_type: str, inputs: Sequence[str], word: str, **attributes: Any) -> str:
         """Emits a standard op whose one output stays inside; `word` says what that is, and it is called `<first output>.<word>`."""
@@ -148,7 +150,7 @@ class Local:
             ir.Node(
                 domain,
                 op_type,
-                inputs=[self.value(name) if name else None for name in inputs],
+                inputs=[ir.Value(name=name) if name else None for name in inputs],
                 attributes=attributes,
                 outputs=[ir.Value(name=name) for name in outputs],
             )

@@ -10,73 +10,78 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, made_names
+from partc.compiler.ir.program import Lowered
+from partc.compiler.ir.programs import Comm, Compute, Value, with_values
 from partc.compiler.pipelines.phases import in_order
-from partc.compiler.pipelines.row import Names, Row, named
+from partc.compiler.pipelines.records import Records
+from partc.compiler.pipelines.row import Row
 
-Renamed: TypeAlias = Callable[[CommOp, Mapping[str, str], Mapping[str, str], int | None], CommOp]
-"""A message or collective with these names and a tag of its own, listed by the names that any rank has, in a microbatch or once."""
+Moved: TypeAlias = Callable[[Comm, Mapping[Value, Value], Mapping[Value, Value], int | None], Comm]
+"""A message or collective over these values, with a tag of its own, listed by the values that any rank has, in a microbatch or once."""
 
 
-def write_totals(totals: Program, rows: Sequence[Row], names: Names, renamed: Renamed, summed: Collection[str]) -> None:
+def write_totals(totals: Lowered, rows: Sequence[Row], records: Records, moved: Moved, summed: Collection[str]) -> None:
     """Writes what makes them into rows in which microbatches have their records; those `summed` are sums over records, others means."""
-    if not _is_of_one_size(totals, rows):
-        _write(totals, rows, names, renamed, None)
+    sizes = [(totals.values[value].shape or {dim: ""})[dim] for value, dim in totals.batch_dims.items()]
+    if not any(isinstance(size, int) for size in sizes):
+        _write(totals, rows, records, moved, None)
         return
-    made = [_write(totals, rows, names, renamed, k) for k in range(len(rows[0].micro))]
+    made = [_write(totals, rows, records, moved, k) for k in range(len(rows[0].micro))]
     for at, row in enumerate(rows):
-        for name in made[0][at]:
-            parts = [some[at][name] for some in made]
-            row.put_together(parts, name, name in summed, names)
-
-
-def _name_given(row: Row, step: CommOp, names: dict[str, str], listed: Mapping[str, str]) -> None:
-    """Gives what a rank was given, and sends on, the name that it has on the ranks that receive it."""
-    for name in step.inputs:
-        wanted = listed.get(name, name)
-        if names.get(name, name) != wanted:
-            here = names.get(name, name)
-            row.types[wanted] = row.types[here]
-            row.emit("Identity", [here], [wanted])
-            names[name] = wanted
-
-
-def _is_of_one_size(totals: Program, rows: Sequence[Row]) -> bool:
-    dealt = {name for row in rows for name in row.micro[0]}
-    records = {held.version.value for part in totals.parts for held in part.inputs if held.name in dealt}
-    shapes = [totals.values[value].shape for value in records]
-    return any(shape and isinstance(shape[0], int) for shape in shapes)
+        for value in made[0][at]:
+            row.put_together([some[at][value] for some in made], value, str(value) in summed)
 
 
 def _write(
-    totals: Program, rows: Sequence[Row], names: Names, renamed: Renamed, part: int | None
-) -> list[dict[str, str]]:
-    """Writes the ops for the whole batch, or for a microbatch; per row what the numbers are called then."""
+    totals: Lowered, rows: Sequence[Row], records: Records, moved: Moved, k: int | None
+) -> list[dict[Value, Value]]:
+    """Writes the ops for the whole batch, or for a microbatch; per row, by number as the step has it, what it is there."""
     by_rank = {one.rank: one for one in totals.parts}
     units = [by_rank[row.unit.program.rank] for row in rows]
-    suffix = "of_batch" if part is None else f"of_batch.{part}"
-    own, made = list[dict[str, str]](), list[dict[str, str]]()
+    suffix = ".of_batch" if k is None else f".of_batch.{k}"
+    inside = dict.fromkeys(value for unit in units for step in unit.steps for value in step.makes)
+    step_has = {str(one.value): row.clones.of_batch(one.value) for row in rows for one in row.unit.program.inputs}
+    results = {one.value: step_has.get(str(one.value), one.value) for unit in units for one in unit.outputs}
+    anew = {value: value.beside(suffix) for value in inside}
+    if k is None:
+        anew |= {value: one for value, one in results.items() if value in inside}
+    own, made = list[dict[Value, Value]](), list[dict[Value, Value]]()
     for row, unit in zip(rows, units, strict=True):
-        given = {held.name for held in (*unit.inputs, *unit.weights)}
-        out = [held.name for held in unit.outputs]
-        inside = [name for step in unit.steps for name in made_names(step) if name]
-        called = {
-            name: names.of(name, suffix) for name in (*inside, *unit.constants) if part is not None or name not in out
-        }
-        row.constants |= {called[name]: array for name, array in unit.constants.items()}
-        row.types |= {called.get(name, name): one for name, one in unit.types.items() if name not in given}
-        row.types |= {name: unit.types[name] for name in out}
-        row.types |= {held.name: unit.types[held.name] for held in unit.weights if held.name not in row.types}
-        made.append({name: called[name] for name in out if name in called})
-        own.append(called if part is None else {**row.micro[part], **called})
-    listed = {name: one for names_there in own for name, one in names_there.items()}
+        there = _given(row, records, k)
+        values = {held.value: there.get(str(held.value), held.value) for held in (*unit.inputs, *unit.weights)}
+        values |= {value: anew[value] for step in unit.steps for value in step.makes}
+        if k is None:
+            values |= {held.value: results[held.value] for held in unit.outputs}
+        else:
+            made.append({results[one.value]: anew[one.value] for one in unit.outputs if one.value in anew})
+        own.append(values)
     for places in in_order([unit.steps for unit in units]):
-        for at, k in places:
-            step = units[at].steps[k]
-            if isinstance(step, CommOp):
-                _name_given(rows[at], step, own[at], listed)
-                rows[at].steps.append(renamed(step, own[at], listed, part))
-            elif isinstance(step, ComputeOp):
-                rows[at].steps.append(named(step, own[at]))
+        for at, place in places:
+            step = units[at].steps[place]
+            if isinstance(step, Comm):
+                _make_as_received(rows[at], step, own[at], anew)
+                rows[at].steps.append(moved(step, own[at], anew, k))
+            elif isinstance(step, Compute):
+                rows[at].steps.append(with_values(step, own[at]))
     return made
+
+
+def _given(row: Row, records: Records, k: int | None) -> dict[str, Value]:
+    """By name what a row has of a microbatch, or of the whole batch, before any number is made."""
+    program = row.unit.program
+    held = (*(one.value for one in program.weights), *(one.value for one in program.kept))
+    found = {str(value): row.clones.of_batch(value) for value in held}
+    found |= {str(held.value): records.of_step(held) for held in program.inputs}
+    if k is not None:
+        found |= {str(plain): value for plain, value in row.micro[k].items()}
+    return found
+
+
+def _make_as_received(row: Row, step: Comm, values: dict[Value, Value], anew: Mapping[Value, Value]) -> None:
+    """Makes of what a rank was given, and sends on, the value that it is on the ranks that receive it."""
+    for value in step.reads:
+        here = values.get(value, value)
+        wanted = anew.get(value, here)
+        if here is not wanted:
+            row.emit("Identity", [here], [wanted])
+            values[value] = wanted

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, TaskBody, made_names, read_names
+from partc.compiler.ir.programs import Body, Comm, Compute, Op, Value
 from partc.compiler.pipelines.phases import Label, Labels, Phase, Place, Unit
 from partc.compiler.pipelines.stages import NodeStages
 from partc.runtime.artifact.format import RECV, SEND
@@ -36,9 +36,9 @@ LETTERS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.WEIGHT: "W"}
 class Slot:
     """A task of any microbatch on all ranks: by unit the ops of its body, the events beside the calls, and all events in order."""
 
-    bodies: dict[int, list[ComputeOp | CommOp]] = field(default_factory=dict)
+    bodies: dict[int, list[Compute | Comm]] = field(default_factory=dict)
     beside: list[tuple[Place, ...]] = field(default_factory=list)
-    events: list[CommOp] = field(default_factory=list)
+    events: list[Comm] = field(default_factory=list)
 
 
 def slots(units: Sequence[Unit], labels: Labels, stages: NodeStages) -> dict[Label, Slot]:
@@ -53,38 +53,34 @@ def slots(units: Sequence[Unit], labels: Labels, stages: NodeStages) -> dict[Lab
 
 
 def _slot(units: Sequence[Unit], order: Sequence[tuple[Place, ...]], hosts: set[int]) -> Slot:
-    read: dict[int, set[str]] = {}
+    read: dict[int, set[Value]] = {}
     beside: list[tuple[Place, ...]] = []
     inside: list[tuple[Place, ...]] = []
     for places in reversed(order):
         (first, at), *_ = places
-        steps = [(unit, units[unit].steps[k]) for unit, k in places]
-        crosses = isinstance(units[first].steps[at], CommOp) and any(not units[u].ranks <= hosts for u, _ in steps)
-        alone = isinstance(units[first].steps[at], CommOp) and _is_message(units[first].steps[at])
-        adds = units[first].adds_up(units[first].steps[at])
-        delivers = isinstance(units[first].steps[at], ComputeOp) and units[first].ranks.isdisjoint(hosts) and not adds
-        is_read = any(name in read.get(u, ()) for u, step in steps for name in made_names(step))
-        if (delivers or crosses or alone) and not is_read:
+        step, unit = units[first].steps[at], units[first]
+        ends = [(u, units[u].steps[k]) for u, k in places]
+        crosses = isinstance(step, Comm) and any(not units[u].ranks <= hosts for u, _ in ends)
+        message = isinstance(step, Comm) and step.op_type in (SEND, RECV)
+        delivers = isinstance(step, Compute) and unit.ranks.isdisjoint(hosts) and not unit.adds_up(step)
+        is_read = any(value in read.get(u, ()) for u, end in ends for value in end.makes)
+        if (delivers or crosses or message) and not is_read:
             beside.append(places)
             continue
         inside.append(places)
-        for unit, step in steps:
-            read.setdefault(unit, set()).update(read_names(step))
+        for u, end in ends:
+            read.setdefault(u, set()).update(end.reads)
     slot = Slot(beside=beside[::-1])
     for places in (*reversed(inside), *slot.beside):
         (first, at), *_ = places
-        if isinstance(event := units[first].steps[at], CommOp):
+        if isinstance(event := units[first].steps[at], Comm):
             slot.events.append(event)
     for places in reversed(inside):
-        for unit, at in places:
-            step = units[unit].steps[at]
-            assert isinstance(step, ComputeOp | CommOp)
-            slot.bodies.setdefault(unit, []).append(step)
+        for u, at in places:
+            step = units[u].steps[at]
+            assert isinstance(step, Compute | Comm)
+            slot.bodies.setdefault(u, []).append(step)
     return slot
-
-
-def _is_message(step: RankOp) -> bool:
-    return isinstance(step, CommOp) and step.op_type in (SEND, RECV)
 
 
 class Inlined:
@@ -95,78 +91,74 @@ class Inlined:
     def __init__(self, unit: Unit, labels: Sequence[Label]) -> None:
         self.unit = unit
         self.makers = {
-            name: step
+            value: step
             for step, label in zip(unit.steps, labels, strict=True)
-            if label.phase is Phase.ONCE and isinstance(step, ComputeOp)
+            if label.phase is Phase.ONCE and isinstance(step, Compute)
             if step.node.op_type == "Transpose" or _is_small_constant(step)
-            for name in made_names(step)
+            for value in step.makes
         }
 
-    def among(self, steps: Sequence[ComputeOp | CommOp]) -> tuple[list[ComputeOp | CommOp], list[str]]:
+    def among(self, steps: Sequence[Compute | Comm]) -> tuple[list[Compute | Comm], list[Value]]:
         """The ops of a body with those that they want, and what these make.
 
         Each stands before its first reader, and so in the session of that, where a body has several.
         """
-        found: list[ComputeOp | CommOp] = []
-        made: dict[str, None] = {}
+        found: list[Compute | Comm] = []
+        made: dict[Value, None] = {}
 
-        def add(name: str, again: str) -> None:
-            if name in self.makers and name not in made:
-                for operand in read_names(self.makers[name]):
+        def add(value: Value, again: str) -> None:
+            if value in self.makers and value not in made:
+                for operand in self.makers[value].reads:
                     add(operand, again)
-                made[name] = None
-                found.append(replace(self.makers[name], again=again))
+                made[value] = None
+                found.append(replace(self.makers[value], again=again))
 
         for step in steps:
-            product = isinstance(step, ComputeOp) and step.node.op_type in _PRODUCTS
-            for name in read_names(step):
-                if name in self.makers and (product or _is_small_constant(self.makers[name])):
-                    add(name, step.again if isinstance(step, ComputeOp) else "")
+            product = isinstance(step, Compute) and step.node.op_type in _PRODUCTS
+            for value in step.reads:
+                if value in self.makers and (product or _is_small_constant(self.makers[value])):
+                    add(value, step.again if isinstance(step, Compute) else "")
             found.append(step)
         return found, [*made]
 
-    def unread(self, bodies: Iterable[TaskBody], inside: Collection[RankOp]) -> set[RankOp]:
-        """Those that nothing reads but bodies that have them; `inside` are the ops of bodies."""
-        read = {one.name for one in self.unit.program.outputs} | {one.next for one in self.unit.program.kept}
-        read.update(name for body in bodies for name in body.inputs)
-        gone: set[RankOp] = set()
+    def unread(self, read: Iterable[Value], inside: Collection[Op]) -> set[Op]:
+        """Those that nothing reads but bodies that have them; `read`: what bodies are given, `inside`: their ops."""
+        read = {*self.unit.program.results, *read}
+        gone: set[Op] = set()
         for step in reversed(self.unit.steps):
             if step in inside:
                 continue
-            if read.isdisjoint(made := made_names(step)) and any(name in self.makers for name in made):
+            if read.isdisjoint(step.makes) and any(value in self.makers for value in step.makes):
                 gone.add(step)
             else:
-                read.update(read_names(step))
+                read.update(step.reads)
         return gone
 
 
-def with_products_added(
-    unit: Unit, steps: Sequence[ComputeOp | CommOp], wanted: Collection[str]
-) -> list[ComputeOp | CommOp]:
+def with_products_added(unit: Unit, steps: Sequence[Compute | Comm], wanted: Collection[Value]) -> list[Compute | Comm]:
     """The ops of a body with `Add(Gemm(a, b), sum)` as `Gemm(a, b, sum)`, where nothing else reads the product."""
-    readers = Counter(name for step in steps for name in read_names(step))
-    makers = {name: step for step in steps for name in made_names(step)}
-    gone: set[RankOp] = set()
-    instead: dict[RankOp, ComputeOp] = {}
+    readers = Counter(value for step in steps for value in step.reads)
+    makers = {value: step for step in steps for value in step.makes}
+    gone: set[Op] = set()
+    instead: dict[Op, Compute] = {}
     for step in steps:
-        if not isinstance(step, ComputeOp) or step.node.op_type != "Add" or not unit.adds_up(step):
+        if not isinstance(step, Compute) or step.node.op_type != "Add" or not unit.adds_up(step):
             continue
-        (kept,) = [name for name in read_names(step) if name in unit.sums]
-        product = next(name for name in read_names(step) if name != kept)
+        (kept,) = [value for value in step.reads if value in unit.sums]
+        product = next(value for value in step.reads if value is not kept)
         maker = makers.get(product)
-        if readers[product] == 1 and product not in wanted and isinstance(maker, ComputeOp) and _takes_term(maker.node):
-            given = [ir.Value(name=value.name) for value in maker.node.inputs[:2] if value is not None]
+        if readers[product] == 1 and product not in wanted and isinstance(maker, Compute) and _takes_term(maker):
             attributes = [one for name, one in maker.node.attributes.items() if name != "beta"]
-            node = ir.Node("", "Gemm", [*given, ir.Value(name=kept)], attributes, version=maker.node.version)
-            node.outputs[0].name = node.name = made_names(step)[0]
+            node = ir.Node("", "Gemm", [], attributes, version=maker.node.version)
             gone.add(step)
-            instead[maker] = ComputeOp(node, maker.source, task=step.task)
+            inputs = (*maker.inputs[:2], kept)
+            instead[maker] = Compute(node, maker.source, inputs, step.outputs, label=step.makes[0], task=step.task)
     return [instead.get(step, step) for step in steps if step not in gone]
 
 
-def _takes_term(node: ir.Node) -> bool:
-    """Whether a node is a Gemm without a third operand."""
-    return node.op_type == "Gemm" and node.domain == "" and (len(node.inputs) < 3 or node.inputs[2] is None)
+def _takes_term(step: Compute) -> bool:
+    """Whether an op is a Gemm without a third operand."""
+    return step.is_op("Gemm") and (len(step.inputs) < 3 or step.inputs[2] is None)
 
 
 def body_name(label: Label) -> str:
@@ -174,23 +166,20 @@ def body_name(label: Label) -> str:
     return f"{LETTERS[label.phase]}{label.stage}"
 
 
-def body_of(unit: Unit, label: Label, steps: Sequence[ComputeOp | CommOp], wanted: set[str]) -> TaskBody:
+def body_of(label: Label, steps: Sequence[Compute | Comm], wanted: Collection[Value]) -> Body:
     """The body of a task on a unit's ranks; `wanted` are the values that others read of it."""
-    made = {name for step in steps for name in made_names(step) if name}
-    reads = dict.fromkeys(name for step in steps for name in read_names(step) if name)
-    own = {name for name in reads if _is_small(unit.program.constants.get(name))}
-    types = unit.program.types
-    return TaskBody(
+    made = {value for step in steps for value in step.makes}
+    reads = dict.fromkeys(value for step in steps for value in step.reads)
+    return Body(
         stage=label.stage,
         kind=LETTERS[label.phase],
-        inputs=tuple(name for name in reads if name not in made and name not in own),
-        outputs=tuple(name for step in steps for name in made_names(step) if name in wanted),
+        inputs=tuple(value for value in reads if value not in made and not _is_small(value.constant)),
+        outputs=tuple(value for step in steps for value in step.makes if value in wanted),
         steps=tuple(steps),
-        types={name: types[name] for name in (*reads, *sorted(made)) if name in types},
     )
 
 
-def _is_small_constant(step: ComputeOp) -> bool:
+def _is_small_constant(step: Compute) -> bool:
     if step.node.op_type != "Constant":
         return False
     tensor = ir.convenience.get_const_tensor(step.node.outputs[0])
@@ -201,28 +190,20 @@ def _is_small(constant: object) -> bool:
     return isinstance(constant, np.ndarray) and constant.size <= _SMALL
 
 
-def readers_beside(units: Sequence[Unit], labels: Labels, found: Mapping[Label, Slot]) -> list[dict[Label, set[str]]]:
-    """By unit and label the names that anything else than the body of the label reads."""
-    bodies = {
-        (label, unit): {id(step) for step in steps}
-        for label, slot in found.items()
-        for unit, steps in slot.bodies.items()
-    }
-    outside: list[dict[str, set[Label | None]]] = []
+def readers_beside(units: Sequence[Unit], labels: Labels, found: Mapping[Label, Slot]) -> list[dict[Label, set[Value]]]:
+    """By unit and label the values that anything else than the body of the label reads."""
+    bodies = {(label, unit): {*steps} for label, slot in found.items() for unit, steps in slot.bodies.items()}
+    result: list[dict[Label, set[Value]]] = []
     for k, unit in enumerate(units):
-        readers: dict[str, set[Label | None]] = {}
+        readers: dict[Value, set[Label | None]] = {}
         for step, label in zip(unit.steps, labels.steps[k], strict=True):
-            reader = label if id(step) in bodies.get((label, k), ()) else None
-            for name in read_names(step):
-                readers.setdefault(name, set()).add(reader)
-        outside.append(readers)
-    result: list[dict[Label, set[str]]] = []
-    for k, unit in enumerate(units):
-        held = {one.name for one in unit.program.outputs} | {one.next for one in unit.program.kept if one.next}
-        own: dict[Label, set[str]] = {}
+            reader = label if step in bodies.get((label, k), ()) else None
+            for value in step.reads:
+                readers.setdefault(value, set()).add(reader)
+        results, own = {*unit.program.results}, dict[Label, set[Value]]()
         for step, label in zip(unit.steps, labels.steps[k], strict=True):
-            for name in made_names(step):
-                if name in held or outside[k].get(name, set()) - {label}:
-                    own.setdefault(label, set()).add(name)
+            for value in step.makes:
+                if value in results or readers.get(value, set()) - {label}:
+                    own.setdefault(label, set()).add(value)
         result.append(own)
     return result

@@ -18,21 +18,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import (
-    CommOp,
-    ComputeOp,
+from partc.compiler.analysis.part_symbols import BatchDims
+from partc.compiler.ir.program import Lowered
+from partc.compiler.ir.programs import (
+    Body,
+    Call,
+    Comm,
+    Compute,
     Event,
-    RankOp,
+    Op,
     RankProgram,
-    TaskBody,
-    TaskCall,
+    RankTensor,
     TaskKind,
-    made_names,
-    read_names,
+    Value,
+    exchanged,
+    with_values,
 )
 from partc.compiler.ir.training import Training
-from partc.compiler.pipelines.batch_dims import BatchDims
 from partc.compiler.pipelines.batch_totals import write_totals
 from partc.compiler.pipelines.bodies import (
     LETTERS,
@@ -44,26 +46,27 @@ from partc.compiler.pipelines.bodies import (
     slots,
     with_products_added,
 )
+from partc.compiler.pipelines.clones import Clones
 from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Place, Unit
 from partc.compiler.pipelines.records import Records
-from partc.compiler.pipelines.row import Names, Row, named
+from partc.compiler.pipelines.row import Row
 from partc.compiler.pipelines.stages import NodeStages
 from partc.compiler.training.in_parts import PART
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 PHASES = {Kind(letter): phase for phase, letter in LETTERS.items()}
 """The phase of each kind of task."""
 
 
 def rows_of(
-    program: Program,
+    program: Lowered,
     units: Sequence[Unit],
     labels: Labels,
     stages: NodeStages,
     order: Iterable[Task],
     count: int,
-    totals: Program | None,
-) -> Program:
+    totals: Lowered | None,
+) -> Lowered:
     """The program of a whole step; `order` are the tasks of all ranks as they follow each other, `totals` makes the batch's numbers."""
     return _Rows(program, units, labels, stages, count, totals).write(order)
 
@@ -71,12 +74,12 @@ def rows_of(
 class _Rows:
     def __init__(
         self,
-        program: Program,
+        program: Lowered,
         units: Sequence[Unit],
         labels: Labels,
         stages: NodeStages,
         count: int,
-        totals: Program | None,
+        totals: Lowered | None,
     ) -> None:
         self.program, self.units, self.labels, self.count, self.totals = program, units, labels, count, totals
         self.training = program.training
@@ -87,21 +90,16 @@ class _Rows:
         self.unused = 0
         """The first tag that no event has."""
         self.listed = {event.tag: event for event in program.events}
-        self.names = Names((unit.program for unit in units), count)
-        self.records = Records(program, units, self.dims, self.names)
+        self.clones = Clones(self.dims)
+        self.records = Records(program, units, self.clones)
         self.slots = slots(units, labels, stages)
-        self.rows = [self._row(unit) for unit in units]
-        self.plain: dict[TaskBody, list[str]] = {}
-        self.inlined: list[set[RankOp]] = []
+        self.rows = [Row(unit, self.clones, micro=[{} for _ in range(count)]) for unit in units]
+        self.plain: dict[Body, tuple[tuple[Value, ...], tuple[Value, ...]]] = {}
+        """By body what its ends are in the program of one microbatch."""
+        self.inlined: list[set[Op]] = []
         """By unit the ops that are nowhere but in bodies."""
 
-    def _row(self, unit: Unit) -> Row:
-        like = unit.program
-        row = Row(unit, constants=dict(like.constants), micro=[{} for _ in range(self.count)])
-        row.types = {name: (value, self.dims.shape(shape)) for name, (value, shape) in like.types.items()}
-        return row
-
-    def write(self, order: Iterable[Task]) -> Program:
+    def write(self, order: Iterable[Task]) -> Lowered:
         """The program of the step."""
         once: list[Place] = []
         last: list[Place] = []
@@ -112,14 +110,14 @@ class _Rows:
         for row in self.rows:
             self.records.deal(row)
         if self.totals is not None:
-            summed = self.training.summed if self.training else ()
-            write_totals(self.totals, self.rows, self.names, self._of_totals, summed)
+            summed = self.training.records.summed if self.training else ()
+            write_totals(self.totals, self.rows, self.records, self._of_totals, summed)
         self._make_bodies()
         self._write(
             [place for place in once if self.units[place[0]].steps[place[1]] not in self.inlined[place[0]]], None
         )
         for k, row in enumerate(self.rows):
-            row.begin_sums((step for slot in self.slots.values() for step in slot.bodies.get(k, ())), self.names)
+            row.begin_sums(step for slot in self.slots.values() for step in slot.bodies.get(k, ()))
         for task in order:
             label = Label(PHASES[task.kind], task.stage)
             self._call(label, self.slots.get(label, Slot()), task.microbatch)
@@ -132,6 +130,7 @@ class _Rows:
         """The bodies of all tasks, whose events get a tag for each microbatch."""
         beside = readers_beside(self.units, self.labels, self.slots)
         inlined = [Inlined(unit, labels) for unit, labels in zip(self.units, self.labels.steps, strict=True)]
+        given: list[set[Value]] = [set() for _ in self.units]
         for label, slot in self.slots.items():
             for event in slot.events:
                 if event.tag not in self.tags:
@@ -140,34 +139,31 @@ class _Rows:
             for k, steps in slot.bodies.items():
                 row, wanted = self.rows[k], beside[k].get(label, set())
                 every, more = inlined[k].among(with_products_added(row.unit, steps, wanted))
-                own = {name: self.names.of(name, body_name(label)) for name in more}
-                row.bodies[label] = self._in_dims(body_of(row.unit, label, every, wanted), own)
-        for k, row in enumerate(self.rows):
+                plain = body_of(label, every, wanted)
+                own = {value: self.clones.of_batch(value).beside(f".{body_name(label)}") for value in more}
+                row.bodies[label] = body = self._of_batch(plain, own)
+                self.plain[body] = plain.inputs, plain.outputs
+                given[k].update(plain.inputs)
+        for k in range(len(self.rows)):
             inside = {step for slot in self.slots.values() for step in slot.bodies.get(k, ())}
-            self.inlined.append(inlined[k].unread(row.bodies.values(), inside))
+            self.inlined.append(inlined[k].unread(given[k], inside))
 
-    def _in_dims(self, body: TaskBody, own: Mapping[str, str]) -> TaskBody:
-        """A body in the dims of the whole batch, with names of which there is one for each microbatch, and with its events' tags.
-
-        `own`: names of what several bodies have each for itself.
-        """
-        made = {name for step in body.steps for name in made_names(step) if name}
-        names = {name: self.names.base(name) for name in sorted(made) if self.names.base(name) != name} | {**own}
-        steps: list[ComputeOp | CommOp] = []
+    def _of_batch(self, body: Body, own: Mapping[Value, Value]) -> Body:
+        """A body in the dims of the whole batch, and with its events' tags; `own`: what several bodies have each for itself."""
+        every = dict.fromkeys(value for step in body.steps for value in (*step.reads, *step.makes))
+        values = {value: self.clones.of_batch(value) for value in every if value.constant is None}
+        values |= own
+        steps: list[Compute | Comm] = []
         for step in body.steps:
-            if isinstance(step, CommOp):
-                inputs, outputs = (tuple(names.get(n, n) for n in some) for some in (step.inputs, step.outputs))
-                amount, tag = self.dims.text(step.bytes), self.tags[step.tag]
-                steps.append(replace(step, inputs=inputs, outputs=outputs, tag=tag, bytes=amount))
-            elif isinstance(step, ComputeOp):
-                steps.append(named(step, names))
+            if isinstance(step, Comm):
+                steps.append(self._moved(step, values, 0))
+            elif isinstance(step, Compute):
+                steps.append(with_values(step, values))
         return replace(
             body,
-            outputs=tuple(names.get(name, name) for name in body.outputs),
+            inputs=tuple(values.get(value, value) for value in body.inputs),
+            outputs=tuple(values[value] for value in body.outputs),
             steps=tuple(steps),
-            types={
-                names.get(name, name): (value, self.dims.shape(shape)) for name, (value, shape) in body.types.items()
-            },
         )
 
     def _call(self, label: Label, slot: Slot, k: int) -> None:
@@ -181,104 +177,105 @@ class _Rows:
             for at, place in places:
                 moved = self._copied(self.rows[at], self.units[at].steps[place], k)
                 cell = f"{label.stage}{LETTERS[label.phase]}{k}"
-                self.rows[at].steps.append(replace(moved, cell=cell) if isinstance(moved, CommOp) else moved)
+                self.rows[at].steps.append(replace(moved, cell=cell) if isinstance(moved, Comm) else moved)
 
-    def _called(self, row: Row, label: Label, body: TaskBody, k: int) -> TaskCall:
-        names = row.micro[k]
+    def _called(self, row: Row, label: Label, body: Body, k: int) -> Call:
+        values = row.micro[k]
         row.calls[label] = row.calls.get(label, 0) + 1
-        made: list[str] = []
-        sums = {kept: now for name in self._plain(body) if name in row.sums for now, kept in [row.sums[name]]}
-        inputs = tuple(sums.get(name) or names.get(name, name) for name in body.inputs)
-        for name in self._plain(body):
-            # the last sum has the name that it has without microbatches, by which messages that bring it to other ranks are listed
-            is_last = name in row.sums and row.calls[label] == self.count
-            names[name] = name if is_last else self.names.in_microbatch(name, k)
-            if name in row.types:
-                row.types[names[name]] = row.types[name]
-            made.append(names[name])
-            if name in row.sums:
-                row.sums[name] = names[name], row.sums[name][1]
+        given, made = self.plain[body]
+        sums = {kept: now for value in made if value in row.sums for now, kept in [row.sums[value]]}
+        inputs = tuple(sums.get(value) or values.get(value) or self.clones.of_batch(value) for value in given)
+        for value in made:
+            # the last sum is what it is without microbatches, which messages bring to other ranks
+            is_last = value in row.sums and row.calls[label] == self.count
+            values[value] = self.clones.of_batch(value) if is_last else self.clones.in_microbatch(value, k)
+            if value in row.sums:
+                row.sums[value] = values[value], row.sums[value][1]
         kind = TaskKind.FORWARD if label.phase is Phase.FORWARD else TaskKind.BACKWARD
-        return TaskCall(body, k, inputs, tuple(made), kind)
-
-    def _plain(self, body: TaskBody) -> list[str]:
-        """The outputs of a body by the names that they have without microbatches."""
-        if body not in self.plain:
-            by_base = {base: name for name, base in self.names.bases.items()}
-            self.plain[body] = [by_base.get(name, name) for name in body.outputs]
-        return self.plain[body]
+        return Call(body, k, inputs, tuple(values[value] for value in made), kind)
 
     def _write(self, places: Iterable[Place], k: int | None) -> None:
         """Writes ops of all ranks once, in the order that all have in common."""
         for at, place in places:
             row, step = self.rows[at], self.units[at].steps[place]
-            if isinstance(step, CommOp) and step.tag not in self.tags:
+            if isinstance(step, Comm) and step.tag not in self.tags:
                 self.tags[step.tag] = self.unused
                 self.unused += 1
                 self._list(self.listed[step.tag], None)
-            if isinstance(step, ComputeOp) and row.unit.adds_up(step):
-                row.add_alike(step, self.names)
-            elif isinstance(step, ComputeOp) and row.unit.appends(step):
+            if isinstance(step, Compute) and row.unit.adds_up(step):
+                row.add_alike(step)
+            elif isinstance(step, Compute) and row.unit.appends(step):
                 row.append_all(step)
             else:
                 row.steps.append(self._copied(row, step, k))
 
-    def _copied(self, row: Row, step: RankOp, k: int | None) -> RankOp:
-        """An op with the names of a microbatch, or of none."""
-        names = row.micro[k] if k is not None else {}
+    def _copied(self, row: Row, step: Op, k: int | None) -> Op:
+        """An op with the values of a microbatch, or of none."""
+        own = row.micro[k] if k is not None else {}
         if k is not None:
-            for name in filter(None, made_names(step)):
-                names[name] = self.names.in_microbatch(name, k)
-                if name in row.types:
-                    row.types[names[name]] = row.types[name]
-        if isinstance(step, CommOp):
-            return self._renamed(step, names, k)
-        assert isinstance(step, ComputeOp)
-        return named(step, names)
+            own |= {value: self.clones.in_microbatch(value, k) for value in step.makes}
+        values = {value: own.get(value) or self.clones.of_batch(value) for value in (*step.reads, *step.makes)}
+        if isinstance(step, Comm):
+            return self._moved(step, values, k or 0)
+        assert isinstance(step, Compute)
+        return with_values(step, values)
 
-    def _renamed(self, step: CommOp, names: Mapping[str, str], k: int | None) -> CommOp:
+    def _moved(self, step: Comm, values: Mapping[Value, Value], k: int) -> Comm:
         """A message or collective with its own tag."""
-        inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
-        tag = self.tags[step.tag] + (k or 0)
-        return replace(step, inputs=inputs, outputs=made, tag=tag, bytes=self.dims.text(step.bytes))
+        inputs, outputs = exchanged(step.inputs, values), exchanged(step.outputs, values)
+        return replace(
+            step, inputs=inputs, outputs=outputs, tag=self.tags[step.tag] + k, bytes=self.dims.text(step.bytes)
+        )
 
     def _list(self, event: Event, k: int | None) -> None:
         """Lists an event of a microbatch, or of none, in the order in which all ranks come to it."""
         shape, amount = self.dims.shape(event.shape), self.dims.text(event.bytes)
-        name = event.name if k is None else self.names.in_microbatch(event.name, k)
+        made = self.clones.of_batch(event.made) if k is None else self.clones.in_microbatch(event.made, k)
         tag = self.tags[event.tag] + (k or 0)
-        self.events.append(replace(event, tag=tag, name=name, shape=shape, bytes=amount))
+        self.events.append(replace(event, tag=tag, made=made, shape=shape, bytes=amount))
 
-    def _of_totals(self, step: CommOp, names: Mapping[str, str], listed: Mapping[str, str], part: int | None) -> CommOp:
+    def _of_totals(
+        self, step: Comm, values: Mapping[Value, Value], listed: Mapping[Value, Value], part: int | None
+    ) -> Comm:
         """A message or collective of what makes the batch's numbers, which is listed at its first end."""
         key = step.tag, part
         if key not in self.total_tags:
             assert self.totals is not None
             event = next(one for one in self.totals.events if one.tag == step.tag)
             self.total_tags[key] = self.unused
-            self.events.append(replace(event, tag=self.unused, name=listed.get(event.name, event.name)))
+            self.events.append(replace(event, tag=self.unused, made=listed.get(event.made, event.made)))
             self.unused += 1
-        inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
-        return replace(step, inputs=inputs, outputs=made, tag=self.total_tags[key])
+        inputs, outputs = exchanged(step.inputs, values), exchanged(step.outputs, values)
+        return replace(step, inputs=inputs, outputs=outputs, tag=self.total_tags[key])
 
-    def _finished(self) -> Program:
+    def _finished(self) -> Lowered:
         done = {rank: made for row in self.rows for made in [self._program(row)] for rank in row.unit.ranks}
-        gone = {PART, *(self.training.totals if self.training else ())}
+        gone = {PART, *(self.training.records.totals if self.training else ())}
+        of_batch = self.clones.of_batch
+        weights = {
+            key: tuple(replace(held, value=of_batch(held.value)) for held in some)
+            for key, some in {id(part.weights): part.weights for part in self.program.parts}.items()
+        }
         parts = [
             replace(
                 done[part.rank],
                 rank=part.rank,
-                inputs=tuple(held for held in part.inputs if held.version.value.name not in gone),
-                weights=part.weights,
-                outputs=part.outputs,
+                inputs=tuple(
+                    replace(held, value=self.records.of_step(held))
+                    for held in part.inputs
+                    if held.version.value.name not in gone
+                ),
+                weights=weights[id(part.weights)],
+                outputs=tuple(replace(held, value=self.records.of_step(held)) for held in part.outputs),
             )
             for part in self.program.parts
         ]
         own, more = self.program, self.totals
         if more is not None:
-            parts = [_with_weights(part, other) for part, other in zip(parts, more.parts, strict=True)]
+            joined: dict[tuple[int, int], tuple[RankTensor, ...]] = {}
+            parts = [_with_weights(part, other, joined) for part, other in zip(parts, more.parts, strict=True)]
         values = {
-            value: replace(info, shape=self.records.global_shape(value, info.shape))
+            value: replace(info, shape=self.dims.shape(info.shape, own.batch_dims.get(value)))
             for value, info in own.values.items()
         }
         return replace(
@@ -296,31 +293,29 @@ class _Rows:
         )
 
     def _program(self, row: Row) -> RankProgram:
-        like = row.unit.program
-        kept = tuple(one for one in like.kept if one.kind != "gradient")
-        types = dict(row.types)
-        for held in self.records.inputs(row.unit):
-            value, shape = like.types[held.name]
-            types[held.name] = value, self.records.shape(held, shape)
-        given = [held.name for held in (*like.inputs, *like.weights)] + [one.name for one in kept]
-        there = {*given, *(name for step in row.steps for name in made_names(step))}
-        used = {name for step in row.steps for name in read_names(step)} | {held.name for held in like.outputs}
-        used.update(name for body in row.bodies.values() for step in body.steps for name in read_names(step))
+        like, of_batch = row.unit.program, self.clones.of_batch
         return replace(
             like,
             steps=tuple(row.steps),
-            types={name: one for name, one in types.items() if name in there},
-            constants={name: one for name, one in row.constants.items() if name in used},
-            kept=kept,
+            kept=tuple(
+                replace(one, value=of_batch(one.value), next=None if one.next is None else of_batch(one.next))
+                for one in like.kept
+                if one.kind != "gradient"
+            ),
+            appended=frozenset(),
         )
 
 
-def _with_weights(part: RankProgram, totals: RankProgram) -> RankProgram:
-    """A rank's program with the weights that only the numbers of the whole batch are made of."""
-    there = {held.name for held in (*part.inputs, *part.weights)} | {one.name for one in part.kept}
-    more = tuple(held for held in totals.weights if held.name not in there)
-    types = {held.name: totals.types[held.name] for held in more}
-    return replace(part, weights=(*part.weights, *more), types={**part.types, **types}) if more else part
+def _with_weights(
+    part: RankProgram, totals: RankProgram, known: dict[tuple[int, int], tuple[RankTensor, ...]]
+) -> RankProgram:
+    """A rank's program with the weights that only the numbers of the whole batch are made of; ranks that are alike share them."""
+    key = id(part.weights), id(totals.weights)
+    if key not in known:
+        there = {str(value) for value in part.given}
+        more = tuple(held for held in totals.weights if str(held.value) not in there)
+        known[key] = (*part.weights, *more) if more else part.weights
+    return replace(part, weights=known[key])
 
 
 def _of_step(training: Training | None) -> Training | None:
@@ -328,4 +323,6 @@ def _of_step(training: Training | None) -> Training | None:
     if training is None:
         return None
     scalars = tuple(name for name in training.scalars if name != PART)
-    return replace(training, accumulate=1, totals=(), scalars=scalars, summed=frozenset())
+    rules = training.rules.model_copy(update={"accumulate": 1})
+    records = replace(training.records, totals=(), summed=frozenset())
+    return replace(training, rules=rules, scalars=scalars, records=records)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, RankOp, RankProgram, TaskKind, made_names, read_names
+from partc.compiler.ir.programs import Comm, Compute, Op, RankProgram, TaskKind, Value
 from partc.compiler.pipelines.stages import NodeStages
 from partc.runtime.artifact.format import RECV, REDUCE, SEND, SUM
 
@@ -54,22 +54,22 @@ class Unit:
 
     program: RankProgram
     ranks: frozenset[int]
-    batch: frozenset[str]
-    sums: frozenset[str]
+    batch: frozenset[Value]
+    sums: frozenset[Value]
     joined: bool = False
 
     @property
-    def steps(self) -> Sequence[RankOp]:
+    def steps(self) -> Sequence[Op]:
         """The ops in order."""
         return self.program.steps
 
-    def adds_up(self, step: RankOp) -> bool:
+    def adds_up(self, step: Op) -> bool:
         """Whether an op adds a microbatch's gradient to the sum of those before it."""
-        return isinstance(step, ComputeOp) and not self.sums.isdisjoint(read_names(step))
+        return isinstance(step, Compute) and not self.sums.isdisjoint(step.reads)
 
-    def appends(self, step: RankOp) -> bool:
+    def appends(self, step: Op) -> bool:
         """Whether an op takes what every microbatch gives, one after the other."""
-        return isinstance(step, ComputeOp) and not self.program.appended.isdisjoint(made_names(step))
+        return isinstance(step, Compute) and not self.program.appended.isdisjoint(step.makes)
 
 
 @dataclass
@@ -93,13 +93,12 @@ def labelled(units: Sequence[Unit], stages: NodeStages) -> Labels:
         found.order.append(places)
         (first, at), *_ = places
         step = units[first].steps[at]
-        labels = [values[u][name] for u, k in places for name in read_names(units[u].steps[k]) if name in values[u]]
+        labels = [values[u][one] for u, k in places for one in units[u].steps[k].reads if one in values[u]]
         label = _label(units[first], step, labels, stages)
         for unit, k in places:
             found.steps[unit][k] = label
-            for name in made_names(units[unit].steps[k]):
-                if label != ONCE:
-                    values[unit][name] = label
+            if label != ONCE:
+                values[unit].update(dict.fromkeys(units[unit].steps[k].makes, label))
     _with_readers(units, stages, found)
     if not any(unit.joined for unit in units):
         _deliver_once(units, found)
@@ -107,7 +106,7 @@ def labelled(units: Sequence[Unit], stages: NodeStages) -> Labels:
     return found
 
 
-def _label(unit: Unit, step: RankOp, labels: Collection[Label], stages: NodeStages) -> Label:
+def _label(unit: Unit, step: Op, labels: Collection[Label], stages: NodeStages) -> Label:
     """The label of an op by what it is and by those of its operands, of which it has to wait for the last."""
     adds_up = unit.adds_up(step)
     if step.task is TaskKind.UPDATE and not adds_up:
@@ -117,7 +116,7 @@ def _label(unit: Unit, step: RankOp, labels: Collection[Label], stages: NodeStag
         return ONCE
     backward = step.task is TaskKind.BACKWARD or adds_up
     phase = max(Phase.BACKWARD if backward else Phase.FORWARD, *(one.phase for one in labels))
-    own = stages.on(step.source, unit.program.rank) if isinstance(step, ComputeOp) else None
+    own = stages.on(step.source, unit.program.rank) if isinstance(step, Compute) else None
     if own is not None:
         return Label(phase, own)
     last = max(labels, key=_time)
@@ -131,89 +130,89 @@ def _time(label: Label) -> tuple[int, int]:
 
 def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> None:
     """Moves ops of a stage that none of their ranks runs to the first of their readers, but for a received value that is handed on."""
-    readers: list[dict[str, list[Label]]] = [{} for _ in units]
+    readers: list[dict[Value, list[Label]]] = [{} for _ in units]
     received = [
-        {name for one in unit.steps if isinstance(one, CommOp) and one.op_type == RECV for name in one.outputs}
+        {value for one in unit.steps if isinstance(one, Comm) and one.op_type == RECV for value in one.makes}
         for unit in units
     ]
     for places in reversed(found.order):
         (first, at), *_ = places
         step, label = units[first].steps[at], found.steps[first][at]
-        made = [(unit, name) for unit, k in places for name in made_names(units[unit].steps[k])]
+        made = [(unit, value) for unit, k in places for value in units[unit].steps[k].makes]
         if Phase.ONCE < label.phase < Phase.UPDATE:
             hosted = any(units[unit].program.rank in stages.groups[label.stage] for unit, _ in places)
-            later = [one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE]
+            later = [one for unit, value in made for one in readers[unit].get(value, ()) if one != UPDATE]
             ends = [(unit, units[unit].steps[k]) for unit, k in places]
-            handed_on = all(name in received[unit] for unit, end in ends for name in read_names(end))
-            message = isinstance(step, CommOp) and step.op_type in (SEND, RECV)
+            handed_on = all(value in received[unit] for unit, end in ends for value in end.reads)
+            message = isinstance(step, Comm) and step.op_type in (SEND, RECV)
             if later and not hosted and not (message and handed_on):
                 label = min(later, key=_time)
         for unit, k in places:
             found.steps[unit][k] = label
-            for name in read_names(units[unit].steps[k]):
-                readers[unit].setdefault(name, []).append(label)
+            for value in units[unit].steps[k].reads:
+                readers[unit].setdefault(value, []).append(label)
 
 
 def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
     """What only brings outputs to where they are wanted runs once, on what all microbatches give together."""
-    received = [{name for step in unit.steps if isinstance(step, CommOp) for name in step.outputs} for unit in units]
-    readers: list[set[str]] = [set() for _ in units]
+    received = [{value for step in unit.steps if isinstance(step, Comm) for value in step.makes} for unit in units]
+    readers: list[set[Value]] = [set() for _ in units]
     for places in reversed(found.order):
         (first, at), *_ = places
         step = units[first].steps[at]
-        made = [name in readers[unit] for unit, k in places for name in made_names(units[unit].steps[k])]
+        made = [value in readers[unit] for unit, k in places for value in units[unit].steps[k].makes]
         if found.steps[first][at].phase is Phase.FORWARD and not any(made):
-            renames = isinstance(step, ComputeOp) and step.node.op_type == "Identity"
-            own = renames and all(name in received[first] for name in read_names(step))
-            linear = isinstance(step, CommOp) and step.attributes.get(REDUCE, SUM) == SUM
+            renames = isinstance(step, Compute) and step.node.op_type == "Identity"
+            own = renames and all(value in received[first] for value in step.reads)
+            linear = isinstance(step, Comm) and step.attributes.get(REDUCE, SUM) == SUM
             if own or linear:
                 for unit, k in places:
                     found.steps[unit][k] = UPDATE
                 continue
         for unit, k in places:
             if found.steps[unit][k] != UPDATE:
-                readers[unit].update(read_names(units[unit].steps[k]))
+                readers[unit].update(units[unit].steps[k].reads)
 
 
 def _find_edges(units: Sequence[Unit], found: Labels) -> None:
-    values: list[dict[str, Label]] = [{} for _ in units]
+    values: list[dict[Value, Label]] = [{} for _ in units]
     for places in found.order:
         for unit, k in places:
             label = found.steps[unit][k]
-            for name in read_names(units[unit].steps[k]):
-                before = values[unit].get(name, label)
+            for value in units[unit].steps[k].reads:
+                before = values[unit].get(value, label)
                 if before.stage != label.stage and before.phase == label.phase:
                     if label.phase is Phase.FORWARD:
                         found.edges.add((before.stage, label.stage))
                     elif label.phase is Phase.BACKWARD:
                         found.gradients.add((label.stage, before.stage))
         for unit, k in places:
-            values[unit].update(dict.fromkeys(made_names(units[unit].steps[k]), found.steps[unit][k]))
+            values[unit].update(dict.fromkeys(units[unit].steps[k].makes, found.steps[unit][k]))
 
 
 def split_backward(units: Sequence[Unit], found: Labels, stages: Collection[int]) -> None:
     """Splits the backward passes of some stages: W are the ops from which no cotangent that leaves the stage can be reached."""
-    readers: list[dict[str, set[Label]]] = [{} for _ in units]
+    readers: list[dict[Value, set[Label]]] = [{} for _ in units]
     for places in reversed(found.order):
         (first, at), *_ = places
         label = found.steps[first][at]
         if label.phase is Phase.BACKWARD and label.stage in stages:
-            made = [(unit, name) for unit, k in places for name in made_names(units[unit].steps[k])]
-            read = {one for unit, name in made for one in readers[unit].get(name, ()) if one != UPDATE}
+            made = [(unit, value) for unit, k in places for value in units[unit].steps[k].makes]
+            read = {one for unit, value in made for one in readers[unit].get(value, ()) if one != UPDATE}
             if label not in read and all(one.stage == label.stage for one in read):
                 label = Label(Phase.WEIGHT, label.stage)
         for unit, k in places:
             found.steps[unit][k] = label
-            for name in read_names(units[unit].steps[k]):
-                readers[unit].setdefault(name, set()).add(label)
+            for value in units[unit].steps[k].reads:
+                readers[unit].setdefault(value, set()).add(label)
 
 
-def in_order(programs: Sequence[Sequence[RankOp]]) -> Iterator[tuple[Place, ...]]:
+def in_order(programs: Sequence[Sequence[Op]]) -> Iterator[tuple[Place, ...]]:
     """The ops of all programs in an order in which they can run; an event stands once, with its place in each of its programs."""
     members: dict[int, int] = {}
     for steps in programs:
         for step in steps:
-            if isinstance(step, CommOp):
+            if isinstance(step, Comm):
                 members[step.tag] = members.get(step.tag, 0) + 1
     at = [0] * len(programs)
     waiting: dict[int, list[Place]] = {}
@@ -223,7 +222,7 @@ def in_order(programs: Sequence[Sequence[RankOp]]) -> Iterator[tuple[Place, ...]
         steps = programs[unit]
         while at[unit] < len(steps):
             step = steps[at[unit]]
-            if not isinstance(step, CommOp):
+            if not isinstance(step, Comm):
                 yield ((unit, at[unit]),)
                 at[unit] += 1
                 continue

@@ -10,11 +10,11 @@ rows         the programs of a step                                         micr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import RankProgram, needed_steps
+from partc.compiler.ir.program import Lowered, Scheduled, TaskOrder
+from partc.compiler.ir.programs import RankProgram, needed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.pipelines.microbatches import rows_of
 from partc.compiler.pipelines.phases import Labels, Phase, Unit, labelled, split_backward
@@ -22,24 +22,22 @@ from partc.compiler.pipelines.recompute import recompute, undivided
 from partc.compiler.pipelines.stages import NodeStages, in_halves, node_stages
 from partc.compiler.pipelines.task_costs import task_costs
 from partc.compiler.plan.pipeline import PipelineRules
-from partc.compiler.schedule.costs import Costs
-from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Edge, Stages, grouped
 from partc.compiler.schedulers.choose import choose
 from partc.compiler.schedulers.in_turn import in_turn
 from partc.compiler.training.in_parts import PART
-from partc.runtime.artifact.cells import Task
 
 
-def pipeline(program: Program) -> Program:
-    """Fills `schedule`, and makes the programs of one microbatch those of a step; CompileError where the plan's schedule does not fit."""
+def pipeline(program: Lowered) -> Scheduled:
+    """Makes the programs of one microbatch those of a step; CompileError where the plan's schedule does not fit."""
     rules, training = program.plan.pipeline, program.training
-    if rules is None or (training is not None and training.part is not ProgramKind.STEP):
-        return program
+    if rules is None or (training is not None and program.kind is not ProgramKind.STEP):
+        return program.into(Scheduled, tasks=None)
     if rules.microbatches == 1 and not rules.recompute:
-        return program
-    units = _units(program, program.totals)
+        return program.into(Scheduled, tasks=None)
+    totals = program.beside.get(ProgramKind.TOTALS)
+    units = _units(program, totals)
     stages = node_stages(program)
     labels = labelled(units, stages)
     shape = _stages(stages, labels)
@@ -49,7 +47,7 @@ def pipeline(program: Program) -> Program:
         shape = _stages(stages, labels)
     program, units, labels = recompute(program, units, labels)
     if rules.microbatches == 1:
-        return undivided(program, units)
+        return undivided(program, units).into(Scheduled, tasks=None)
     costs = task_costs(program, units, labels, shape, rules.microbatches)
     if rules.accumulates and not shape.is_one_each:
         schedule = in_turn(shape, rules.microbatches)
@@ -59,8 +57,10 @@ def pipeline(program: Program) -> Program:
         )
     schedule = schedule.split_alike()
     split_backward(units, labels, {task.stage for row in schedule.rows for task in row if schedule.is_split(task)})
-    made = rows_of(program, units, labels, stages, _order(schedule, costs), rules.microbatches, program.totals)
-    return replace(made, schedule=schedule, costs=costs)
+    spans = simulate(schedule, costs).spans
+    order = sorted(spans, key=lambda task: spans[task][0])  # as they begin: the one order that all ranks follow
+    made = rows_of(program, units, labels, stages, order, rules.microbatches, totals)
+    return made.into(Scheduled, tasks=TaskOrder(schedule, costs))
 
 
 def _asks_for_vee(rules: PipelineRules, stages: int) -> bool:
@@ -70,31 +70,28 @@ def _asks_for_vee(rules: PipelineRules, stages: int) -> bool:
     return rules.schedule == "zbv"
 
 
-def _units(program: Program, totals: Program | None) -> list[Unit]:
+def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
     """The ranks by what they do, in a microbatch and for the numbers of the whole batch."""
     before = {part.rank: part.steps for part in totals.parts} if totals else {}
-    found: dict[tuple[int, int], list[RankProgram]] = {}
+    found: dict[Hashable, list[RankProgram]] = {}
     for part in program.parts:
-        found.setdefault((id(part.steps), id(before.get(part.rank))), []).append(part)
+        found.setdefault((part.likeness, id(before.get(part.rank))), []).append(part)
     return [_unit(program, _live(some[-1]), [part.rank for part in some]) for some in found.values()]
 
 
 def _live(part: RankProgram) -> RankProgram:
     """The program without ops whose results nobody reads: a gradient of a weight of two groups, of which another rank hands on the sum."""
-    given = {held.name for held in part.outputs} | {one.next for one in part.kept}
-    return replace(part, steps=tuple(needed_steps(part.steps, given)))
+    return replace(part, steps=tuple(needed(part.steps, part.results)))
 
 
-def _unit(program: Program, part: RankProgram, ranks: Iterable[int]) -> Unit:
-    training, given = program.training, program.microbatched
-    if training is None:
-        records = given.records if given else {}
-        batch = {held.name for held in part.inputs if held.version.value in records}
-        return Unit(part, frozenset(ranks), frozenset(batch), frozenset(), joined=True)
-    own = {*training.fixed, *training.totals, *training.scalars} - {PART}
-    batch = {held.name for held in part.inputs if held.version.value.name not in own}
-    sums = {one.name for one in part.kept if one.kind == "gradient"}
-    return Unit(part, frozenset(ranks), frozenset(batch), frozenset(sums))
+def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int]) -> Unit:
+    own = {
+        held.value
+        for held in part.inputs
+        if held.version.value in program.batch_dims or held.version.value.name == PART
+    }
+    sums = {one.value for one in part.kept if one.kind == "gradient"}
+    return Unit(part, frozenset(ranks), frozenset(own), frozenset(sums), joined=program.training is None)
 
 
 def _stages(found: NodeStages, labels: Labels) -> Stages:
@@ -102,9 +99,3 @@ def _stages(found: NodeStages, labels: Labels) -> Stages:
     edges = [Edge(a, b, (a, b) in labels.gradients) for a, b in labels.edges | labels.gradients]
     backward = {label.stage for steps in labels.steps for label in steps if label.phase is Phase.BACKWARD}
     return grouped(found.groups, edges, [stage in backward for stage in range(len(found.groups))])
-
-
-def _order(schedule: Schedule, costs: Costs) -> list[Task]:
-    """All tasks as they begin: the one order that all ranks follow."""
-    spans = simulate(schedule, costs).spans
-    return sorted(spans, key=lambda task: spans[task][0])

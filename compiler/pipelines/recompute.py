@@ -31,20 +31,11 @@ from typing import TypeAlias
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import (
-    CommOp,
-    ComputeOp,
-    Event,
-    RankOp,
-    TaskKind,
-    made_names,
-    read_names,
-)
+from partc.compiler.ir.program import Lowered
+from partc.compiler.ir.programs import Comm, Compute, Event, Op, TaskKind, Value, exchanged, with_values
 from partc.compiler.matching import Region, matched_nodes, recomputed
 from partc.compiler.ops.registry import draws
 from partc.compiler.pipelines.phases import ONCE, Label, Labels, Phase, Place, Unit
-from partc.compiler.pipelines.row import named
 from partc.compiler.plan.pipeline import RecomputeRule
 from partc.runtime.artifact.format import RECV, SEND
 
@@ -54,11 +45,11 @@ Own: TypeAlias = tuple[Region, int]
 """A region within a stage."""
 Item: TypeAlias = tuple[Place, ...]
 """An op, or an event with its place in each of its programs."""
-Value: TypeAlias = tuple[int, str]
-"""A unit, and the name of a value there."""
+There: TypeAlias = tuple[int, Value]
+"""A unit, and a value there."""
 
 
-def recompute(program: Program, units: Sequence[Unit], labels: Labels) -> tuple[Program, list[Unit], Labels]:
+def recompute(program: Lowered, units: Sequence[Unit], labels: Labels) -> tuple[Lowered, list[Unit], Labels]:
     """The units and their labels with the plan's nodes computed again; the program has the events, and warns of patterns without effect."""
     nodes, _ = recomputed(program)
     if not nodes:
@@ -72,30 +63,30 @@ def recompute(program: Program, units: Sequence[Unit], labels: Labels) -> tuple[
     return replace(program, events=tuple(work.events)), made, found
 
 
-def undivided(program: Program, units: Sequence[Unit]) -> Program:
+def undivided(program: Lowered, units: Sequence[Unit]) -> Lowered:
     """The program of a batch that is not divided, whose ranks do what their units do."""
     of_rank = {rank: unit.program for unit in units for rank in unit.ranks}
-    parts = [replace(part, steps=of_rank[part.rank].steps, types=of_rank[part.rank].types) for part in program.parts]
+    parts = [replace(part, steps=of_rank[part.rank].steps) for part in program.parts]
     return replace(program, parts=tuple(parts))
 
 
 @dataclass
 class _Recompute:
-    program: Program
+    program: Lowered
     units: Sequence[Unit]
     labels: Labels
     nodes: Mapping[ir.Node, tuple[Region, RecomputeRule]]
     again: dict[Own, list[Item]] = field(default_factory=dict)
     """What is repeated, in order."""
-    instead: dict[tuple[int, str], tuple[Own, str]] = field(default_factory=dict)
-    """By unit and value that its region reads no more: the region, and what it reads in its place."""
+    instead: dict[There, Own] = field(default_factory=dict)
+    """By unit and value the region that reads no more what the forward task made, but what is made again."""
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.names = _Names(self.units)
+        self.repeated: dict[Value, Value] = {}
         self.order = self.in_step()
         self.rules = dict(self.nodes.values())
-        self.written: tuple[list[list[RankOp]], Labels] = ([[] for _ in self.units], Labels([[] for _ in self.units]))
+        self.written: tuple[list[list[Op]], Labels] = ([[] for _ in self.units], Labels([[] for _ in self.units]))
         self.tags: dict[tuple[int, bool], int] = {}
         self.listed = {event.tag: event for event in self.program.events}
 
@@ -114,40 +105,45 @@ class _Recompute:
         unit, at = item[0]
         return self.labels.steps[unit][at]
 
-    def first(self, item: Item) -> RankOp:
+    def first(self, item: Item) -> Op:
         unit, at = item[0]
         return self.units[unit].steps[at]
 
-    def steps(self, item: Item) -> list[tuple[int, RankOp]]:
+    def steps(self, item: Item) -> list[tuple[int, Op]]:
         return [(unit, self.units[unit].steps[at]) for unit, at in item]
 
-    def reads(self, item: Item) -> list[Value]:
-        return [(unit, name) for unit, step in self.steps(item) for name in read_names(step)]
+    def reads(self, item: Item) -> list[There]:
+        return [(unit, value) for unit, step in self.steps(item) for value in step.reads]
 
-    def makes(self, item: Item) -> list[Value]:
-        return [(unit, name) for unit, step in self.steps(item) for name in made_names(step) if name]
+    def makes(self, item: Item) -> list[There]:
+        return [(unit, value) for unit, step in self.steps(item) for value in step.makes]
 
-    def new(self, value: Value, own: Own | None) -> str | None:
+    def new(self, there: There, own: Own | None) -> Value | None:
         """What a reader of a region reads in place of a value; None where it reads the value."""
-        whose, name = self.instead.get(value, (None, ""))
-        return name if own is not None and whose == own else None
+        return self.again_of(there[1]) if own is not None and self.instead.get(there) == own else None
+
+    def again_of(self, value: Value) -> Value:
+        """`h.recomputed` of `h`, the same one on all ranks."""
+        if value not in self.repeated:
+            self.repeated[value] = value.beside(f".{_AGAIN}")
+        return self.repeated[value]
 
     def of_node(self, item: Item) -> Own | None:
         """The region of an op by the model's node, within the op's stage."""
         step = self.first(item)
-        found = self.nodes.get(step.source) if isinstance(step, ComputeOp) else None
+        found = self.nodes.get(step.source) if isinstance(step, Compute) else None
         return None if found is None else (found[0], self.label(item).stage)
 
     def owners(self) -> dict[Item, Own]:
         """The region of every forward op that may be repeated; what stands for no node of the model is of what it reads."""
         found: dict[Item, Own] = {}
-        made: dict[Value, Own | None] = {}
+        made: dict[There, Own | None] = {}
         for item in self.order:
             label, step = self.label(item), self.first(item)
             if label.phase is not Phase.FORWARD:
                 continue
             own = self.of_node(item)
-            if not isinstance(step, ComputeOp) or step.source not in self.program.paths:
+            if not isinstance(step, Compute) or step.source not in self.program.paths:
                 read = {made[value] for value in self.reads(item) if value in made}
                 (own,) = read if len(read) == 1 else (None,)
             made |= dict.fromkeys(self.makes(item), own)
@@ -158,7 +154,7 @@ class _Recompute:
     def find(self) -> None:
         """Fills `again` and `instead`."""
         owners = self.owners()
-        readers: dict[Value, set[Own | None]] = {}
+        readers: dict[There, set[Own | None]] = {}
         for item in reversed(self.order):
             phase = self.label(item).phase
             if phase in _BACKWARD:
@@ -168,7 +164,7 @@ class _Recompute:
                 if not wanted:
                     continue
                 self.again.setdefault(reader, []).append(item)
-                self.instead |= {value: (reader, self.names.again(value[1])) for value in wanted}
+                self.instead |= dict.fromkeys(wanted, reader)
             else:
                 continue
             for value in self.reads(item):
@@ -176,12 +172,12 @@ class _Recompute:
         self.again = {own: items[::-1] for own, items in self.again.items()}
 
     @cached_property
-    def backward(self) -> set[Value]:
+    def backward(self) -> set[There]:
         """What ops of the backward pass make; these stand behind what is repeated."""
         made = (self.makes(item) for item in self.order if self.first(item).task is not TaskKind.FORWARD)
         return {value for some in made for value in some}
 
-    def once(self, item: Item, readers: Mapping[Value, set[Own | None]]) -> Own | None:
+    def once(self, item: Item, readers: Mapping[There, set[Own | None]]) -> Own | None:
         """The region of an op that is in no microbatch's tasks, where there is but one and nothing else reads it in the backward pass."""
         assert self.program.plan.pipeline is not None
         own = self.of_node(item)
@@ -210,27 +206,16 @@ class _Recompute:
                 self.put(item, label, own)
         steps, found = self.written
         found.edges, found.gradients = self.labels.edges, self.labels.gradients
-        made = []
-        for k, (unit, own_steps) in enumerate(zip(self.units, steps, strict=True)):
-            types = dict(unit.program.types)
-            new = {
-                self.names.again(name): types[name]
-                for items in self.again.values()
-                for item in items
-                for u, name in self.makes(item)
-                if u == k and name in types
-            }
-            made.append(replace(unit, program=replace(unit.program, steps=tuple(own_steps), types=types | new)))
+        made = [
+            replace(unit, program=replace(unit.program, steps=tuple(own)))
+            for unit, own in zip(self.units, steps, strict=True)
+        ]
         return made, found
 
     def unread(self) -> set[Item]:
         """Forward ops that nothing reads any more, now that they are repeated."""
         repeated = {item: own for own, items in self.again.items() for item in items}
-        needed = {
-            (k, name)
-            for k, unit in enumerate(self.units)
-            for name in (*(held.name for held in unit.program.outputs), *(one.next for one in unit.program.kept))
-        }
+        needed = {(k, value) for k, unit in enumerate(self.units) for value in unit.program.results}
 
         def read(item: Item, own: Own | None) -> None:
             needed.update(value for value in self.reads(item) if self.new(value, own) is None)
@@ -250,48 +235,50 @@ class _Recompute:
         steps, found = self.written
         places = []
         for unit, step in self.steps(item):
-            read = ((name, self.new((unit, name), own)) for name in read_names(step))
-            names = {name: new for name, new in read if new is not None}
+            read = ((value, self.new((unit, value), own)) for value in step.reads)
+            values = {value: new for value, new in read if new is not None}
             if again:
-                names |= {name: self.names.again(name) for name in made_names(step) if name}
+                values |= {value: self.again_of(value) for value in step.makes}
             places.append((unit, len(steps[unit])))
-            steps[unit].append(self.renamed(step, names, self.rule(step, own) if again and own is not None else ""))
+            steps[unit].append(self.over(step, values, self.rule(step, own) if again and own is not None else ""))
             found.steps[unit].append(label)
         found.order.append(tuple(places))
 
-    def rule(self, step: RankOp, own: Own) -> str:
+    def rule(self, step: Op, own: Own) -> str:
         """The plan's line for which an op is repeated."""
-        found = self.nodes.get(step.source) if isinstance(step, ComputeOp) else None
+        found = self.nodes.get(step.source) if isinstance(step, Compute) else None
         return str(self.rules[own[0]] if found is None else found[1])
 
-    def renamed(self, step: RankOp, names: Mapping[str, str], again: str) -> RankOp:
-        """An op with other names; `again`: the line for which it is repeated, else ""."""
+    def over(self, step: Op, values: Mapping[Value, Value], again: str) -> Op:
+        """An op over other values; `again`: the line for which it is repeated, else ""."""
         task = TaskKind.BACKWARD if again else step.task
-        if isinstance(step, CommOp):
-            tag = self.tag(step, names, again)
-            inputs, made = (tuple(names.get(name, name) for name in some) for some in (step.inputs, step.outputs))
-            return replace(step, inputs=inputs, outputs=made, tag=tag, cause=self.events[tag].cause, task=task)
-        if not names or not isinstance(step, ComputeOp):
+        if isinstance(step, Comm):
+            tag = self.tag(step, again)
+            inputs, outputs = exchanged(step.inputs, values), exchanged(step.outputs, values)
+            return replace(step, inputs=inputs, outputs=outputs, tag=tag, cause=self.events[tag].cause, task=task)
+        if not values or not isinstance(step, Compute):
             return step
-        made_so = named(step, names)
-        if again and made_so.node.name == step.node.name and step.node.name:
-            made_so.node.name = f"{step.node.name}.{_AGAIN}"
-        return replace(made_so, task=task, again=again)
+        made = replace(with_values(step, values), task=task, again=again)
+        return (
+            replace(made, label=f"{made.label}.{_AGAIN}")
+            if again and isinstance(made.label, str) and made.label
+            else made
+        )
 
-    def tag(self, step: CommOp, names: Mapping[str, str], again: str) -> int:
+    def tag(self, step: Comm, again: str) -> int:
         """The number of an event in the order of all; at its first end it is listed."""
         key = step.tag, bool(again)
         if key not in self.tags:
             event, self.tags[key] = self.listed[step.tag], len(self.events)
             cause = f"{event.cause}, {_AGAIN} by {again}" if again else event.cause
-            name = self.names.again(event.name) if again else event.name
-            self.events.append(replace(event, tag=self.tags[key], name=name, cause=cause))
+            made = self.again_of(event.made) if again else event.made
+            self.events.append(replace(event, tag=self.tags[key], made=made, cause=cause))
         return self.tags[key]
 
     def told(self) -> list[str]:
         """A warning for each pattern that has no effect."""
         repeated = {self.first(item) for items in self.again.values() for item in items}
-        sources = {step.source for step in repeated if isinstance(step, ComputeOp)}
+        sources = {step.source for step in repeated if isinstance(step, Compute)}
         assert self.program.plan.pipeline is not None
         assert self.program.training is not None
         differentiated = {*flowing(self.program.reads, self.program.training)}
@@ -309,34 +296,11 @@ class _Recompute:
         return found
 
 
-class _Names:
-    """Names of what is made again, the same ones on all ranks."""
-
-    def __init__(self, units: Iterable[Unit]) -> None:
-        self.taken = {
-            name
-            for unit in units
-            for names in (unit.program.types, unit.program.constants, *(made_names(step) for step in unit.steps))
-            for name in names
-        }
-        self.known: dict[str, str] = {}
-
-    def again(self, name: str) -> str:
-        """`h.recomputed` of `h`, with primes where a value of any rank is called so."""
-        if name not in self.known:
-            found = f"{name}.{_AGAIN}"
-            while found in self.taken:
-                found += "'"
-            self.taken.add(found)
-            self.known[name] = found
-        return self.known[name]
-
-
-def _may_repeat(step: RankOp) -> bool:
+def _may_repeat(step: Op) -> bool:
     """Whether an op gives the same when it is done again, and needs no other stage for it."""
-    if isinstance(step, CommOp):
+    if isinstance(step, Comm):
         return step.op_type not in (SEND, RECV)
-    return isinstance(step, ComputeOp) and not any(draws(node) for node in _with_bodies(step.node))
+    return isinstance(step, Compute) and not any(draws(node) for node in _with_bodies(step.node))
 
 
 def _with_bodies(node: ir.Node) -> Iterable[ir.Node]:

@@ -4,103 +4,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-import onnx_ir as ir
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, LocalTensor, read_names
-from partc.compiler.ir.value_info import Shape
-from partc.compiler.lower.cutting import Cutting, pieces_of
-from partc.compiler.pipelines.batch_dims import BatchDims
+from partc.compiler.ir.program import Lowered
+from partc.compiler.ir.programs import Comm, RankTensor, Value
+from partc.compiler.lower.batch_shards import pieces_of
+from partc.compiler.pipelines.clones import Clones
+from partc.compiler.pipelines.cutting import Cutting
 from partc.compiler.pipelines.phases import UPDATE, Label, Unit
-from partc.compiler.pipelines.row import Names, Row
+from partc.compiler.pipelines.row import Row
 from partc.compiler.training.in_parts import PART
 
 
 class Records:
     """Inputs and outputs of the units of a program with records of the batch; `pieces`: of each a microbatch has its share."""
 
-    def __init__(self, program: Program, units: Sequence[Unit], dims: BatchDims, names: Names) -> None:
-        self.training, self.given, self.dims, self.names = program.training, program.microbatched, dims, names
+    def __init__(self, program: Lowered, units: Sequence[Unit], clones: Clones) -> None:
+        self.training, self.along, self.clones = program.training, program.batch_dims, clones
         self.opset = program.model.opset_imports.get("", 18)
-        self.values = {held.version.value for unit in units for held in self.inputs(unit)}
         self.pieces = math.lcm(
-            pieces_of(program, (held for unit in units for held in self.inputs(unit))),
+            pieces_of(program, (held.version for unit in units for held in self.inputs(unit))),
             *(self._shards(held) for unit in units for held in (*self.inputs(unit), *self.outputs(unit))),
         )
+        self._whole: dict[Value, Value] = {}
 
-    def inputs(self, unit: Unit) -> list[LocalTensor]:
+    def inputs(self, unit: Unit) -> list[RankTensor]:
         """The inputs that have records of the batch."""
-        return [held for held in unit.program.inputs if held.name in unit.batch and held.name != PART]
+        return [held for held in unit.program.inputs if held.value in unit.batch and held.version.value.name != PART]
 
-    def outputs(self, unit: Unit) -> list[LocalTensor]:
+    def outputs(self, unit: Unit) -> list[RankTensor]:
         """The outputs that have records of the batch, where nothing is trained."""
-        known = self.given.records if self.given else {}
-        own = {held.name for held in unit.program.inputs}
-        return [held for held in unit.program.outputs if held.version.value in known and held.name not in own]
+        own = {held.value for held in unit.program.inputs}
+        return [held for held in unit.program.outputs if held.version.value in self.along and held.value not in own]
 
-    def shape(self, held: LocalTensor, shape: Shape | None) -> Shape | None:
-        """The shape of an input or output of the batch, of which that of a microbatch is known."""
-        return self._whole(shape, self._along(held))
+    def of_step(self, held: RankTensor) -> Value:
+        """An input or output of the step, of which `held` is that of a microbatch."""
+        return self.whole(held) if held.version.value in self.along else self.clones.of_batch(held.value)
 
-    def global_shape(self, value: ir.Value, shape: Shape | None) -> Shape | None:
-        """The global shape of a value; of an input or output it is that of the batch."""
-        if self.given and value in self.given.records:
-            return self._whole(shape, self.given.records[value])
-        return self._whole(shape, 0) if value in self.values else self.dims.shape(shape)
+    def whole(self, held: RankTensor) -> Value:
+        """The input or output with the records of all microbatches, of which `held` is that of one."""
+        if held.value not in self._whole:
+            shape = self.clones.dims.shape(held.value.shape, self.along[held.version.value])
+            self._whole[held.value] = replace(held.value, shape=shape)
+        return self._whole[held.value]
 
-    def _whole(self, shape: Shape | None, along: int) -> Shape | None:
-        """The shape of an input or output of the batch, of which that of a microbatch is known."""
-        if not shape:
-            return shape
-        times = [self.names.count if k == along else 1 for k in range(len(shape))]
-        return tuple(
-            dim * each if isinstance(dim, int) else self.dims.dim(dim, each)
-            for dim, each in zip(shape, times, strict=True)
-        )
-
-    def _along(self, held: LocalTensor) -> int:
-        """The dim of the records of an input or output."""
-        return self.given.records[held.version.value] if self.given else 0
-
-    def _shards(self, held: LocalTensor) -> int:
-        return held.version.layout.num_shards(self._along(held))
+    def _shards(self, held: RankTensor) -> int:
+        return held.version.layout.num_shards(self.along[held.version.value])
 
     def deal(self, row: Row) -> None:
         """Gives each microbatch its records: of every piece of the batch a share, so that all ranks have the same ones."""
-        if PART in row.unit.batch:
-            for k, names in enumerate(row.micro):
-                names[PART] = self.names.in_microbatch(PART, k)
-                row.constants[names[PART]] = np.array(k, np.int64)
-        cutting = self._cutting()
+        number = next((one.value for one in row.unit.program.inputs if one.version.value.name == PART), None)
+        if number is not None:
+            for k, values in enumerate(row.micro):
+                values[number] = number.untyped(f".{k}", np.array(k, np.int64))
+        cutting = Cutting(self.opset)
         for held in self.inputs(row.unit):
-            made = [self.names.in_microbatch(held.name, k) for k in range(self.names.count)]
-            for k, one in enumerate(made):
-                row.micro[k][held.name] = one
-                row.types[one] = row.types[held.name]
-            cutting.cut(held.name, made, self._along(held), self.pieces // self._shards(held))
-        self._cut(row, cutting)
-
-    def _cutting(self) -> Cutting:
-        return Cutting(self.names.of, self.opset)
-
-    def _cut(self, row: Row, cutting: Cutting) -> None:
-        row.steps += cutting.nodes
-        row.constants |= cutting.constants
+            made = [self.clones.in_microbatch(held.value, k) for k in range(self.clones.count)]
+            for values, one in zip(row.micro, made, strict=True):
+                values[held.value] = one
+            cutting.cut(self.whole(held), made, self.along[held.version.value], self.pieces // self._shards(held))
+        row.steps += cutting.steps
 
     def _join_records(self, row: Row) -> None:
         """The outputs of a step that does not train: what has records of microbatches is joined, the rest is the same in all of them."""
-        cutting, known = self._cutting(), {held.name for held in self.outputs(row.unit)}
+        cutting, known = Cutting(self.opset), {held.value for held in self.outputs(row.unit)}
         for held in row.unit.program.outputs:
-            parts = [names[held.name] for names in row.micro if held.name in names]
-            if held.name in known:
-                value, shape = row.unit.program.types[held.name]
-                along = self._along(held)
-                cutting.join(parts, held.name, along, self.pieces // self._shards(held))
-                row.types[held.name] = value, self.shape(held, shape)
-            elif parts and held.version.value not in self.values:
-                row.emit("Identity", parts[:1], [held.name])
-        self._cut(row, cutting)
+            parts = [values[held.value] for values in row.micro if held.value in values]
+            if held.value in known:
+                cutting.join(parts, self.whole(held), self.along[held.version.value], self.pieces // self._shards(held))
+            elif parts and held.version.value not in self.along:
+                row.emit("Identity", parts[:1], [self.of_step(held)])
+        row.steps += cutting.steps
 
     def join(self, row: Row, labels: Sequence[Label]) -> None:
         """The outputs of the step, and what replaces statistics, out of those of the microbatches."""
@@ -108,21 +83,20 @@ class Records:
             self._join_records(row)
             return
         like = row.unit.program
-        wanted = {held.name: str(held.version.value.name) in self.training.summed for held in like.outputs}
-        wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next}
+        wanted = {held.value: str(held.version.value.name) in self.training.records.summed for held in like.outputs}
+        wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next is not None}
         for step, label in zip(like.steps, labels, strict=True):
-            summed = isinstance(step, CommOp) and str(step.value.name) in self.training.summed
-            for name in read_names(step) if label == UPDATE and not row.unit.appends(step) else ():
-                if name not in row.sums:
-                    wanted.setdefault(name, summed)
-        for name, summed in wanted.items():
-            parts = [names[name] for names in row.micro if name in names]
-            if len(parts) < self.names.count or name not in row.types:
+            summed = isinstance(step, Comm) and str(step.value.name) in self.training.records.summed
+            for value in step.reads if label == UPDATE and not row.unit.appends(step) else ():
+                if value not in row.sums:
+                    wanted.setdefault(value, summed)
+        for value, summed in wanted.items():
+            parts = [values[value] for values in row.micro if value in values]
+            if len(parts) < self.clones.count or value.of is None:
                 continue
-            dtype = row.types[name][0].dtype
-            if dtype is not None and not dtype.is_floating_point():
-                row.emit("Identity", parts[:1], [name])  # a counter of steps
+            if value.of.dtype is not None and not value.of.dtype.is_floating_point():
+                row.emit("Identity", parts[:1], [self.clones.of_batch(value)])  # a counter of steps
             else:
-                row.put_together(parts, name, summed, self.names)
-            for names in row.micro:
-                del names[name]
+                row.put_together(parts, self.clones.of_batch(value), summed)
+            for values in row.micro:
+                del values[value]

@@ -8,7 +8,7 @@ What reads inputs alone, such as the weights of labels, stands with its first re
 
 Named again in the opposite order, the last group has one stage; a schedule of a V takes it in two (`in_halves`).
 
-Where the plan names stages, these are the stages (`placement/staged.py`).
+Where the plan names stages, these are the stages (`placement/node_stages.py`).
 
 What runs wherever its readers want it (constants, shape arithmetic) belongs to no stage of its own: it goes with what it is made of.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Lowered
 from partc.compiler.ir.sharded import Group
 
 
@@ -42,7 +42,7 @@ class NodeStages:
         return min((stage for group, stage in self._by_node.get(node, {}).items() if rank in group), default=None)
 
 
-def node_stages(program: Program) -> NodeStages:
+def node_stages(program: Lowered) -> NodeStages:
     """The stage of every placed node. Stages are numbered by their depth, those of one depth in the order of the graph."""
     if program.stages and program.plan.pipeline is not None:
         groups = tuple(stage.ranks for stage in program.plan.pipeline.stages)
@@ -63,7 +63,7 @@ def node_stages(program: Program) -> NodeStages:
     return NodeStages(tuple(group for _, group in order), stages)
 
 
-def in_halves(program: Program, found: NodeStages, stage: int) -> NodeStages:
+def in_halves(program: Lowered, found: NodeStages, stage: int) -> NodeStages:
     """The stages, of which one falls into two: its nodes in the order of the graph, where the weights that they read first are most even.
 
     A stage of one node stays as it is.
@@ -86,7 +86,7 @@ def in_halves(program: Program, found: NodeStages, stage: int) -> NodeStages:
     return NodeStages((*found.groups[: stage + 1], *found.groups[stage:]), of)
 
 
-def _depths(program: Program) -> dict[ir.Node, dict[Group, int]]:
+def _depths(program: Lowered) -> dict[ir.Node, dict[Group, int]]:
     """Per node and group the depth: the most changes of group before it; then, for what only later nodes of its group read, theirs."""
     depths: dict[ir.Node, dict[Group, int]] = {}
     readers: dict[ir.Node, list[ir.Node]] = {}

@@ -11,23 +11,21 @@ against them at the largest sizes. A value that several stages of one rank read 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import onnx_ir as ir
 import sympy
 from partc.compiler.analysis.operations import work
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.reading import read, symbol
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, made_names, read_names
-from partc.compiler.ir.value_info import Shape
+from partc.compiler.ir.program import Lowered
+from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.pipelines.phases import UPDATE, Label, Labels, Phase, Unit, split_backward
-from partc.compiler.placement.middling import Middling
+from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.schedule.costs import BYTES, Costs, StageCost
 from partc.compiler.schedule.stages import Stages
+from partc.runtime.artifact.liveness import Span, Use, peak, spans
 
 _PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 _SCALES = ((1e9, "billion operations"), (1e6, "million operations"), (1e3, "thousand operations"), (1.0, "operations"))
@@ -38,12 +36,12 @@ Amount = Counter[tuple[str, ...]]
 """Bytes: by the dynamic dims of a value, sorted, how many bytes there are for each of their elements."""
 
 
-def task_costs(program: Program, units: Sequence[Unit], labels: Labels, stages: Stages, microbatches: int) -> Costs:
+def task_costs(program: Lowered, units: Sequence[Unit], labels: Labels, stages: Stages, microbatches: int) -> Costs:
     """The costs of stages whose ops have labels of unsplit backward passes. `units`: the programs of one microbatch."""
     apart = Labels([list(some) for some in labels.steps], labels.order)
     split_backward(units, apart, {s for s in range(len(stages)) if stages.splittable[s]})
     taken = [_Taken(unit, some, stages) for unit, some in zip(units, apart.steps, strict=True)]
-    sizes, middling = _Sizes(program), Middling(program)
+    sizes, middling = _Sizes(program), TypicalSizes(program)
     times = {
         Label(phase, s): max(1, *(one.time(Label(phase, s), middling) for one in taken))
         if _has(phase, s, stages)
@@ -84,7 +82,7 @@ def _has(phase: Phase, s: int, stages: Stages) -> bool:
     return phase is Phase.FORWARD or (stages.splittable[s] if phase is Phase.WEIGHT else stages.backward[s])
 
 
-def _said(program: Program, middling: Middling, microbatches: int) -> str:
+def _said(program: Lowered, middling: TypicalSizes, microbatches: int) -> str:
     """The sizes of symbols at which times are, of the whole batch: `batch=128, seq=128`."""
     sizes = {n: middling.dim(n) * (microbatches if info.parts > 1 else 1) for n, info in program.symbols.items()}
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -93,9 +91,9 @@ def _said(program: Program, middling: Middling, microbatches: int) -> str:
 class _Sizes:
     """Bytes at the largest sizes of all symbols; `unbounded` says of the first of them that has no largest one."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Lowered) -> None:
         self.known = {name: info.facts for name, info in program.symbols.items()}
-        self.middling = Middling(program)
+        self.middling = TypicalSizes(program)
         self.unbounded = ""
         self.dims: dict[str, int] = {}
 
@@ -137,36 +135,35 @@ class _Taken:
     stages: Stages
     saved: list[Amount] = field(init=False)
     deferred: list[Amount] = field(init=False)
-    own: dict[Label, list[tuple[int, int, str]]] = field(default_factory=dict)
-    """Per task the values that no other task reads, each with the op that makes it and the last that reads it."""
+    own: dict[Label, list[Span[Value, Amount]]] = field(default_factory=dict)
+    """Per task the values that no other task reads."""
 
     def __post_init__(self) -> None:
         count = len(self.stages)
         self.saved, self.deferred = [Amount() for _ in range(count)], [Amount() for _ in range(count)]
         self.once, self.places = Amount(), dict[Label, list[int]]()
-        self.hosted = {s for s in range(count) if any(self._is_home(h) for h in self.stages.homes[s])}
-        made: dict[str, tuple[Label, int]] = {name: (Label(Phase.ONCE), -1) for name in self.unit.batch}
-        read: dict[str, list[tuple[Label, int]]] = {}
-        for k, (step, label) in enumerate(zip(self.unit.steps, self.labels, strict=True)):
+        self.hosted = {
+            s
+            for s in range(count)
+            if any(not self.unit.ranks.isdisjoint(self.stages.ranks[h]) for h in self.stages.homes[s])
+        }
+        makers = {value: k for k, step in enumerate(self.unit.steps) for value in step.makes}
+        for k, label in enumerate(self.labels):
             self.places.setdefault(label, []).append(k)
-            for name in read_names(step):
-                read.setdefault(name, []).append((label, k))
-            made.update(dict.fromkeys(made_names(step), (label, k)))
-        for name, (label, k) in made.items():
-            self._value(name, label, k, read.get(name, []))
+        for span in spans([Use(step.reads, step.makes) for step in self.unit.steps], self.amount):
+            if span.value in makers or span.value in self.unit.batch:
+                self._value(span, makers.get(span.value, -1))
 
-    def _is_home(self, home: int) -> bool:
-        return not self.unit.ranks.isdisjoint(self.stages.ranks[home])
-
-    def _value(self, name: str, label: Label, k: int, readers: Sequence[tuple[Label, int]]) -> None:
-        """Counts a value where it is kept, by the tasks that make and read it."""
-        reading = {one for one, _ in readers if one != UPDATE}
-        amount = self.amount(name)
+    def _value(self, span: Span[Value, Amount], k: int) -> None:
+        """Counts a value where it is kept, by the tasks that read it and the op that makes it, -1 for one of the batch."""
+        label = self.labels[k] if k >= 0 else Label(Phase.ONCE)
+        reading = {self.labels[at] for at in span.uses if at != k} - {UPDATE}
+        amount = span.bytes or Amount()
         if label.phase is Phase.ONCE:
             if k >= 0 and reading:
                 self.once += amount
         elif label.phase in _PASSES and reading <= {label}:
-            self.own.setdefault(label, []).append((k, max((at for _, at in readers), default=k), name))
+            self.own.setdefault(label, []).append(span)
         elif label.phase is Phase.FORWARD:
             later = {one.stage for one in reading if one.phase in (Phase.BACKWARD, Phase.WEIGHT)}
             if later:
@@ -176,71 +173,59 @@ class _Taken:
             if label != Label(Phase.WEIGHT, stage) and label.phase in (Phase.FORWARD, Phase.BACKWARD):
                 self.deferred[stage] += amount
                 if label.phase is Phase.BACKWARD:  # made while all that is saved is there, too
-                    self.own.setdefault(label, []).append((k, len(self.labels), name))
+                    self.own.setdefault(label, []).append(replace(span, last=len(self.labels)))
 
-    def amount(self, name: str) -> Amount:
+    def amount(self, value: Value) -> Amount:
         """The bytes of a value; nothing for one whose shape only a run tells."""
-        value, shape = self.unit.program.types.get(name, (None, None))
-        return Amount() if value is None or shape is None else _amount(value, shape)
+        if value.of is None or value.shape is None:
+            return Amount()
+        size = (value.of.dtype.bitwidth if value.of.dtype is not None else 0) / 8
+        for dim in value.shape:
+            size *= dim if isinstance(dim, int) else 1
+        return Amount({tuple(sorted([dim for dim in value.shape if isinstance(dim, str)])): int(size + 0.5)})
 
-    def time(self, label: Label, middling: Middling) -> int:
+    def time(self, label: Label, middling: TypicalSizes) -> int:
         """The work of a task's ops."""
         total = 0
         for k in self.places.get(label, ()):
             step = self.unit.steps[k]
-            if isinstance(step, ComputeOp):
-                given = [None if value is None else value.name or "" for value in step.node.inputs]
-                made = made_names(step)
-                moved = sum(self._at(name, middling.dim) for name in {*filter(None, given), *made})
-                total += work(
-                    step.node,
-                    [self._sizes(n, middling) for n in given],
-                    [self._sizes(n, middling) for n in made],
-                    moved,
-                )
+            if isinstance(step, Compute):
+                operands = dict.fromkeys(one for one in (*step.inputs, *step.outputs) if one is not None)
+                moved = sum(self._at(one, middling.dim) for one in operands)
+                given, made = ([_sizes(one, middling) for one in some] for some in (step.inputs, step.outputs))
+                total += work(step.node, given, made, moved)
         return total
 
-    def _at(self, name: str, dim: Callable[[str], int]) -> int:
+    def _at(self, value: Value, dim: Callable[[str], int]) -> int:
         total = 0
-        for dims, count in self.amount(name).items():
+        for dims, count in self.amount(value).items():
             for one in dims:
                 count *= dim(one)
             total += count
         return total
 
-    def _sizes(self, name: str | None, middling: Middling) -> list[int] | None:
-        _, shape = self.unit.program.types.get(name or "", (None, None))
-        if shape is None and (constant := self.unit.program.constants.get(name or "")) is not None:
-            shape = constant.shape
-        return None if shape is None else [middling.dim(dim) for dim in shape]
-
     def fixed(self, microbatches: int) -> Amount:
         """What a rank keeps over the whole step."""
         program = self.unit.program
-        names = {held.name for held in program.weights} | {one.name for one in program.kept}
         total = Amount(self.once)
-        for name in sorted(names):
-            total += self.amount(name)
-        for name in sorted(self.unit.batch):
-            total += Amount({dims: count * microbatches for dims, count in self.amount(name).items()})
+        for value in dict.fromkeys([*(one.value for one in program.weights), *(one.value for one in program.kept)]):
+            total += self.amount(value)
+        for value in sorted(self.unit.batch, key=str):
+            total += Amount({dims: count * microbatches for dims, count in self.amount(value).items()})
         return total
 
     def alone(self, sizes: _Sizes) -> float:
         """The most bytes of values that a task makes and reads itself, at one time."""
-        most = 0.0
-        for values in self.own.values():
-            changes: dict[int, float] = {}
-            for first, last, name in values:
-                size = sizes.largest_of(self.amount(name))
-                changes[first] = changes.get(first, 0.0) + size
-                changes[last + 1] = changes.get(last + 1, 0.0) - size
-            most = max(most, *itertools.accumulate(changes[k] for k in sorted(changes)))
-        return most
+        tasks = (
+            [Span(one.value, one.first, one.last, (), int(sizes.largest_of(one.bytes or Amount()))) for one in values]
+            for values in self.own.values()
+        )
+        return max((peak(values)[0] for values in tasks), default=0)
 
 
-def _amount(value: ir.Value, shape: Shape) -> Amount:
-    """The bytes of a value of this local shape."""
-    size = (value.dtype.bitwidth if value.dtype is not None else 0) / 8
-    for dim in shape:
-        size *= dim if isinstance(dim, int) else 1
-    return Amount({tuple(sorted(dim for dim in shape if isinstance(dim, str))): int(size + 0.5)})
+def _sizes(value: Value | None, middling: TypicalSizes) -> list[int] | None:
+    """The sizes of an operand; those of a constant are its own."""
+    if value is None:
+        return None
+    shape = value.constant.shape if value.shape is None and value.constant is not None else value.shape
+    return None if shape is None else [middling.dim(dim) for dim in shape]

@@ -12,9 +12,9 @@ from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Annotated
 from partc.compiler.ir.sharded import Group
-from partc.compiler.placement.staged import stages_of
+from partc.compiler.placement.node_stages import stages_of
 from partc.compiler.plan.groups import ranks_text
 from partc.runtime.artifact import format as fmt
 
@@ -37,7 +37,7 @@ class Inferred:
 
 
 def infer_placement(
-    program: Program,
+    program: Annotated,
     fixed: dict[ir.Node, Group],
     floating: dict[ir.Node, str],
     delivered: Delivered,
@@ -61,7 +61,7 @@ def infer_placement(
 class _Settler:
     def __init__(
         self,
-        program: Program,
+        program: Annotated,
         fixed: dict[ir.Node, Group],
         floating: dict[ir.Node, str],
         delivered: Delivered,
@@ -80,7 +80,7 @@ class _Settler:
                 self.readers.setdefault(value, []).append(node)
 
     def works(self, group: Group) -> bool:
-        """Whether nodes that nothing places may run on a group: not on one that only serves."""
+        """Whether nodes that nothing places may run on a group: not on one of parameter servers only."""
         return not self.serving.issuperset(group)
 
     @cached_property
@@ -253,7 +253,7 @@ class _Settler:
 class _Sizes:
     """Bytes of values at the smallest legal size of every symbol: only used to compare."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Annotated) -> None:
         self.values = program.values
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.smallest: dict[str, int] = {}
@@ -262,10 +262,7 @@ class _Sizes:
         info = self.values[value]
         size = info.item_bytes or 1
         for dim in info.shape or ():
-            size *= dim if isinstance(dim, int) else self._smallest(dim)
+            if isinstance(dim, str) and dim not in self.smallest:
+                self.smallest[dim] = max(1, facts_of(dim, self.known).min or 0)
+            size *= self.smallest[dim] if isinstance(dim, str) else dim
         return size
-
-    def _smallest(self, dim: str) -> int:
-        if dim not in self.smallest:
-            self.smallest[dim] = max(1, facts_of(dim, self.known).min or 0)
-        return self.smallest[dim]

@@ -22,13 +22,11 @@ Where the plan names stages, these are (3), and `staged.py` has the law for (4) 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.sharded import Group, Placed
+from partc.compiler.ir.program import Annotated, Placed
+from partc.compiler.ir.sharded import Group, NodePlacement, facts_of
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.matching import (
     Rule,
@@ -42,15 +40,15 @@ from partc.compiler.matching import (
     stage_rules,
 )
 from partc.compiler.ops.registry import draws
+from partc.compiler.placement.computed_at_readers import following, is_large_weight, repeatable, worth_repeating
 from partc.compiler.placement.infer import REPEATED, Delivered, Inferred, infer_placement
-from partc.compiler.placement.overruled import overruled
-from partc.compiler.placement.repeated import is_large_weight, repeatable, worth_repeating
-from partc.compiler.placement.staged import backward_edges
+from partc.compiler.placement.node_stages import backward_edges
+from partc.compiler.placement.shadowed_lines import shadowed_lines
 from partc.compiler.plan.pattern import compile_pattern
 from partc.runtime.artifact import format as fmt
 
 
-def place(program: Program) -> Program:
+def place(program: Annotated) -> Placed:
     """Fills `placement`. Raises CompileError for patterns that match nothing; warns of lines that decide nothing."""
     graph = program.model.graph
     default = default_group(program.plan, program.declared)
@@ -71,14 +69,17 @@ def place(program: Program) -> Program:
         _check_order(program, named)
     to = {value: ranks for value, (ranks, _) in delivered.items()}
     inferred = _infer(program, fixed, _by_module(program, said, in_stages), floating, to, default, named)
-    placement = {node: _placed(node, rules, inferred, floating, program) for node in graph}
+    lines = {rule: str(rule) for rule in dict.fromkeys(rules.values())}
+    reasons = inferred.reasons | {node: lines[rule] for node, rule in rules.items()} | floating
+    groups = {node: tuple([facts_of(group).group for group in some]) for node, some in inferred.groups.items()}
+    placement = {node: NodePlacement(groups[node], reasons[node], follows=node in floating) for node in graph}
     if problems := list(against_stages(program, said, inferred.stages)) if staged else []:
         raise CompileError(problems)
-    warnings = (*program.warnings, *overruled(program))
-    return replace(program, placement=placement, stages=inferred.stages, warnings=warnings)
+    warnings = (*program.warnings, *shadowed_lines(program))
+    return program.into(Placed, placement=placement, stages=inferred.stages, warnings=warnings)
 
 
-def _check_order(program: Program, named: dict[ir.Node, int]) -> None:
+def _check_order(program: Annotated, named: dict[ir.Node, int]) -> None:
     """CompileError where a stage has no node that runs there, or reads from a later one."""
     assert program.plan.pipeline is not None
     stages = program.plan.pipeline.stages
@@ -97,7 +98,7 @@ def _check_order(program: Program, named: dict[ir.Node, int]) -> None:
         raise CompileError(problems)
 
 
-def _by_module(program: Program, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
+def _by_module(program: Annotated, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
     """The nodes that a line places with a module around them, rather than by a name of their own; none that read a large weight."""
     found, matching, modules = set[ir.Node](), dict[str, set[str]](), modules_of(program.paths.values())
     for rules in given:
@@ -114,7 +115,7 @@ def _by_module(program: Program, *given: dict[ir.Node, Rule]) -> set[ir.Node]:
 
 
 def _infer(
-    program: Program,
+    program: Annotated,
     fixed: dict[ir.Node, Group],
     by_module: set[ir.Node],
     floating: dict[ir.Node, str],
@@ -124,7 +125,7 @@ def _infer(
 ) -> Inferred:
     """Settles all nodes; `floating` is given the nodes that are repeated wherever they are read."""
     named = {node: group for node, group in fixed.items() if node not in by_module}
-    basis, chosen = dict(floating), repeatable(program, named, floating)
+    basis, chosen = dict(floating), repeatable(program, named, floating, following(program))
     while True:
         floating.clear()
         floating.update(basis | dict.fromkeys(chosen, REPEATED))
@@ -138,39 +139,26 @@ def _infer(
         chosen = kept
 
 
-def _floating(program: Program, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str]:
+def _floating(program: Annotated, rules: dict[ir.Node, Rule]) -> dict[ir.Node, str]:
     """Nodes that run wherever they are read, with the reason: constants and shape arithmetic."""
     constant: set[ir.Value] = set(program.model.graph.initializers.values())
-    of_shape: set[ir.Value] = set()
+    known = set(constant)
+    """Constants and what is made of these and of shapes."""
     floating: dict[ir.Node, str] = {}
-    for node in program.model.graph:
+    for node, values in program.reads.items():
+        if not known.issuperset(values) and not (node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx")):
+            continue
         if draws(node) or PINNED in node.meta or node.domain not in ("", "ai.onnx", "com.microsoft"):
             continue
-        values = program.reads[node]
-        if all(value in constant for value in values):
+        if constant.issuperset(values):
             constant.update(node.outputs)
             floating[node] = fmt.CONSTANT
+        elif node in rules and not all(
+            out.shape is not None and out.shape.rank() <= 1 and out.dtype is not None and out.dtype.is_integer()
+            for out in node.outputs
+        ):
             continue
-        root = node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx")
-        if not root and not all(value in constant or value in of_shape for value in values):
-            continue
-        if node in rules and not all(_is_small(program, out) for out in node.outputs):
-            continue
-        of_shape.update(node.outputs)
-        floating[node] = fmt.SHAPE_ARITHMETIC
+        else:
+            floating[node] = fmt.SHAPE_ARITHMETIC
+        known.update(node.outputs)
     return floating
-
-
-def _is_small(program: Program, value: ir.Value) -> bool:
-    return value.shape is not None and value.shape.rank() <= 1 and value.dtype is not None and value.dtype.is_integer()
-
-
-def _placed(
-    node: ir.Node, rules: dict[ir.Node, Rule], inferred: Inferred, floating: dict[ir.Node, str], program: Program
-) -> Placed:
-    groups = inferred.groups[node]
-    if node in floating:
-        return Placed(groups, floating[node], follows=True)
-    if node in rules:
-        return Placed(groups, str(rules[node]))
-    return Placed(groups, inferred.reasons[node])

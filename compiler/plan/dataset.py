@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.groups import Frame
+from partc.compiler.plan.groups import frame_in
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_PARALLEL, FULL_BATCH, Dataset, DatasetSpec
 from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
 from partc.compiler.plan.sharding import DimEntry, SpecEntry
-from partc.compiler.plan.violation import Violation, shown
+from partc.runtime.options import Refused, shown
 from pydantic import BeforeValidator, PrivateAttr, RootModel, ValidationInfo
 
 KEYS = ("dataset", "dataset_strategy", "full_batch")
@@ -47,9 +47,9 @@ class DatasetEntry(RootModel[dict[str, SpecEntry]]):
 
 
 def full_batch(value: object) -> DatasetEntry | None:
-    """What MindSpore's older word says; None for nothing. Raises Violation."""
+    """What MindSpore's older word says; None for nothing. Raises Refused."""
     if value is not None and not isinstance(value, bool):
-        raise Violation(f"expected true or false, but got {shown(value)}")
+        raise Refused(f"expected true or false, but got {shown(value)}")
     return None if value is None else DatasetEntry.of(FULL_BATCH if value else DATA_PARALLEL)
 
 
@@ -61,8 +61,8 @@ def declared_dataset(values: Mapping[str, object], lines: Mapping[str, str]) -> 
     for key in said:
         try:
             found = _declared(key, values[key], lines[key])
-        except Violation as violation:
-            problems.append(violation.at(lines[key], key))
+        except Refused as violation:
+            problems.append(Problem.of(violation, lines[key], key))
     if problems:
         raise CompileError(problems)
     return found
@@ -124,7 +124,7 @@ def _declared(key: str, value: object, where: str) -> Dataset:
 
 
 def _arriving(value: object, info: ValidationInfo) -> object:
-    frame = info.context if isinstance(info.context, Frame) else Frame()
+    frame = frame_in(info)
     axes = None if frame.mesh is None else [name for name, _ in frame.mesh]
     return value if isinstance(value, dict | DatasetEntry) else _styled(value, axes)
 
@@ -136,11 +136,11 @@ def _styled(value: object, axes: Collection[str] | None) -> DatasetEntry:
     if isinstance(value, list | tuple) and value:
         if not any(isinstance(spec, list | tuple) for spec in value):
             law = "a dataset has a cut for each input, with an entry for each dim"
-            raise Violation("the list has dims where it should have inputs", law, "write one more pair of brackets")
+            raise Refused("the list has dims where it should have inputs", law, "write one more pair of brackets")
         return DatasetEntry.of(
             FULL_BATCH, [None if spec is None else _spec(spec, axes, k) for k, spec in enumerate(value)]
         )
-    raise Violation(
+    raise Refused(
         f"expected {FULL_BATCH}, {DATA_PARALLEL} or the cut of each input, but got {shown(value)}",
         help="write {x: [8, 1, 1, 1]} for an input x whose dim 0 arrives in 8 shards",
     )
@@ -149,12 +149,12 @@ def _styled(value: object, axes: Collection[str] | None) -> DatasetEntry:
 def _spec(value: object, axes: Collection[str] | None, k: int | None = None) -> ShardSpec:
     of = "" if k is None else f"input {k}: "
     if not isinstance(value, list | tuple):
-        raise Violation(f"{of}expected an entry for each dim, such as [2, 4], but got {shown(value)}")
+        raise Refused(f"{of}expected an entry for each dim, such as [2, 4], but got {shown(value)}")
     try:
         dims: list[DimSpec | None] = [dim_spec(dim, axes) for dim in value]
         spec = one_spelling([dims])[0]
-    except Violation as violation:
-        raise Violation(f"{of}{violation.fact}", violation.law, violation.help) from None
+    except Refused as violation:
+        raise Refused(f"{of}{violation.fact}", violation.law, violation.help) from None
     assert spec is not None
     return spec
 

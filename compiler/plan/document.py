@@ -94,7 +94,10 @@ def parse_document(text: str, file: str) -> Document:
         root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise CompileError(_syntax(f"{file}:{mark.line + 1 if mark else 1}", error.problem, error.context)) from None
+        fact = ": ".join(shard for shard in (error.context, error.problem) if shard)
+        remedy = next((text for symptom, text in _HELP.items() if symptom in fact), "")
+        where = f"{file}:{mark.line + 1 if mark else 1}"
+        raise CompileError(Problem(where, f"this is not YAML: {fact}", help=remedy)) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         fact = f"the character U+{error.character:04X} is not allowed in YAML"
@@ -225,9 +228,3 @@ def _float(text: str) -> float | str:
         except ValueError:
             continue
     return text
-
-
-def _syntax(where: str, problem: str | None, context: str | None) -> Problem:
-    fact = ": ".join(shard for shard in (context, problem) if shard)
-    remedy = next((text for symptom, text in _HELP.items() if symptom in fact), "")
-    return Problem(where, f"this is not YAML: {fact}", help=remedy)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from partc.compiler.plan.violation import Violation, is_integer, shown
 from partc.runtime.artifact.format import MOST_RANKS
+from partc.runtime.options import Refused, is_integer, shown
 
 if TYPE_CHECKING:
     from pydantic import ValidationInfo
@@ -124,8 +124,8 @@ def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
     """The mesh, if its size is that of all ranks or of a group in `placement`."""
     if len(mesh) > MOST_AXES:
         fact = f"the mesh has {len(mesh):,} axes"
-        raise Violation(fact, f"a mesh has at most {MOST_AXES}", "leave out axes of size 1")
-    frame, size = _frame(info), math.prod(mesh.values())
+        raise Refused(fact, f"a mesh has at most {MOST_AXES}", "leave out axes of size 1")
+    frame, size = frame_in(info), math.prod(mesh.values())
     if not mesh or frame.ranks is None or size == frame.ranks or size in frame.groups:
         return mesh
     if size == frame.workers:
@@ -135,18 +135,18 @@ def checked_mesh(mesh: dict[str, int], info: ValidationInfo) -> dict[str, int]:
     groups = ", ".join(str(group) for group in dict.fromkeys(frame.groups))
     more = f" and groups of {groups}" if groups else ""
     fact = f"the mesh {shown_mesh(tuple(mesh.items()))} has {size} ranks, but {there}{more}"
-    raise Violation(fact, _LAW, f"choose sizes that multiply to {frame.ranks}, or set 'ranks' to {size}")
+    raise Refused(fact, _LAW, f"choose sizes that multiply to {frame.ranks}, or set 'ranks' to {size}")
 
 
 def placed(value: object, info: ValidationInfo) -> Group:
     """The group that a placement of a plan names."""
-    return group_of(value, _frame(info))
+    return group_of(value, frame_in(info))
 
 
 def group_of(value: object, frame: Frame) -> Group:
-    """The group that a placement names: a rank, a list of ranks, or a slice of the mesh. Raises Violation."""
+    """The group that a placement names: a rank, a list of ranks, or a slice of the mesh. Raises Refused."""
     if role := _meant_role(value, frame):
-        raise Violation(f"expected a rank, ranks or a role, but got {shown(value)}", help=f"write {{role: {role}}}")
+        raise Refused(f"expected a rank, ranks or a role, but got {shown(value)}", help=f"write {{role: {role}}}")
     match value:
         case list() | tuple():
             return _listed(value, frame)
@@ -167,33 +167,33 @@ def _meant_role(value: object, frame: Frame) -> str:
 
 def rank_of(value: object, info: ValidationInfo) -> int:
     """A rank that there is."""
-    return _rank(value, _frame(info))
+    return _rank(value, frame_in(info))
 
 
 def _rank(value: object, frame: Frame) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Violation(f"expected a rank, an integer, but got {shown(value)}")
+        raise Refused(f"expected a rank, an integer, but got {shown(value)}")
     ranks = frame.ranks
     if value < 0 or (ranks is not None and value >= ranks):
         there = "no negative ranks" if ranks is None else f"{ranks} rank{'s' if ranks != 1 else ''}"
         last = "" if ranks is None else f" to {ranks - 1}"
         more = "" if value < 0 else f", or set 'ranks' to at least {value + 1}"
-        raise Violation(f"rank {value}, but there are {there}", help=f"choose a rank from 0{last}{more}")
+        raise Refused(f"rank {value}, but there are {there}", help=f"choose a rank from 0{last}{more}")
     return value
 
 
 def ranks_of(value: list[object], info: ValidationInfo, empty: str) -> tuple[int, ...]:
     """A list of distinct ranks, in its order; `empty` is the remedy for one without any."""
-    return _ranks(value, _frame(info), empty)
+    return _ranks(value, frame_in(info), empty)
 
 
 def _ranks(value: Sequence[object], frame: Frame, empty: str) -> tuple[int, ...]:
     if not value:
-        raise Violation("the list of ranks is empty", help=empty)
+        raise Refused("the list of ranks is empty", help=empty)
     ranks = tuple(_rank(rank, frame) for rank in value)
     twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
     if twice:
-        raise Violation(f"rank {twice[0]} is in the list twice", help="name every rank once")
+        raise Refused(f"rank {twice[0]} is in the list twice", help="name every rank once")
     return ranks
 
 
@@ -217,7 +217,7 @@ def _listed(value: Sequence[object], frame: Frame) -> Group:
     if mesh and not frame.spans and len(ranks) > 1 and _size(mesh) in frame.groups and len(ranks) != _size(mesh):
         fact = f"a group of {len(ranks)} ranks, but the mesh {shown_mesh(mesh)} has {_size(mesh)}"
         help = f"name {_size(mesh)} ranks, or give a mesh of all {frame.ranks} ranks and slices of it"
-        raise Violation(fact, _LAW, help)
+        raise Refused(fact, _LAW, help)
     return Group(
         ranks, axes_of(mesh, spanned(mesh, frame.ranks, frame.workers), ranks) if frame.ranks is not None else ()
     )
@@ -225,9 +225,9 @@ def _listed(value: Sequence[object], frame: Frame) -> Group:
 
 def _of_role(name: object, rest: Mapping[object, object], frame: Frame) -> Group:
     if rest:
-        raise Violation(f"a role and '{next(iter(rest))}'", help="write {role: ps}, and the ranks in 'roles'")
+        raise Refused(f"a role and '{next(iter(rest))}'", help="write {role: ps}, and the ranks in 'roles'")
     if not isinstance(name, str):
-        raise Violation(
+        raise Refused(
             f"expected the name of a role, but got {shown(name)}",
             help=f"write {{role: {next(iter(frame.roles or ()), 'ps')}}}",
         )
@@ -236,7 +236,7 @@ def _of_role(name: object, rest: Mapping[object, object], frame: Frame) -> Group
     if name not in frame.roles:
         known = f"the roles are {', '.join(frame.roles)}" if frame.roles else "there are no roles"
         last = (frame.ranks or 4) - 1
-        raise Violation(f"{shown(name)} is no role", known, f"declare it: 'roles: {{{name}: [{last - 1}, {last}]}}'")
+        raise Refused(f"{shown(name)} is no role", known, f"declare it: 'roles: {{{name}: [{last - 1}, {last}]}}'")
     return Group(frame.roles[name], role=name)
 
 
@@ -247,26 +247,26 @@ def spanned(mesh: Axes, ranks: int, workers: int | None) -> int:
 
 def checked_role(value: object, info: ValidationInfo) -> Group:
     """The ranks of a role: one, or a list."""
-    frame = _frame(info)
+    frame = frame_in(info)
     listed = value if isinstance(value, list) else [value]
     return Group(_ranks(listed, frame, "name at least one rank"))
 
 
 def checked_roles(roles: dict[str, Group], info: ValidationInfo) -> dict[str, Group]:
     """The roles, if no rank has two, and the workers are the first ranks where the mesh is theirs."""
-    frame, taken = _frame(info), dict[int, str]()
+    frame, taken = frame_in(info), dict[int, str]()
     for name, group in roles.items():
         for rank in group.ranks:
             if rank in taken:
                 law = "a rank has one role, or works"
-                raise Violation(f"rank {rank} is of the role '{taken[rank]}', too", law, "name it once", name)
+                raise Refused(f"rank {rank} is of the role '{taken[rank]}', too", law, "name it once", name)
             taken[rank] = name
     if frame.ranks is not None and frame.mesh and _size(frame.mesh) == frame.workers != frame.ranks:
         workers = workers_of(frame.ranks, [group.ranks for group in roles.values()])
         if workers != tuple(range(len(workers))):
             law = "the first ranks are the workers' grid"
             fact = f"{ranks_text(workers)} work, and the mesh {shown_mesh(frame.mesh)} is theirs"
-            raise Violation(fact, law, f"give the roles the ranks from {len(workers)} on")
+            raise Refused(fact, law, f"give the roles the ranks from {len(workers)} on")
     return roles
 
 
@@ -276,23 +276,21 @@ def _sliced(value: dict[str, object], frame: Frame) -> Group:
         return Group(())
     sizes = dict(frame.mesh)
     if not sizes:
-        raise Violation("a slice of the mesh, but there is no mesh", law, "declare 'mesh: {pp: 2, tp: 4}'")
+        raise Refused("a slice of the mesh, but there is no mesh", law, "declare 'mesh: {pp: 2, tp: 4}'")
     if not value:
-        raise Violation("the slice fixes no axis", law, f"name one of {', '.join(sizes)}, or leave the line out")
+        raise Refused("the slice fixes no axis", law, f"name one of {', '.join(sizes)}, or leave the line out")
     if not frame.spans:
         fact = f"a slice of the mesh {shown_mesh(frame.mesh)}, which has {_size(frame.mesh)} of {frame.ranks} ranks"
-        raise Violation(fact, _LAW, "name the ranks in a list")
+        raise Refused(fact, _LAW, "name the ranks in a list")
     fixed: dict[int, int] = {}
     for name, index in value.items():
         if name not in sizes:
-            raise Violation(
-                f"'{name}' is not an axis of the mesh", f"the mesh has the axes {', '.join(sizes)}", key=name
-            )
+            raise Refused(f"'{name}' is not an axis of the mesh", f"the mesh has the axes {', '.join(sizes)}", key=name)
         if not isinstance(index, int) or isinstance(index, bool):
-            raise Violation(f"expected an index along '{name}', but got {shown(index)}", law, key=name)
+            raise Refused(f"expected an index along '{name}', but got {shown(index)}", law, key=name)
         if not 0 <= index < sizes[name]:
             fact = f"index {index} along '{name}', whose size is {sizes[name]}"
-            raise Violation(fact, help=f"choose an index from 0 to {sizes[name] - 1}", key=name)
+            raise Refused(fact, help=f"choose an index from 0 to {sizes[name] - 1}", key=name)
         fixed[list(sizes).index(name)] = index
     ranks = _slice(frame.mesh, fixed)
     inside = tuple(axis for k, axis in enumerate(frame.mesh) if k not in fixed)
@@ -313,5 +311,6 @@ def _size(mesh: Axes) -> int:
     return math.prod(size for _, size in mesh)
 
 
-def _frame(info: ValidationInfo) -> Frame:
+def frame_in(info: ValidationInfo) -> Frame:
+    """The frame in which a value is validated."""
     return info.context if isinstance(info.context, Frame) else Frame()

@@ -26,16 +26,18 @@ import functools
 import heapq
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from partc.compiler.plan.violation import Violation
+from partc.runtime.options import Refused
 
 _TOKEN = re.compile(r"\\.?|\*+|\[[^\]]*\]?|.", re.DOTALL)
 _NUMBERS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 _SPECIAL = re.compile(r"\*+|\[[^\]]*\]|[\\?{}]")
 _RANGE = re.compile(r"\[[\d\s,-]*\]", re.ASCII)
 _WILD = "*[?"
+Key = TypeVar("Key")
 
 MOST_CHOICES = 512
 """Braces multiply: a pattern stands for at most so many without braces."""
@@ -60,25 +62,26 @@ class Pattern:
                 return True
         return path == self.text
 
+    def among(self, paths: Mapping[Key, str]) -> list[Key]:
+        """The keys of the paths that the pattern matches; as `matches` of each, without a call for each."""
+        text, prefix = self.text, self.prefix
+        if self.regex is None:
+            inside = f"{prefix}."
+            return [key for key, path in paths.items() if path in (prefix, text) or path.startswith(inside)]
+        match = self.regex.match
+        return [key for key, path in paths.items() if (path.startswith(prefix) and match(path)) or path == text]
+
 
 @functools.lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
     """The pattern that the text describes; ValueError, with the law, where it describes none."""
-    choices = [_choice(tokens) for tokens in _choices(text)]
+    choices = [_choice(tokens) for tokens in _alternatives(_TOKEN.findall(text), 0)[0]]
     starts = zip(*(prefix for prefix, _ in choices), strict=False)
     prefix = "".join(same[0] for same in itertools.takewhile(lambda column: len(set(column)) == 1, starts))
     if len(choices) == 1 and choices[0][1] is None:
         return Pattern(text, prefix, None)
     expressions = (rf"{re.escape(start)}(?:\.|\Z)" if regex is None else regex for start, regex in choices)
     return Pattern(text, prefix, re.compile("|".join(dict.fromkeys(expressions)), re.DOTALL))
-
-
-def _choices(text: str) -> list[list[str]]:
-    """The tokens of the pattern, once for each choice that its braces leave."""
-    tokens = _TOKEN.findall(text)
-    found, end = _alternatives(tokens, 0)
-    assert end == len(tokens)
-    return found
 
 
 def _alternatives(tokens: list[str], start: int, depth: int = 0) -> tuple[list[list[str]], int]:
@@ -138,11 +141,11 @@ def _choice(tokens: list[str]) -> tuple[str, str | None]:
 
 
 def checked_pattern(text: str) -> str:
-    """The text of a pattern as it is; Violation where it describes none."""
+    """The text of a pattern as it is; Refused where it describes none."""
     try:
         compile_pattern(text)
     except ValueError as error:
-        raise Violation(f"not a valid pattern: {error}") from None
+        raise Refused(f"not a valid pattern: {error}") from None
     return text
 
 

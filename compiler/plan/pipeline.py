@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from partc.compiler.plan.groups import Frame
+from partc.compiler.plan.groups import frame_in
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.stages import StageForm, StageRule, apart, groups_of
-from partc.compiler.plan.violation import Violation, shown
+from partc.runtime.options import Options, Refused, shown
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     PrivateAttr,
@@ -74,17 +72,15 @@ def _patterns(value: object) -> tuple[str, ...]:
     found = tuple(checked_pattern(pattern) for text in texts for pattern in apart(text))
     if not found or len(texts) < len(items):
         law = "what is recomputed is 'layers.*', or 'conv1, relu'"
-        raise Violation(f"expected patterns, but got {shown(value)}", law)
+        raise Refused(f"expected patterns, but got {shown(value)}", law)
     return found
 
 
 _Form = Annotated[tuple[str, ...], PlainValidator(_patterns, json_schema_input_type=str | list[str])]
 
 
-class PipelineEntry(BaseModel):
+class PipelineEntry(Options):
     """How a batch runs through the stages that the placement makes."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     microbatches: int = Field(
         ge=1, le=MOST_MICROBATCHES, description="The number of equal parts of a batch, which follow each other."
@@ -125,10 +121,10 @@ class PipelineEntry(BaseModel):
 
     @model_validator(mode="after")
     def _on_ranks(self, info: ValidationInfo) -> PipelineEntry:
-        frame = info.context if isinstance(info.context, Frame) else Frame()
+        frame = frame_in(info)
         try:
             self._groups = groups_of(self.stages or (), self.schedule, frame)
-        except Violation as violation:
+        except Refused as violation:
             violation.key = "stages"
             raise
         return self

@@ -44,6 +44,14 @@ class InputRule:
 
 
 @dataclass(frozen=True)
+class BatchDim:
+    """The dim along which an input holds the records of a batch; None: it holds none."""
+
+    dim: int | None
+    where: str
+
+
+@dataclass(frozen=True)
 class PlacementRule:
     """What matches the pattern runs on these ranks, a group in this order; `axes` are the mesh's axes within the group."""
 
@@ -121,32 +129,21 @@ class OutputRule:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A valid plan: every rank is in 0 .. ranks - 1, every pattern compiles, every symbol has a legal size.
+class DimRules:
+    """What a plan says of the dims of inputs: symbols, sizes, and along which dims they hold the records of a batch."""
 
-    Cuts name axes of the mesh only; whether they fit an op, a value or a group is not known yet.
-    """
+    symbols: Mapping[str, SymbolRule] = field(default_factory=dict)
+    inputs: Mapping[str, InputRule] = field(default_factory=dict)
+    batch_dims: Mapping[str, BatchDim] = field(default_factory=dict)
 
-    file: str
+
+@dataclass(frozen=True, kw_only=True)
+class RankRules:
+    """The ranks of a job, 0 .. ranks - 1: the mesh that names their axes, and the roles of those that only serve."""
+
     ranks: int
-    symbols: Mapping[str, SymbolRule]
-    inputs: Mapping[str, InputRule]
-    placement: tuple[PlacementRule, ...]
-    outputs: tuple[OutputRule, ...]
     mesh: Axes = ()
-    dataset: Dataset = field(default_factory=Dataset)
-    sharding: tuple[ShardingRule, ...] = ()
-    max_reshard_bytes: int | None = None
-    train: TrainRules | None = None
-    pipeline: PipelineRules | None = None
-    precision: PrecisionRules | None = None
-    target: tuple[TargetRule, ...] = ()
     roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    @staticmethod
-    def whole() -> Plan:
-        """The plan of a model that nothing shards: one rank, nothing placed."""
-        return Plan(file="", ranks=1, symbols={}, inputs={}, placement=(), outputs=())
 
     def axes_of(self, group: tuple[int, ...]) -> Axes:
         """The mesh axes within a group of ranks, in order; none where the mesh says nothing of the group."""
@@ -156,6 +153,31 @@ class Plan:
     def workers(self) -> tuple[int, ...]:
         """The ranks that run what nothing places: all but those that serve."""
         return workers_of(self.ranks, self.roles.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(RankRules):
+    """A valid plan: every rank is in 0 .. ranks - 1, every pattern compiles, every symbol has a legal size.
+
+    Cuts name axes of the mesh only; whether they fit an op, a value or a group is not known yet.
+    """
+
+    file: str = ""
+    dims: DimRules = DimRules()
+    placement: tuple[PlacementRule, ...] = ()
+    outputs: tuple[OutputRule, ...] = ()
+    dataset: Dataset = field(default_factory=Dataset)
+    sharding: tuple[ShardingRule, ...] = ()
+    max_reshard_bytes: int | None = None
+    train: TrainRules | None = None
+    pipeline: PipelineRules | None = None
+    precision: PrecisionRules | None = None
+    target: tuple[TargetRule, ...] = ()
+
+    @staticmethod
+    def whole() -> Plan:
+        """The plan of a model that nothing shards: one rank, nothing placed."""
+        return Plan(ranks=1)
 
 
 def batch_shards(plan: Plan, name: str) -> int:

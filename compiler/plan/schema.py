@@ -1,7 +1,7 @@
 """The plan's YAML: its keys, what they mean and what they may be.
 
 The models serve two ends: `plan_schema` prints them for editors, and `read` checks a file by them. A rule of the plan's
-own raises `Violation`, whose texts are the user's; a `Frame` as context lets ranks and axes be checked where they stand.
+own raises `Refused`, whose texts are the user's; a `Frame` as context lets ranks and axes be checked where they stand.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
-from partc.compiler.plan.precision import PrecisionEntry
+from partc.compiler.plan.precision import PrecisionRules, low_type
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ByteCount, ShardingForm
 from partc.compiler.plan.target import TargetName
-from partc.compiler.plan.training.rules import TrainEntry
-from partc.compiler.plan.violation import Violation, is_integer, shown
+from partc.compiler.plan.training.rules import TrainRules
 from partc.runtime.artifact.format import MOST_RANKS
+from partc.runtime.options import Options, Refused, Remedy, is_integer, or_empty, shown
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -59,7 +58,7 @@ def _delivered(value: object, info: ValidationInfo) -> Delivery:
         return Delivery(None, sharded=value in CUT)
     if not isinstance(value, list):
         if not is_integer(value):
-            raise Violation(f"expected a rank, a list of ranks, 'producer' or 'sharded', but got {shown(value)}")
+            raise Refused(f"expected a rank, a list of ranks, 'producer' or 'sharded', but got {shown(value)}")
         return Delivery((rank_of(value, info),))
     return Delivery(
         tuple(sorted(ranks_of(value, info, "write 'producer' for an output that stays where it is computed")))
@@ -72,51 +71,45 @@ def _dim(value: object) -> int | str | None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
-            raise Violation(f"the size {value} is negative", law, "name a dynamic dim, or write null")
+            raise Refused(f"the size {value} is negative", law, "name a dynamic dim, or write null")
         if value > LARGEST:
-            raise Violation(f"the size {value} is above {LARGEST}", law)
+            raise Refused(f"the size {value} is above {LARGEST}", law)
         return value
     if not isinstance(value, str):
-        raise Violation(f"expected a dim, but got {shown(value)}", law)
+        raise Refused(f"expected a dim, but got {shown(value)}", law)
     if not is_dim_name(value):
-        raise Violation(f"'{value}' is no name", law, "a name has letters, digits, '_' and '.', and no digit first")
+        raise Refused(f"'{value}' is no name", law, "a name has letters, digits, '_' and '.', and no digit first")
     return value
 
 
 def _dims(value: object) -> object:
     if not isinstance(value, list):
-        raise Violation(f"expected a list of dims such as [batch, 1, 28, 28], but got {shown(value)}")
+        raise Refused(f"expected a list of dims such as [batch, 1, 28, 28], but got {shown(value)}")
     return value
 
 
-def _symbol_name(text: str) -> str:
-    if not text.isidentifier():
-        raise Violation("this is no name", "a symbol's name has letters, digits and '_', and no digit first")
-    return text
+def _name_of(what: str) -> AfterValidator:
+    """The law of names that the plan gives itself."""
+
+    def checked(text: str) -> str:
+        if not text.isidentifier():
+            raise Refused("this is no name", f"{what} name has letters, digits and '_', and no digit first")
+        return text
+
+    return AfterValidator(checked)
 
 
-def _mesh_name(text: str) -> str:
-    if not text.isidentifier():
-        raise Violation("this is no name", "a mesh axis' name has letters, digits and '_', and no digit first")
-    return text
-
-
-def _role_name(text: str) -> str:
-    if not text.isidentifier():
-        raise Violation("this is no name", "a role's name has letters, digits and '_', and no digit first")
-    return text
-
-
-def _or_empty(value: object) -> object:
-    return {} if value is None else value
+def _or_none(form: Any) -> BeforeValidator:
+    """Lets null stand for an empty mapping."""
+    return BeforeValidator(or_empty, json_schema_input_type=form | None)
 
 
 def _everywhere(value: object) -> object:
-    return _or_empty(value) if value is None or isinstance(value, dict) else {"**": value}
+    return or_empty(value) if isinstance(value, dict | None) else {"**": value}
 
 
 PatternText: TypeAlias = Annotated[str, AfterValidator(checked_pattern), Field(min_length=1)]
-SymbolName: TypeAlias = Annotated[str, AfterValidator(_symbol_name)]
+SymbolName: TypeAlias = Annotated[str, _name_of("a symbol's")]
 RankNumber: TypeAlias = Annotated[int, Field(ge=0)]
 RankList: TypeAlias = Annotated[list[RankNumber], Field(min_length=1)]
 Slice: TypeAlias = Annotated[dict[str, RankNumber], Field(min_length=1)]
@@ -129,12 +122,11 @@ Delivered: TypeAlias = Annotated[Delivery, PlainValidator(_delivered, json_schem
 DimText: TypeAlias = Annotated[int, Field(ge=0)] | str | None
 Dim: TypeAlias = Annotated[int | str | None, PlainValidator(_dim, json_schema_input_type=DimText)]
 Dims: TypeAlias = Annotated[list[Dim], BeforeValidator(_dims)]
+BatchDimEntries: TypeAlias = dict[str, Annotated[int, Field(ge=0)] | None]
 
 
-class SymbolEntry(BaseModel):
+class SymbolEntry(Options):
     """The legal sizes of a dynamic dim: divisor*N + remainder with N >= 1, within min and max."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     min: int = Field(1, ge=1, description="The smallest size.")
     max: int = Field(0, ge=0, description="The largest size; 0: no maximum.")
@@ -147,7 +139,7 @@ class SymbolEntry(BaseModel):
         try:
             self.symbol()
         except ValueError as error:
-            raise Violation(str(error), key="remainder" if self.remainder >= self.divisor else "max") from None
+            raise Refused(str(error), key="remainder" if self.remainder >= self.divisor else "max") from None
         return self
 
     def symbol(self) -> Symbol:
@@ -155,13 +147,11 @@ class SymbolEntry(BaseModel):
         return Symbol(self.max, self.min, self.divisor, self.remainder, self.unique)
 
 
-SymbolEntries: TypeAlias = dict[
-    SymbolName, Annotated[SymbolEntry, BeforeValidator(_or_empty, json_schema_input_type=SymbolEntry | None)]
-]
+SymbolEntries: TypeAlias = dict[SymbolName, Annotated[SymbolEntry, _or_none(SymbolEntry)]]
 InputEntries: TypeAlias = dict[str, Dims]
-MeshEntries: TypeAlias = dict[Annotated[str, AfterValidator(_mesh_name)], Annotated[int, Field(ge=1)]]
+MeshEntries: TypeAlias = dict[Annotated[str, _name_of("a mesh axis'")], Annotated[int, Field(ge=1)]]
 RoleEntries: TypeAlias = dict[
-    Annotated[str, AfterValidator(_role_name)],
+    Annotated[str, _name_of("a role's")],
     Annotated[Group, PlainValidator(checked_role, json_schema_input_type=RankNumber | RankList)],
 ]
 PlacementEntries: TypeAlias = dict[PatternText, Placed]
@@ -170,44 +160,54 @@ OutputEntries: TypeAlias = dict[PatternText, Delivered]
 TargetEntries: TypeAlias = dict[PatternText, TargetName]
 
 
-class PlanEntries(BaseModel):
-    """Where each operator of a model runs, and how it is cut. Rules apply in order; where two match, the later wins."""
+def _precision(value: object) -> str:
+    return f"write precision: {{compute: {low_type(value) or 'float16'}}}"
 
-    model_config = ConfigDict(extra="forbid", strict=True, title="partc plan")
 
-    ranks: int = Field(
+class RankEntries(Options):
+    """The keys of a plan about the ranks of the job."""
+
+    ranks: Annotated[int, Remedy("begin with the number of ranks, 'ranks: 2'")] = Field(
         ge=1, le=MOST_RANKS, description="The number of ranks, the processes of the job; they are numbered from 0."
     )
     mesh: Annotated[
-        MeshEntries,
-        AfterValidator(checked_mesh),
-        BeforeValidator(_or_empty, json_schema_input_type=MeshEntries | None),
+        MeshEntries, AfterValidator(checked_mesh), _or_none(MeshEntries), Remedy("write mesh: {dp: 2, tp: 4}")
     ] = Field(
         {},
         description="Names of the mesh axes, with their sizes, row-major, the last axis fastest: "
         "{dp: 2, tp: 4}. The sizes multiply to 'ranks', or else to the size of every group in 'placement'.",
     )
     roles: Annotated[
-        RoleEntries,
-        AfterValidator(checked_roles),
-        BeforeValidator(_or_empty, json_schema_input_type=RoleEntries | None),
+        RoleEntries, AfterValidator(checked_roles), _or_none(RoleEntries), Remedy("write roles: {ps: [2, 3]}")
     ] = Field(
         {},
         description="Ranks that only serve, by the name of their role: {ps: [4, 5]}. 'placement' gives them parameters; all else runs on "
         "the other ranks, the workers, whose grid the mesh may be.",
     )
-    symbols: Annotated[SymbolEntries, BeforeValidator(_or_empty, json_schema_input_type=SymbolEntries | None)] = Field(
-        {}, description="Dynamic dims by name, with their legal sizes."
-    )
-    inputs: Annotated[InputEntries, BeforeValidator(_or_empty, json_schema_input_type=InputEntries | None)] = Field(
+
+
+class DataEntries(RankEntries):
+    """The keys of a plan about the inputs: their dims, and how they arrive."""
+
+    symbols: Annotated[
+        SymbolEntries, _or_none(SymbolEntries), Remedy("write symbols: {batch: {divisor: 2, max: 64}}")
+    ] = Field({}, description="Dynamic dims by name, with their legal sizes.")
+    inputs: Annotated[InputEntries, _or_none(InputEntries), Remedy("write inputs: {x: [batch, 8]}")] = Field(
         {},
         description="The dims of the model's inputs: sizes, symbols, names of free dims, or null. "
         "An input that is not named keeps the dims that the model gives it.",
     )
+    batch_dims: Annotated[
+        BatchDimEntries, _or_none(BatchDimEntries), Remedy("write batch_dims: {x: 1, temperature: null}")
+    ] = Field(
+        {},
+        description="By input the dim along which it holds the records of a batch, or null where it holds none. Without it: along the "
+        "dim that the first input, or the labels, have the batch at.",
+    )
     dataset: DatasetForm = Field(
         DatasetEntry({}),
         json_schema_extra={"default": FULL_BATCH},
-        description="How inputs arrive: full_batch, replicated; data_parallel, dim 0 sharded over all ranks; or by "
+        description="How inputs arrive: full_batch, replicated; data_parallel, records (dim 0) sharded over all ranks; or by "
         "input the cut of every dim, {x: [8, 1, 1, 1]}, where an input that is not named arrives whole; or the cuts in the "
         "order of the inputs, [[8, 1, 1, 1], [8]].",
     )
@@ -217,22 +217,29 @@ class PlanEntries(BaseModel):
     full_batch: bool | None = Field(
         None, description="MindSpore's older word: true is 'dataset: full_batch', false 'dataset: data_parallel'."
     )
-    placement: Annotated[
-        PlacementEntries, BeforeValidator(_or_empty, json_schema_input_type=PlacementEntries | None)
-    ] = Field(
-        {},
-        description="The ranks of the operators that a pattern matches: a rank, a list of ranks (a group), or a slice of "
-        "the mesh, {pp: 1}, the group of all ranks with this coordinate; {role: ps}: those ranks have the parameters. "
-        "A pattern names modules or nodes by "
-        "their dotted path: '*' within one part, '**' across parts, [0-5] a range of numbers; a module takes all that is "
-        "inside.",
-    )
-    sharding: Annotated[ShardingEntries, BeforeValidator(_or_empty, json_schema_input_type=ShardingEntries | None)] = (
+
+
+class PlanEntries(DataEntries):
+    """Where each operator of a model runs, and how it is cut. Rules apply in order; where two match, the later wins."""
+
+    model_config = ConfigDict(title="partc plan")
+
+    placement: Annotated[PlacementEntries, _or_none(PlacementEntries), Remedy("write placement: {conv1: 0, fc: 1}")] = (
         Field(
             {},
-            description="The sharding of the operators that a pattern matches over their group: colwise, rowwise, replicate, pull, or a "
-            "strategy, {in: [[2, 4], [4, 1]]}. What is not said is derived.",
+            description="The ranks of the operators that a pattern matches: a rank, a list of ranks (a group), or a slice of "
+            "the mesh, {pp: 1}, the group of all ranks with this coordinate; {role: ps}: those ranks have the parameters. "
+            "A pattern names modules or nodes by "
+            "their dotted path: '*' within one part, '**' across parts, [0-5] a range of numbers; a module takes all that is "
+            "inside.",
         )
+    )
+    sharding: Annotated[
+        ShardingEntries, _or_none(ShardingEntries), Remedy("write sharding: {fc1: colwise, fc2: rowwise}")
+    ] = Field(
+        {},
+        description="The sharding of the operators that a pattern matches over their group: colwise, rowwise, replicate, pull, or a "
+        "strategy, {in: [[2, 4], [4, 1]]}. What is not said is derived.",
     )
     outputs: Annotated[
         OutputEntries,
@@ -246,6 +253,7 @@ class PlanEntries(BaseModel):
     target: Annotated[
         TargetEntries,
         BeforeValidator(_everywhere, json_schema_input_type=TargetEntries | Literal["cpu", "cuda"] | None),
+        Remedy("write target: {fc: cuda}"),
     ] = Field(
         {},
         description="The kind of device, within its rank, of the operators that a pattern matches: cpu or cuda. The others run on the "
@@ -256,11 +264,13 @@ class PlanEntries(BaseModel):
         description="Limit of the bytes that reshards send per step, and copies between a rank's devices move, 64MB or a number; "
         "null: no limit.",
     )
-    train: TrainEntry | None = Field(None, description="Training: the plan then compiles to training programs.")
-    precision: PrecisionEntry | None = Field(
+    train: Annotated[TrainRules | None, Remedy("write train: with loss, optimizer and batch under it")] = Field(
+        None, description="Training: the plan then compiles to training programs."
+    )
+    precision: Annotated[PrecisionRules | None, Remedy(_precision)] = Field(
         None, description="Computation in 16 bits, with weights and sums in float32."
     )
-    pipeline: PipelineEntry | None = Field(
+    pipeline: Annotated[PipelineEntry | None, Remedy("write pipeline: {microbatches: 4}")] = Field(
         None,
         description="A batch runs as microbatches through the stages that the placement makes, in training and without it.",
     )
@@ -268,14 +278,14 @@ class PlanEntries(BaseModel):
     @model_validator(mode="after")
     def _one_number_of_parts(self) -> PlanEntries:
         if self.pipeline is not None and self.train is not None and self.train.accumulate > 1:
-            raise Violation(
+            raise Refused(
                 f"'train.accumulate' is {self.train.accumulate} already",
                 "the gradients of microbatches are added up",
                 "leave out 'accumulate'",
                 "pipeline",
             )
         if self.pipeline is not None and self.pipeline.recompute and self.train is None:
-            raise Violation(
+            raise Refused(
                 "'recompute' without 'train'",
                 "values are kept for a backward pass alone",
                 "leave out 'recompute'",
@@ -283,14 +293,14 @@ class PlanEntries(BaseModel):
             )
         if self.pipeline is not None and self.pipeline.statistics is not None and self.train is None:
             law = "without training a normalization takes its running statistics"
-            raise Violation("'statistics' without 'train'", law, "leave out 'statistics'", "pipeline")
+            raise Refused("'statistics' without 'train'", law, "leave out 'statistics'", "pipeline")
         scale = self.precision.scale if self.precision is not None else None
         if self.train is not None and scale is not None and scale.dynamic:
             said = self.train.on_nonfinite
             if "on_nonfinite" in self.train.model_fields_set and said != "skip":
                 law = "a step whose gradients leave the range shrinks the scale, and changes nothing else"
                 help_ = "leave out 'on_nonfinite', or give 'precision' a loss_scale that is a number"
-                raise Violation(f"'on_nonfinite' is {said}, and the loss scale is dynamic", law, help_, "train")
+                raise Refused(f"'on_nonfinite' is {said}, and the loss scale is dynamic", law, help_, "train")
         return self
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
-from partc.compiler.plan.violation import Violation, is_integer, shown
+from partc.runtime.options import Refused, is_integer, shown
 
 DimSpec: TypeAlias = int | tuple[str, ...]
 ShardSpec: TypeAlias = tuple[DimSpec, ...]
@@ -24,25 +24,25 @@ _LAW = "a dim is cut into a number of shards, along a mesh axis, or along a list
 
 
 def dim_spec(value: object, axes: Collection[str] | None = None) -> DimSpec | None:
-    """One dim's entry as it is spelled; None for null. Raises Violation, also for an axis that `axes`, if given, has not."""
+    """One dim's entry as it is spelled; None for null. Raises Refused, also for an axis that `axes`, if given, has not."""
     if value is None:
         return None
     if is_integer(value):
         assert isinstance(value, int)
         if value < 1:
-            raise Violation(f"expected at least 1 shard, but got {value}", help="write 1 for an unsharded dim")
+            raise Refused(f"expected at least 1 shard, but got {value}", help="write 1 for an unsharded dim")
         return value
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
-        raise Violation(f"expected a number of shards or a mesh axis, but got {shown(value)}", _LAW)
+        raise Refused(f"expected a number of shards or a mesh axis, but got {shown(value)}", _LAW)
     wrong = [name for name in names if not isinstance(name, str)]
     if wrong:
         fact = f"a list within a cut is of mesh axes, but has {shown(wrong[0])}"
-        raise Violation(fact, _LAW, "write the product of the numbers" if is_integer(wrong[0]) else "")
+        raise Refused(fact, _LAW, "write the product of the numbers" if is_integer(wrong[0]) else "")
     if axes is not None and (unknown := [name for name in names if name not in axes]):
         there = f"the mesh has the axes {', '.join(axes)}" if axes else "there is no mesh"
         one = ", ".join(f"'{name}'" for name in unknown)
-        raise Violation(
+        raise Refused(
             f"{one} {'is not an axis' if len(unknown) == 1 else 'are not axes'} of the mesh",
             there,
             "" if axes else "declare 'mesh: {dp: 2, tp: 4}', or write numbers of shards",
@@ -51,13 +51,15 @@ def dim_spec(value: object, axes: Collection[str] | None = None) -> DimSpec | No
 
 
 def one_spelling(specs: Sequence[Sequence[DimSpec | None] | None]) -> list[ShardSpec | None]:
-    """The specs of one rule, None for those that are derived. Raises Violation where spellings mix, or an axis cuts twice."""
+    """The specs of one rule, None for those that are derived. Raises Refused where spellings mix, or an axis cuts twice."""
     dims = [dim for spec in specs if spec is not None for dim in spec]
     counts = [dim for dim in dims if isinstance(dim, int) and dim > 1]
     if counts:
         _nothing_of_axes_beside(counts[0], dims)
     for spec in specs:
-        _each_axis_once(spec or ())
+        names = [name for dim in spec or () if isinstance(dim, tuple) for name in dim]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise Refused(f"the axis '{twice[0]}' cuts twice", "a mesh axis shards one dim of a value, once")
     spelled = _by_counts if all(isinstance(dim, int) for dim in dims) else _by_axes
     return [None if spec is None else spelled(spec) for spec in specs]
 
@@ -68,24 +70,17 @@ def _nothing_of_axes_beside(count: int, dims: Sequence[DimSpec | None]) -> None:
     if by_axes:
         named = [name for dim in by_axes for name in dim]
         axis = f"the axis '{named[0]}'" if named else "a list of axes"
-        raise Violation(
+        raise Refused(
             f"{axis} and {count} shards are in one rule",
             "a rule is spelled by mesh axes or by numbers of shards, not by both",
             "beside mesh axes, 1 and null are an unsharded dim",
         )
     if None in dims:
-        raise Violation(
+        raise Refused(
             f"null is used beside {count} shards",
             "null is an unsharded dim beside mesh axes; in place of a tensor's list it means derived",
             "write 1 for an unsharded dim",
         )
-
-
-def _each_axis_once(spec: Sequence[DimSpec | None]) -> None:
-    names = [name for dim in spec if isinstance(dim, tuple) for name in dim]
-    for name in names:
-        if names.count(name) > 1:
-            raise Violation(f"the axis '{name}' cuts twice", "a mesh axis shards one dim of a value, once")
 
 
 def _by_counts(spec: Sequence[DimSpec | None]) -> ShardSpec:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from partc.compiler.plan.groups import Frame
+from partc.compiler.plan.groups import frame_in
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
 from partc.compiler.plan.styles import MEANINGS, PLAIN, STYLES, Style
-from partc.compiler.plan.violation import Violation, is_integer, shown
+from partc.runtime.options import Options, Refused, is_integer, or_empty, shown
 from partc.runtime.units import FORMS, parse_bytes
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationInfo,
@@ -27,14 +25,14 @@ from pydantic import (
 
 
 def _dim_spec(value: object, info: ValidationInfo) -> DimSpec | None:
-    frame = info.context if isinstance(info.context, Frame) else Frame()
+    frame = frame_in(info)
     return dim_spec(value, None if frame.mesh is None else [name for name, _ in frame.mesh])
 
 
 def _one_spec(value: object) -> object:
     if isinstance(value, list):
         return value
-    raise Violation(f"expected an entry for each dim, such as [2, 4], but got {shown(value)}")
+    raise Refused(f"expected an entry for each dim, such as [2, 4], but got {shown(value)}")
 
 
 def _spelled_once(dims: list[DimSpec | None]) -> list[DimSpec | None]:
@@ -46,20 +44,16 @@ def _some_specs(value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise Violation(f"expected a cut for each tensor, such as [[2, 4], [4, 1]], but got {shown(value)}")
+        raise Refused(f"expected a cut for each tensor, such as [[2, 4], [4, 1]], but got {shown(value)}")
     if not value:
-        raise Violation("the list is empty", "a strategy has an entry for each tensor; null derives it")
+        raise Refused("the list is empty", "a strategy has an entry for each tensor; null derives it")
     if not any(entry is None or isinstance(entry, list) for entry in value):
-        raise Violation(
+        raise Refused(
             "the list has dims where it should have tensors",
             "a strategy has a list for each tensor, with an entry for each dim",
             "write one more pair of brackets: [[2, 4]] for one tensor",
         )
     return value
-
-
-def _or_nothing(value: object) -> object:
-    return {} if value is None else value
 
 
 _PACKED = "a packed weight is cut in each of its parts"
@@ -70,7 +64,7 @@ def _style_name(value: object) -> object:
         return value
     near = nearest(value, STYLES, 1)
     help = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(PLAIN)}"
-    raise Violation(f"'{value}' is not a style", "a rule is a style, or a strategy such as {in: [[2, 4], null]}", help)
+    raise Refused(f"'{value}' is not a style", "a rule is a style, or a strategy such as {in: [[2, 4], null]}", help)
 
 
 def _packed(value: object) -> object:
@@ -81,7 +75,7 @@ def _packed(value: object) -> object:
         or value == 1
     ):
         fact = f"expected a number of parts, or the size of each, but got {shown(value)}"
-        raise Violation(fact, _PACKED, "write packed: 3, or packed: [64, 16, 16]")
+        raise Refused(fact, _PACKED, "write packed: 3, or packed: [64, 16, 16]")
     return value
 
 
@@ -96,10 +90,8 @@ SpecEntries: TypeAlias = Annotated[
 ]
 
 
-class ShardingEntry(BaseModel):
+class ShardingEntry(Options):
     """Into how many shards, or along which mesh axes, each dim is sharded. What is not said, or null, is derived."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     inputs: SpecEntries = Field(
         None,
@@ -108,7 +100,7 @@ class ShardingEntry(BaseModel):
     )
     outputs: SpecEntries = Field(None, alias="out", description="The same for each output.")
     parameters: Annotated[
-        dict[str, SpecEntry], BeforeValidator(_or_nothing, json_schema_input_type=dict[str, list[DimEntry]] | None)
+        dict[str, SpecEntry], BeforeValidator(or_empty, json_schema_input_type=dict[str, list[DimEntry]] | None)
     ] = Field({}, description="Shards of parameters inside a module, by their path from it: {dense2.weight: [8, 1]}.")
     level: Literal[0, 1, 2] = Field(
         0,
@@ -130,9 +122,9 @@ class ShardingEntry(BaseModel):
             raise _nothing()
         if self.style is not None and (self.inputs is not None or self.outputs is not None):
             fact = "a style beside 'in' or 'out'"
-            raise Violation(fact, "a style cuts parameters, and all else is derived", "keep one of them")
+            raise Refused(fact, "a style cuts parameters, and all else is derived", "keep one of them")
         if self.packed is not None and (self.style is None or MEANINGS[self.style].style != "colwise"):
-            raise Violation("'packed' without a colwise style", _PACKED, "write {style: colwise, packed: 3}")
+            raise Refused("'packed' without a colwise style", _PACKED, "write {style: colwise, packed: 3}")
         self.specs()
         return self
 
@@ -161,8 +153,8 @@ class ShardingEntry(BaseModel):
         )
 
 
-def _nothing() -> Violation:
-    return Violation(
+def _nothing() -> Refused:
+    return Refused(
         "the rule is empty",
         f"a rule is {', '.join(PLAIN[:-1])} or {PLAIN[-1]}, or has 'in', 'out' or 'parameters'",
         "write {in: [[2, 4], null]}, or remove the line",
@@ -183,11 +175,11 @@ def _bytes(value: object) -> int | None:
         return None
     if isinstance(value, int) and is_integer(value):
         if value < 0:
-            raise Violation(f"the size {value} is negative", law)
+            raise Refused(f"the size {value} is negative", law)
         return value
     found = parse_bytes(value) if isinstance(value, str) else None
     if found is None:
-        raise Violation(f"expected a size in bytes, but got {shown(value)}", law)
+        raise Refused(f"expected a size in bytes, but got {shown(value)}", law)
     return found
 
 

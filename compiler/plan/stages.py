@@ -22,7 +22,7 @@ from typing import Annotated, TypeAlias
 
 from partc.compiler.plan.groups import Frame, Group, group_of, placed, shown_mesh
 from partc.compiler.plan.pattern import checked_pattern, nearest
-from partc.compiler.plan.violation import Violation, is_integer, shown
+from partc.runtime.options import Refused, is_integer, shown
 from pydantic import PlainValidator, ValidationInfo
 
 AXIS = "pp"
@@ -64,9 +64,9 @@ def _entry(value: object, info: ValidationInfo) -> StageEntry:
     for key in value:
         if key not in _KEYS:
             near = nearest(str(key), _KEYS, 1)
-            raise Violation(f"unknown key '{key}'", help=f"the keys here are {', '.join(near or _KEYS)}", key=str(key))
+            raise Refused(f"unknown key '{key}'", help=f"the keys here are {', '.join(near or _KEYS)}", key=str(key))
     if "nodes" not in value:
-        raise Violation("'nodes' is missing", _LAW)
+        raise Refused("'nodes' is missing", _LAW)
     on = placed(value["on"], info) if "on" in value else None
     return StageEntry(tuple(_patterns(value["nodes"], ("nodes",))), on)
 
@@ -76,10 +76,10 @@ def _patterns(value: object, steps: Steps) -> list[tuple[str, Steps]]:
     found = []
     for item, at in items:
         if not isinstance(item, str):
-            raise Violation(f"expected patterns, but got {shown(item)}", _LAW)
+            raise Refused(f"expected patterns, but got {shown(item)}", _LAW)
         found += [(checked_pattern(pattern), at) for pattern in apart(item)]
     if not found:
-        raise Violation("the stage names no nodes", _LAW, "name its modules or nodes, or remove it")
+        raise Refused("the stage names no nodes", _LAW, "name its modules or nodes, or remove it")
     return found
 
 
@@ -101,12 +101,12 @@ StageForm: TypeAlias = Annotated[StageEntry, PlainValidator(_entry, json_schema_
 
 
 def groups_of(stages: Sequence[StageEntry], schedule: object, frame: Frame) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each stage. Raises Violation."""
+    """The ranks of each stage. Raises Refused."""
     silent = [k for k, stage in enumerate(stages) if stage.on is None]
     if silent and len(silent) < len(stages):
         said = next(k for k, stage in enumerate(stages) if stage.on is not None)
         fact = f"stage {said} says where it runs, and stage {silent[0]} does not"
-        raise Violation(fact, "the ranks of all stages are given, or of none", "write 'on' for every stage")
+        raise Refused(fact, "the ranks of all stages are given, or of none", "write 'on' for every stage")
     if silent:
         return _spread(len(stages), schedule, frame)
     return tuple(stage.on.ranks for stage in stages if stage.on is not None)
@@ -121,7 +121,7 @@ def _spread(count: int, schedule: object, frame: Frame) -> tuple[tuple[int, ...]
         if not size:
             fact = f"the mesh {shown_mesh(frame.mesh)} has no axis '{AXIS}' along which the stages would be"
             help = f"write mesh: {{{AXIS}: {count}, ...}}, or say where each stage runs: {{nodes: ..., on: 0}}"
-            raise Violation(fact, help=help)
+            raise Refused(fact, help=help)
         homes = [group_of({AXIS: k}, frame).ranks for k in range(size)]
         if count % size:
             raise _uneven(count, f"the {size} slices of mesh axis '{AXIS}'", size)
@@ -143,11 +143,11 @@ def homes_of_ranks(count: int, ranks: int, schedule: object) -> int:
     return ranks if most % ranks == 0 else 0
 
 
-def _uneven(count: int, homes: str, size: int) -> Violation:
+def _uneven(count: int, homes: str, size: int) -> Refused:
     below, above = count - count % size, count + -count % size
     fitting = " or ".join(str(some) for some in (below, above) if some)
     help = f"make it {fitting} stages, or say where each one runs: {{nodes: ..., on: 0}}"
-    return Violation(f"{count} stages cannot be divided evenly among {homes}", help=help)
+    return Refused(f"{count} stages cannot be divided evenly among {homes}", help=help)
 
 
 def sizes_of_groups(data: Mapping[str, object]) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from partc.compiler.plan.violation import Violation, shown
 from partc.runtime.artifact.format import CPU, CUDA
+from partc.runtime.options import Refused, shown
 from pydantic import PlainValidator
 
 KINDS = (CPU, CUDA)
@@ -52,18 +52,18 @@ def meant_target(value: object) -> str:
 
 
 def checked_target(value: object) -> str:
-    """A kind of device; Violation for anything else."""
+    """A kind of device; Refused for anything else."""
     if not isinstance(value, str):
-        raise Violation(f"expected a target, but got {shown(value)}", _LAW)
+        raise Refused(f"expected a target, but got {shown(value)}", _LAW)
     if value in KINDS:
         return value
     word = value.lower()
     if _NUMBERED.fullmatch(word):
         kind = word.partition(":")[0]
         remedy = f"write {_OTHERS.get(kind, kind)}; the number of a device follows the rank"
-        raise Violation(f"'{value}' names one device", _LAW, remedy)
+        raise Refused(f"'{value}' names one device", _LAW, remedy)
     meant = named_target(value)
-    raise Violation(f"'{value}' is no target", _LAW, f"write {meant}" if meant else "")
+    raise Refused(f"'{value}' is no target", _LAW, f"write {meant}" if meant else "")
 
 
 TargetName: TypeAlias = Annotated[str, PlainValidator(checked_target, json_schema_input_type=Literal["cpu", "cuda"])]

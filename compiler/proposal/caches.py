@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.plan.pattern import compile_pattern, literal_pattern
 from partc.compiler.proposal.linked import Place
 
@@ -42,7 +42,7 @@ class Cache:
     taken: ir.Value | None = None
 
 
-def caches(program: Program) -> list[Cache]:
+def caches(program: Typed) -> list[Cache]:
     """The caches of a model in the order of its outputs; no two of one input."""
     graph = program.model.graph
     fed = [value for value in graph.inputs if not value.is_initializer()]
@@ -70,7 +70,7 @@ def arriving(found: Iterable[Cache], sharded: Iterable[Place]) -> dict[ir.Value,
     return dims
 
 
-def lengths(found: Iterable[Cache], program: Program) -> list[str]:
+def lengths(found: Iterable[Cache], program: Typed) -> list[str]:
     """The names of the dims along which caches grow: none of them has a record before the first step."""
     dims: dict[str, None] = {}
     for one in found:
@@ -131,7 +131,7 @@ def _operands(value: ir.Value) -> Iterator[ir.Value]:
             yield operand
 
 
-def _is_next(program: Program, output: ir.Value, value: ir.Value) -> bool:
+def _is_next(program: Typed, output: ir.Value, value: ir.Value) -> bool:
     """Whether an output has the type of an input and its dims but for one."""
     one, other = program.values[output].shape, program.values[value].shape
     if one is None or other is None or len(one) != len(other) or len(one) < 2 or output.dtype != value.dtype:
@@ -139,8 +139,8 @@ def _is_next(program: Program, output: ir.Value, value: ir.Value) -> bool:
     return sum(mine != yours for mine, yours in zip(one, other, strict=True)) <= 1
 
 
-def _is_attended(program: Program, output: ir.Value) -> bool:
-    """Whether a product of two values that are no weights reads an output, through ops that move elements."""
+def _is_attended(program: Typed, output: ir.Value) -> bool:
+    """Whether a product of two values, neither of them a weight, reads an output, through ops that move elements."""
     if output.shape is None or len(output.shape) < _HEADS:
         return False
     constants: set[ir.Value] = set(program.model.graph.initializers.values())

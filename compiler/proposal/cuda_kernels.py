@@ -6,9 +6,8 @@ commit 001d12d2623f. It need not be complete: a node on cuda without a kernel is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx_ir as ir
+from partc.compiler.ir.graph import nodes_of
 
 _MISSING = {
     "Col2Im",
@@ -48,7 +47,7 @@ _INTEGERS = tuple(ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits
 
 def without_kernel(node: ir.Node) -> str:
     """What a node, or one inside of it, does that CUDA has no kernel for: `Unique`, `MatMul of int32`; empty where there is nothing."""
-    return next((found for one in _inside(node) if (found := _missing(one))), "")
+    return next((found for one in nodes_of([node]) if (found := _missing(one))), "")
 
 
 def _missing(node: ir.Node) -> str:
@@ -62,13 +61,3 @@ def _missing(node: ir.Node) -> str:
     if node.op_type in _FLOATS_ALONE and first in _INTEGERS:
         return f"{node.op_type} of {first.name.lower()}"
     return ""
-
-
-def _inside(node: ir.Node) -> Iterator[ir.Node]:
-    yield node
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from attribute.as_graph().all_nodes()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            for body in attribute.as_graphs():
-                yield from body.all_nodes()

@@ -10,27 +10,17 @@ only a run tells are left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import (
-    CommOp,
-    CopyOp,
-    RankOp,
-    RankProgram,
-    StateTensor,
-    TaskCall,
-    made_names,
-    read_names,
-)
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Call, Comm, Compute, Copy, Op, RankProgram, State, Value
 from partc.compiler.ir.value_info import Shape
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.liveness import Use, peak, spans
 from partc.runtime.units import size_text
-
-Types = Mapping[str, tuple[ir.Value, Shape | None]]
 
 
 @dataclass(frozen=True)
@@ -65,30 +55,30 @@ class DeviceBytes:
         return sorted(parts.items(), key=lambda part: (-part[1], part[0]))
 
 
-def sizes_of(program: Program) -> dict[str, int]:
+def sizes_of(program: Complete) -> dict[str, int]:
     """The size of each symbol at which estimates are made: a training's batch, else the largest that is legal, else the smallest."""
     found = {}
     train = program.plan.train
-    batch = train.settings.get("batch", 0) if train is not None else 0
+    batch = train.batch if train is not None else None
     firsts = {info.shape[0] for one in program.model.graph.inputs if (info := program.values.get(one)) and info.shape}
     for name, symbol in program.symbols.items():
         facts = symbol.facts
         least = max(facts.min or 0, 1)
         least += (facts.remainder - least) % facts.divisor if facts.divisor else 0
         found[name] = least if facts.max is None else facts.max
-        if name in firsts and isinstance(batch, int) and batch:
+        if name in firsts and batch:
             found[name] = max(least, batch // symbol.parts)
     return found
 
 
-def device_bytes(program: Program, target: str) -> list[DeviceBytes]:
+def device_bytes(program: Complete, target: str) -> list[DeviceBytes]:
     """Per distinct program of a rank the bytes that it needs on a target."""
     sizes = sizes_of(program)
     return [_Measured(program, part, target, sizes).done() for part, _ in program.alike]
 
 
-def shape_bytes(program: Program, value: ir.Value, shape: Shape | None, sizes: Mapping[str, int]) -> int:
-    """The bytes of a value of this shape; 0 where only a run tells."""
+def shape_bytes(program: Complete, value: ir.Value, shape: Shape | None, sizes: Mapping[str, int]) -> int:
+    """The bytes of a value of this shape; 0 where it is known only at run time."""
     info = program.values.get(value)
     if info is None or info.item_bytes is None or shape is None:
         return 0
@@ -102,83 +92,75 @@ def shape_bytes(program: Program, value: ir.Value, shape: Shape | None, sizes: M
 
 
 class _Measured:
-    def __init__(self, program: Program, part: RankProgram, target: str, sizes: Mapping[str, int]) -> None:
+    def __init__(self, program: Complete, part: RankProgram, target: str, sizes: Mapping[str, int]) -> None:
         self.program, self.part, self.target, self.sizes = program, part, target, sizes
 
     def done(self) -> DeviceBytes:
         """The bytes on the target."""
-        part = self.part
-        read = {name for step, (reads, _), _ in self._steps() if _runs_on(step) == self.target for name in reads}
-        weights: dict[str, int] = {}
-        for one in part.weights:
-            if one.name in read and (size := self._bytes(one.name, part.types)):
-                weights[one.version.value.name or one.name] = size
+        part, steps = self.part, list(self._steps())
+        read = {value for step, reads, _ in steps if _runs_on(step) == self.target for value in reads}
+        every = {one.version.value.name or str(one.value): self._bytes(one.value) for one in part.weights}
+        weights = {
+            one.version.value.name or str(one.value): size
+            for one in part.weights
+            if one.value in read and (size := self._bytes(one.value))
+        }
+        every |= {one.tensor: self._bytes(one.value) for one in part.kept if one.kind == "parameter"}
         state: Counter[str] = Counter()
         for kept in part.kept:
             if kept.target == self.target:
                 self._add(kept, weights, state)
-        held = {one.name for one in part.weights} | {name for one in part.kept for name in (one.name, one.next)}
-        every = {one.version.value.name or one.name: self._bytes(one.name, part.types) for one in part.weights}
-        every |= {one.tensor: self._bytes(one.name, part.types) for one in part.kept if one.kind == "parameter"}
-        return DeviceBytes(part.rank, self.target, weights, dict(state), self._alive(held), every)
+        held = {*(one.value for one in part.weights), *(one.value for one in part.kept), *part.results}
+        return DeviceBytes(part.rank, self.target, weights, dict(state), self._alive(steps, held), every)
 
-    def _add(self, kept: StateTensor, weights: dict[str, int], state: Counter[str]) -> None:
-        size = self._bytes(kept.name, self.part.types)
+    def _add(self, kept: State, weights: dict[str, int], state: Counter[str]) -> None:
+        size = self._bytes(kept.value)
         if kept.kind == "parameter":
             weights[kept.tensor] = size
         elif size:
             state[f"state of the kind '{kept.kind}'"] += size
 
-    def _bytes(self, name: str, types: Types) -> int:
-        value, shape = types.get(name, (None, None))
-        return shape_bytes(self.program, value, shape, self.sizes) if value is not None else 0
+    def _bytes(self, value: Value) -> int:
+        return 0 if value.of is None else shape_bytes(self.program, value.of, value.shape, self.sizes)
 
-    def _steps(self) -> Iterator[tuple[RankOp, tuple[list[str], list[str]], dict[str, int]]]:
-        """The ops with tasks in place of their calls, each with the names that it reads and makes, and the bytes of these on the target."""
+    def _steps(self) -> Iterator[tuple[Op, list[Hashable], dict[Hashable, int]]]:
+        """The ops with tasks in place of their calls, each with what it reads, and the bytes on the target of what it makes.
+
+        A value that stays in a body is another one in each call.
+        """
         for step in self.part.steps:
-            if isinstance(step, TaskCall):
-                names = step.names
+            if isinstance(step, Call):
+                ends = step.ends
                 for inner in step.body.steps:
-                    yield self._one(inner, names, step.body.types)
+                    yield self._one(
+                        inner, {value: ends.get(value, (value, step)) for value in (*inner.reads, *inner.makes)}
+                    )
             else:
-                yield self._one(step, {}, self.part.types)
+                yield self._one(step, {value: value for value in (*step.reads, *step.makes)})
 
-    def _one(
-        self, step: RankOp, names: Mapping[str, str], types: Types
-    ) -> tuple[RankOp, tuple[list[str], list[str]], dict[str, int]]:
-        reads = [names.get(name, name) for name in read_names(step)]
-        made = [name for name in made_names(step) if name]
-        sizes = {names.get(name, name): self._bytes(name, types) for name in made if _lies_on(step) == self.target}
-        return step, (reads, list(sizes)), sizes
+    def _one(self, step: Op, there: Mapping[Value, Hashable]) -> tuple[Op, list[Hashable], dict[Hashable, int]]:
+        made = step.makes if (step.target if isinstance(step, Copy) else _runs_on(step)) == self.target else ()
+        return step, [there[value] for value in step.reads], {there[value]: self._bytes(value) for value in made}
 
-    def _alive(self, held: set[str]) -> dict[str, int]:
+    def _alive(
+        self, steps: Sequence[tuple[Op, list[Hashable], dict[Hashable, int]]], held: Collection[Hashable]
+    ) -> dict[str, int]:
         """The values alive when they are most."""
-        begin: dict[str, tuple[int, int]] = {}
-        end: dict[str, int] = {}
-        for at, (_, (reads, _), sizes) in enumerate(self._steps()):
-            end.update(dict.fromkeys(reads, at))
-            for name, size in sizes.items():
-                if name not in held and name not in begin:
-                    begin[name] = at, size
-        changes: Counter[int] = Counter()
-        for name, (at, size) in begin.items():
-            changes[at] += size
-            changes[end.get(name, at) + 1] -= size
-        alive = most = peak = 0
-        for at in sorted(changes):
-            alive += changes[at]
-            if alive > most:
-                most, peak = alive, at
-        return {name: size for name, (at, size) in begin.items() if size and at <= peak <= end.get(name, at)}
+        sizes = {value: size for _, _, some in steps for value, size in some.items()}
+        uses = [
+            Use(reads, [*some], step.node.op_type if isinstance(step, Compute) and not step.node.domain else "")
+            for step, reads, some in steps
+        ]
+        return {_text(span.value): span.bytes or 0 for span in peak(spans(uses, sizes.get, held))[1]}
 
 
-def _runs_on(step: RankOp) -> str:
+def _text(value: Hashable) -> str:
+    """A value, or one of a call's body."""
+    return f"{value[0]}.{value[1].microbatch}" if isinstance(value, tuple) else str(value)
+
+
+def _runs_on(step: Op) -> str:
     """The target on which an op reads."""
-    if isinstance(step, CopyOp):
+    if isinstance(step, Copy):
         return step.origin
-    return CPU if isinstance(step, CommOp | TaskCall) else step.target
-
-
-def _lies_on(step: RankOp) -> str:
-    """The target on which an op's outputs lie."""
-    return step.target if isinstance(step, CopyOp) else _runs_on(step)
+    return CPU if isinstance(step, Comm | Call) else step.target

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
@@ -17,12 +17,12 @@ from ruamel.yaml.nodes import MappingNode, Node
 
 
 def with_targets(source: Source, text: str, file: Path, name: str, device: Device) -> str:
-    """The text of the plan with targets. CompileError where it is no plan, has targets already, or does not fit on the device."""
+    """The text of the plan with targets. CompileError where it is not a plan, has targets already, or does not fit on the device."""
     if parse_plan(text, str(file)).target:
         fact = "the plan has targets already"
         raise CompileError(Problem(str(file), fact, help="remove its section 'target', and have it proposed anew"))
 
-    def compiled(some: ProposedTargets) -> Program:
+    def compiled(some: ProposedTargets) -> Complete:
         plan = parse_plan(_edited(text, some), str(file))
         return step_program(dataclasses.replace(source, model=source.model.clone()), plan, name)
 

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
-from partc.compiler.placement.repeated import repeatable
+from partc.compiler.ir.program import Typed
+from partc.compiler.placement.computed_at_readers import repeatable
 from partc.runtime.artifact import format as fmt
 
 HEAVY = 1000
@@ -40,7 +40,7 @@ class Unit:
         return (self.weights + self.work) / 2
 
 
-def along(program: Program, modules: Sequence[tuple[str, list[ir.Node]]]) -> tuple[list[Unit], dict[ir.Node, int]]:
+def along(program: Typed, modules: Sequence[tuple[str, list[ir.Node]]]) -> tuple[list[Unit], dict[ir.Node, int]]:
     """The units in order, without shares, and the place of the unit of every node but those that run wherever they are read."""
     index = {node: k for k, node in enumerate(program.model.graph)}
     floating = floats(program)
@@ -69,7 +69,7 @@ def along(program: Program, modules: Sequence[tuple[str, list[ir.Node]]]) -> tup
     return units, _places(program, {node: place[path] for node, path in of.items()}, floating)
 
 
-def floats(program: Program) -> set[ir.Node]:
+def floats(program: Typed) -> set[ir.Node]:
     """The nodes that run wherever they are read: of constants, of sizes alone, or cheaply of inputs without a large weight."""
     known: set[ir.Value] = set(program.model.graph.initializers.values())
     found: dict[ir.Node, str] = {}
@@ -81,7 +81,7 @@ def floats(program: Program) -> set[ir.Node]:
     sizes = {value: weight_bytes(value) for value in program.model.graph.initializers.values()}
     large = {value for value, size in sizes.items() if size * HEAVY > sum(sizes.values())}
     read = weights_read(program)
-    for node in repeatable(program, {}, found):
+    for node in repeatable(program, {}, found, ()):
         if not large.isdisjoint((*program.reads[node], *read.get(node, ()))):
             large.update(node.outputs)
         else:
@@ -89,7 +89,7 @@ def floats(program: Program) -> set[ir.Node]:
     return set(found)
 
 
-def weights_read(program: Program) -> dict[ir.Node, list[ir.Value]]:
+def weights_read(program: Typed) -> dict[ir.Node, list[ir.Value]]:
     """The initializers that each node reads, also through a Transpose and the like of them; those nodes themselves read none."""
     of: dict[ir.Value, list[ir.Value]] = {value: [value] for value in program.model.graph.initializers.values()}
     found: dict[ir.Node, list[ir.Value]] = {}
@@ -103,13 +103,18 @@ def weights_read(program: Program) -> dict[ir.Node, list[ir.Value]]:
     return found
 
 
+def stored_bytes(value: ir.Value) -> int:
+    """The bytes of an initializer."""
+    return 0 if value.const_value is None else value.const_value.nbytes
+
+
 def weight_bytes(value: ir.Value) -> int:
     """The bytes of an initializer that is a weight; a table of indices, which exporters fold out of a mask, is none."""
     indices = value.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
-    return 0 if value.const_value is None or indices else value.const_value.nbytes
+    return 0 if indices else stored_bytes(value)
 
 
-def _sources(program: Program, of: Mapping[ir.Node, str], floating: set[ir.Node]) -> dict[ir.Value, frozenset[str]]:
+def _sources(program: Typed, of: Mapping[ir.Node, str], floating: set[ir.Node]) -> dict[ir.Value, frozenset[str]]:
     """By value the units that it comes of, through nodes of none."""
     found: dict[ir.Value, frozenset[str]] = {}
     for node in program.model.graph:
@@ -185,7 +190,7 @@ def _in_order(
     return [groups[k] for k in found]
 
 
-def _places(program: Program, own: Mapping[ir.Node, int], floating: set[ir.Node]) -> dict[ir.Node, int]:
+def _places(program: Typed, own: Mapping[ir.Node, int], floating: set[ir.Node]) -> dict[ir.Node, int]:
     """The unit of every node: its own, else the last that it reads from; of what reads from none, the first that reads it."""
     found: dict[ir.Node, int] = {}
     for node in program.model.graph:

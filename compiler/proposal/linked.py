@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 
@@ -44,17 +44,17 @@ class Linked:
         """The weights that have such a dim, each once."""
         return list(dict.fromkeys(value for value, _ in self.places if value.is_initializer()))
 
-    def bytes(self, program: Program) -> int:
+    def bytes(self, program: Typed) -> int:
         """The bytes of these weights."""
         return sum(value.const_value.nbytes for value in self.weights if value.const_value is not None)
 
-    def size(self, program: Program) -> int | str:
+    def size(self, program: Typed) -> int | str:
         """The size of the dim that the first product has, else of any."""
         value, dim = next((place for place in self.places if place[0].is_initializer()), self.places[0])
         shape = program.values[value].shape
         return shape[dim] if shape is not None else "?"
 
-    def indivisible(self, program: Program, shards: int) -> str:
+    def indivisible(self, program: Typed, shards: int) -> str:
         """What cannot be divided into equal shards, in words; "" if everything can."""
         known = {name: info.facts for name, info in program.symbols.items()}
         for value, dim in self.places:
@@ -68,7 +68,7 @@ class Linked:
         return "" if wrong is None else f"{wrong} heads or groups are not divisible by {shards}"
 
 
-def linked_dims(program: Program) -> list[Linked]:
+def linked_dims(program: Typed) -> list[Linked]:
     """All sets of linked dims that a weight is part of, in the order of the graph."""
     work = _Links(program)
     for node in program.model.graph:
@@ -77,7 +77,7 @@ def linked_dims(program: Program) -> list[Linked]:
 
 
 class _Links:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Typed) -> None:
         self.program = program
         self.parent: dict[Place, Place] = {}
         self.constants: set[ir.Value] = set(program.model.graph.initializers.values())

@@ -13,7 +13,7 @@ def template(path: str) -> str:
 
 
 def patterns(chosen: Sequence[str], covered: Callable[[str], bool]) -> list[str]:
-    """Patterns that match the chosen paths; `covered` tells of a pattern whether it matches nothing else that matters."""
+    """Patterns that match the chosen paths; `covered` says whether a pattern matches nothing else that matters."""
     alike: dict[str, list[str]] = {}
     for path in chosen:
         alike.setdefault(template(path), []).append(path)

@@ -1,7 +1,7 @@
 """A whole plan for a model: tensor parallel, data parallel and stages, alone or composed, with the reasons as comments.
 
 The mesh is `{pp: stages, dp: dp, tp: tp}`: neighbouring ranks share a layer, which they talk about most. The plan is compiled before it
-is given: what it says of communication is what the compiler made of it, and a cut that it refuses is left out and told.
+is given: what it says of communication is what the compiler made of it, and a sharding that it refuses is left out with a comment.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import onnx_ir as ir
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, start, step_program
 from partc.compiler.plan.read import parse_plan
@@ -31,7 +30,7 @@ from partc.compiler.proposal.targets import Device, ProposedTargets, propose_tar
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
-from partc.compiler.sharding.budget import largest_first
+from partc.compiler.sharding.values.budget import largest_first
 from partc.runtime.units import count
 
 _ROUNDS = 8
@@ -76,7 +75,7 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
     batch = _batch(source, degrees.dp)
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
-    program = _shaped(source, frame, name)
+    program = run_passes(start(*_parsed(source, frame, name)), shapes)
     cut = (
         tensor_parallel(_taken_apart(source, frame, name), program.paths.values(), degrees.tp)
         if degrees.tp > 1
@@ -101,12 +100,15 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
             own = targets.section() if targets is not None else ()
             sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own)
             outputs = tuple(_outputs(source, degrees, kept))
-            given = Proposed(tuple(head), tuple(_ranks(degrees, mesh)), sections, batch.names, outputs, free)
+            ranks = [f"ranks: {degrees.ranks}"]
+            if degrees.mesh:
+                ranks += [f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"]
+            given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free)
             return starting_plan(source.model, paths, name, symbols, given)
 
         bare = text([])
         try:
-            done = step_program(*_given(source, bare, name))
+            done = step_program(*_parsed(source, bare, name))
         except CompileError as error:
             if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                 raise
@@ -117,43 +119,32 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
         if device is None:
             return text(_head(degrees, done, cut, stages, missing)), missing
 
-        def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Program:
-            return step_program(*_given(source, text([], some), name))
+        def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
+            return step_program(*_parsed(source, text([], some), name))
 
         targets, done = propose_targets(compiled, device, name)
         return text(_head(degrees, done, cut, stages, missing, "targets"), targets), missing
     raise CompileError(Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks"))
 
 
-def _given(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
+def _parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
     """What a compile begins with, by the text of a plan; passes may rewrite the model, so it is one of its own."""
     return dataclasses.replace(source, model=source.model.clone()), parse_plan(text, _FILE), name
 
 
-def _shaped(source: Source, text: str, name: str) -> Program:
-    """The program with shapes, by the text of a plan."""
-    return run_passes(start(*_given(source, text, name)), through=shapes)
-
-
-def _taken_apart(source: Source, frame: str, name: str) -> Program:
+def _taken_apart(source: Source, frame: str, name: str) -> Typed:
     """The program in the form that is cut: detours taken out, and packed weights taken apart, so that each part is linked by itself."""
     text = f'{frame}sharding: {{"**": colwise}}\n'
     try:
-        return run_passes(start(*_given(source, text, name)), through=unpack)
+        return run_passes(start(*_parsed(source, text, name)), unpack)
     except CompileError:
-        return run_passes(start(*_given(source, text, name)), through=straighten)
-
-
-def _ranks(degrees: Degrees, mesh: str) -> Iterator[str]:
-    yield f"ranks: {degrees.ranks}"
-    if degrees.mesh:
-        yield f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
+        return run_passes(start(*_parsed(source, text, name)), straighten)
 
 
 _AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
-def _placed_by_model(program: Program, stages: list[Stage]) -> dict[str, int]:
+def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
     """By path the nodes that the model places itself, which the plan must place to win: with the stage where they run."""
     lines = [placed.pattern for placed in program.declared.placements if not placed.role]
     nodes = {node: None for pattern in lines for node in matched_nodes(program, pattern)}
@@ -183,7 +174,7 @@ def _placement(
     yield ""
 
 
-def _astray(done: Program, degrees: Degrees) -> dict[str, int]:
+def _astray(done: Complete, degrees: Degrees) -> dict[str, int]:
     """By path the nodes that read from a later stage than theirs, with that stage, and those of no one stage, with their first reader's.
 
     A node that `sharding` alone names and that reads inputs alone would run on all ranks.
@@ -205,7 +196,7 @@ def _astray(done: Program, degrees: Degrees) -> dict[str, int]:
 
 
 def _sections(
-    program: Program, degrees: Degrees, batch: _Batch, cut: TensorParallel | None, kept: list[Cache]
+    program: Typed, degrees: Degrees, batch: _Batch, cut: TensorParallel | None, kept: list[Cache]
 ) -> Iterator[str]:
     if cut is not None and cut.groups:
         yield "sharding:"
@@ -247,7 +238,7 @@ def _outputs(source: Source, degrees: Degrees, kept: list[Cache]) -> Iterator[st
 
 
 def _head(
-    degrees: Degrees, done: Program, cut: TensorParallel | None, stages: list[Stage], missing: list[str], *others: str
+    degrees: Degrees, done: Complete, cut: TensorParallel | None, stages: list[Stage], missing: list[str], *others: str
 ) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what it leaves out."""
     parts = [
@@ -261,7 +252,8 @@ def _head(
     listed = ", ".join(f"{number} {op}" for op, number in sorted(counts.items()))
     yield f"# Communication in a step: {listed or 'none'}."
     for event in largest_first(done)[:3]:
-        yield f"#   {event.op_type} of '{event.name}', {event.bytes} bytes to a rank: {_plain(event.cause)}"
+        cause = event.cause.partition(" (")[0]  # without the line of a plan that is not written yet
+        yield f"#   {event.op_type} of '{event.name}', {event.bytes} bytes to a rank: {cause}"
     if uneven(stages):
         costs = ", ".join(f"{100 * stage.cost:.0f} %" for stage in stages)
         yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
@@ -270,11 +262,6 @@ def _head(
         yield from (f"#   {line}" for line in cut.whole)
     for line in missing:
         yield f"# Not recognized: {line}"
-
-
-def _plain(cause: str) -> str:
-    """A cause without its plan line, since the plan is not written yet."""
-    return cause.partition(" (")[0]
 
 
 def _missing(degrees: Degrees, cut: TensorParallel | None, stages: list[Stage]) -> Iterator[str]:
@@ -316,7 +303,8 @@ def _batch(source: Source, dp: int) -> _Batch:
     tensors = [v for v in graph.inputs if v.name not in graph.initializers and v.shape is not None and len(v.shape)]
     if not tensors:
         raise CompileError(Problem(graph.name or "the model", "no input has a dim that could be the batch"))
-    firsts = [_first(value) for value in tensors]
+    dims = [value.shape[0] for value in tensors if value.shape is not None]
+    firsts = [dim if isinstance(dim, int) else dim.value for dim in dims]
     most = collections.Counter(firsts).most_common(1)[0][0]
     for value, first in zip(tensors, firsts, strict=True):
         (found.inputs if first == most else found.others).append(value.name or "")
@@ -342,9 +330,3 @@ def _divided(symbols: Mapping[str, Symbol], name: str, dp: int) -> Symbol:
     except ValueError as error:
         fact = f"'{name}' cannot be divisible by {dp}: {error}"
         raise CompileError(Problem(name, fact, help="choose another --dp")) from None
-
-
-def _first(value: ir.Value) -> int | str | None:
-    assert value.shape is not None
-    dim = value.shape[0]
-    return dim if isinstance(dim, int) else dim.value

@@ -2,7 +2,7 @@
 
 The law. The model falls into units: modules, and what is inside of them where one is too large, but for members of a list (`layers.3`),
 which stay together while they fit into a stage. Units stand in an order in which each reads of earlier ones alone (`flow.py`), so a stage
-does. A unit weighs the mean of its share of the weights and of the operations at middling sizes. Stages are within a tenth of equal
+does. A unit weighs the mean of its share of the weights and of the operations at typical sizes. Stages are within a tenth of equal
 costs where runs of units allow that, else the heaviest is as light as they allow; within that the stages are as even as can be (the sum
 of squares), where fewer bytes that go over a cut count a little. If whole members of lists leave them uneven, a member is cut in parts,
 but only where no more bytes go over than between members. Only modules that read weights are named: the rest joins them.
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.operations import multiply_adds
-from partc.compiler.ir.program import Program
-from partc.compiler.placement.middling import Middling
+from partc.compiler.ir.program import Typed
+from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import HEAVY, Unit, along, weight_bytes, weights_read
 from partc.compiler.proposal.names import patterns
+from partc.runtime.artifact.liveness import Span, alive
 
 EVEN = 0.1
 """By how much of an equal cost a stage may differ."""
@@ -33,7 +34,7 @@ _GAIN = 0.01
 
 @dataclass(frozen=True)
 class Stage:
-    """Units that run together, the paths that name them, the bytes that arrive at middling sizes, and all nodes that run there."""
+    """Units that run together, the paths that name them, the bytes that arrive at typical sizes, and all nodes that run there."""
 
     units: tuple[Unit, ...]
     paths: tuple[str, ...]
@@ -56,7 +57,7 @@ class Stage:
         return f"{100 * self.cost:.0f} % of the cost: {100 * weights:.0f} % of the weights, {100 * work:.0f} % of the operations"
 
 
-def balanced_stages(program: Program, count: int) -> list[Stage]:
+def balanced_stages(program: Typed, count: int) -> list[Stage]:
     """The stages in order; fewer than `count` where the model has fewer units with weights."""
     costs = _Costs(program)
     whole = _Way.of(program, costs, _units(program, costs, count, in_parts=False))
@@ -81,7 +82,7 @@ class _Way:
     crossing: list[int]
 
     @classmethod
-    def of(cls, program: Program, costs: _Costs, modules: Sequence[tuple[str, list[ir.Node]]]) -> _Way:
+    def of(cls, program: Typed, costs: _Costs, modules: Sequence[tuple[str, list[ir.Node]]]) -> _Way:
         units, at = along(program, modules)
         for node, k in at.items():
             costs.add(units[k], node)
@@ -136,8 +137,8 @@ def _heaviest(stages: Sequence[Stage]) -> float:
 class _Costs:
     """Shares of all weights and operations by node; a weight counts for the node that reads it first."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.sizes = program, Middling(program)
+    def __init__(self, program: Typed) -> None:
+        self.program, self.sizes = program, TypicalSizes(program)
         self.read = weights_read(program)
         first: dict[ir.Value, ir.Node] = {}
         for node, weights in self.read.items():
@@ -147,13 +148,12 @@ class _Costs:
         self.products = {node for value, node in first.items() if value.shape is not None and len(value.shape) > 1}
         for value, node in first.items():
             self.bytes[node] = self.bytes.get(node, 0) + weight_bytes(value)
-        self.operations = {node: self._operations(node) for node in program.model.graph}
+        self.operations = {
+            node: multiply_adds(node, list(map(self._sizes, node.inputs)), list(map(self._sizes, node.outputs)))
+            for node in program.model.graph
+        }
         self.all_bytes = max(1, sum(self.bytes.values()))
         self.all_operations = max(1, sum(self.operations.values()))
-
-    def _operations(self, node: ir.Node) -> int:
-        some = [[self._sizes(value) for value in values] for values in (node.inputs, node.outputs)]
-        return multiply_adds(node, *some)
 
     def _sizes(self, value: ir.Value | None) -> list[int] | None:
         shape = self.program.values[value].shape if value is not None and value in self.program.values else None
@@ -168,7 +168,7 @@ class _Costs:
         return sum(map(weight_bytes, self.read.get(node, ()))) * HEAVY > self.all_bytes
 
 
-def _units(program: Program, costs: _Costs, count: int, in_parts: bool) -> list[tuple[str, list[ir.Node]]]:
+def _units(program: Typed, costs: _Costs, count: int, in_parts: bool) -> list[tuple[str, list[ir.Node]]]:
     """The modules and nodes that are placed as one and have weights: each with its path."""
     found: list[tuple[str, list[ir.Node]]] = []
     waiting = [("", list(program.model.graph))]
@@ -192,29 +192,28 @@ def _units(program: Program, costs: _Costs, count: int, in_parts: bool) -> list[
     return found
 
 
-def _crossing(program: Program, at: dict[ir.Node, int], count: int) -> list[int]:
-    """Per unit the bytes that go from the ones before it to it or to later ones, at middling sizes."""
-    sizes = Middling(program)
-    changes = [0] * (count + 1)
+def _crossing(program: Typed, at: dict[ir.Node, int], count: int) -> list[int]:
+    """Per unit the bytes that go from the ones before it to it or to later ones, at typical sizes."""
+    sizes, crossing = TypicalSizes(program), []
     for node, own in at.items():
         for out in node.outputs:
             last = max((at[use.node] for use in out.uses() if use.node in at), default=0)
             if last > own:
-                changes[own + 1] += sizes.bytes_of(out)
-                changes[last + 1] -= sizes.bytes_of(out)
-    found, running = [], 0
-    for change in changes[:count]:
-        running += change
-        found.append(running)
-    return found
+                crossing.append(Span(out.name or "", own + 1, last, (), sizes.bytes_of(out)))
+    totals, found = dict(alive(crossing, 0)), [0]
+    for k in range(count):
+        found.append(totals.get(k, found[-1]))
+    return found[1:]
 
 
 def _partition(costs: Sequence[float], crossing: Sequence[float], count: int) -> list[int]:
     """The indices at which runs begin, except the first; none begins where the bytes are infinite.
 
-    An equal cost is one of all costs, as `uneven` has it: what runs wherever it is read is no stage's.
+    An equal cost is one of all costs, as `uneven` has it: what runs wherever it is read belongs to no stage.
     """
-    upto, toll = _sums(costs), _toll(crossing)
+    usual = float(np.median([size for size in crossing[1:] if size < math.inf] or [0]))
+    upto = np.concatenate([[0.0], np.cumsum(costs)])
+    toll = _BYTES * np.array(crossing, float) / max(1.0, usual)
     if close := _runs(upto, toll, count, ((1 - EVEN) / count, (1 + EVEN) / count)):
         return close
     n = len(costs)
@@ -225,16 +224,6 @@ def _partition(costs: Sequence[float], crossing: Sequence[float], count: int) ->
             heaviest = np.maximum(least[k - 1, :end], upto[end] - upto[:end])
             least[k, end] = np.where(np.isfinite(toll[:end]), heaviest, math.inf).min()
     return _runs(upto, toll, count, (0.0, max(float(least[count, n]), (1 + EVEN) / count)))
-
-
-def _sums(costs: Sequence[float]) -> np.ndarray:
-    return np.concatenate([[0.0], np.cumsum(costs)])
-
-
-def _toll(crossing: Sequence[float]) -> np.ndarray:
-    """What a cut before each unit costs beside unevenness; infinite where the bytes are."""
-    usual = float(np.median([size for size in crossing[1:] if size < math.inf] or [0]))
-    return _BYTES * np.array(crossing, float) / max(1.0, usual)
 
 
 def _runs(upto: np.ndarray, toll: np.ndarray, count: int, allowed: tuple[float, float]) -> list[int]:

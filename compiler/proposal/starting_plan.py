@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
+from partc.compiler.ir.graph import nodes_of
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.schema import is_dim_name
+from partc.compiler.proposal.flow import stored_bytes
 from partc.runtime.units import count, size_text
 
 MOST_LINES = 200
@@ -48,7 +50,7 @@ class _Part:
     def add(self, node: ir.Node, parameters: list[ir.Value]) -> None:
         self.nodes += 1
         self.ops[node.op_type] += 1
-        self.bytes += sum(_bytes(parameter) for parameter in parameters)
+        self.bytes += sum(stored_bytes(parameter) for parameter in parameters)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def starting_plan(
     from partc.compiler.training.shared import parameter_sizes
 
     graph = model.graph
-    sizes = [_bytes(value) for value in graph.initializers.values()]
+    sizes = [stored_bytes(value) for value in graph.initializers.values()]
     elements = parameter_sizes(model, paths)
     parameters = f"{count(len(elements), 'parameter')} of {count(sum(elements), 'element')}"
     counts = f"{count(len(graph), 'node')}, {parameters}, {size_text(sum(sizes))}"
@@ -263,7 +265,7 @@ def _module(part: _Part, depth: int, total: int) -> Iterator[str]:
     listed = [value for value in part.parameters if not _is_arithmetic(value)]
     for value in listed:
         label = (value.name or "").removeprefix(part.path + ".")
-        yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {size_text(_bytes(value))}"
+        yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {size_text(stored_bytes(value))}"
     for inner in part.inside.values():
         yield from _module(inner, depth + 1, total)
 
@@ -284,7 +286,7 @@ def _loose(nodes: list[tuple[str, ir.Node, list[ir.Value]]], total: int) -> Iter
         yield _line(part.label, part, total, alone=len(run) == 1)
         if length == 1:
             yield from (
-                f"#       . {_shown(v.name or '')}  {_type(v)}  {size_text(_bytes(v))}" for v in part.parameters
+                f"#       . {_shown(v.name or '')}  {_type(v)}  {size_text(stored_bytes(v))}" for v in part.parameters
             )
     yield "#"
 
@@ -301,21 +303,12 @@ def _line(label: str, part: _Part, total: int, alone: bool = False) -> str:
 def _initializers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Value]:
     """The initializers that a node uses, itself or in its bodies, each once, in order."""
     seen: set[str] = set()
-    for inner in (node, *_bodies(node)):
+    for inner in nodes_of([node]):
         for value in inner.inputs:
             name = value.name if value is not None else None
             if value is not None and name and name not in seen and graph.initializers.get(name) is value:
                 seen.add(name)
                 yield value
-
-
-def _bodies(node: ir.Node) -> Iterator[ir.Node]:
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from attribute.as_graph().all_nodes()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            for body in attribute.as_graphs():
-                yield from body.all_nodes()
 
 
 def _is_arithmetic(value: ir.Value) -> bool:
@@ -326,22 +319,16 @@ def _is_arithmetic(value: ir.Value) -> bool:
     return len(shape) == 0 or (len(shape) == 1 and value.dtype == ir.DataType.INT64 and shape.numpy()[0] <= 8)
 
 
-def _bytes(value: ir.Value) -> int:
-    return 0 if value.const_value is None else value.const_value.nbytes
-
-
 def _type(value: ir.Value) -> str:
     kind = value.type
     if kind is not None and not isinstance(kind, ir.TensorType):
         return _shown(str(kind))
-    dtype = "unknown type" if value.dtype is None else _dtype(value.dtype)
+    dtype = "unknown type"
+    if value.dtype is not None:
+        dtype = {"FLOAT": "float32", "DOUBLE": "float64"}.get(value.dtype.name, value.dtype.name.lower())
     if value.shape is None:
         return f"{dtype}, rank unknown"
     return f"{dtype} [{', '.join('?' if _name(dim) is None else _shown(str(_name(dim))) for dim in value.shape)}]"
-
-
-def _dtype(dtype: ir.DataType) -> str:
-    return {"FLOAT": "float32", "DOUBLE": "float64"}.get(dtype.name, dtype.name.lower())
 
 
 def _name(dim: int | ir.SymbolicDim) -> int | str | None:

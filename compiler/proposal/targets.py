@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.cuda_kernels import without_kernel
 from partc.compiler.proposal.device_bytes import DeviceBytes, device_bytes, shape_bytes, sizes_of
 from partc.compiler.proposal.names import among, patterns
@@ -34,7 +34,7 @@ _TOLD = 4
 
 @dataclass(frozen=True)
 class Device:
-    """The GPU of a rank: its bytes, None where they are no limit."""
+    """The GPU of a rank: its bytes, None for no limit."""
 
     bytes: int | None = None
 
@@ -54,7 +54,7 @@ class ProposedTargets:
         yield from (f"  {line}" for line in self.lines)
 
 
-Compile = Callable[[ProposedTargets], Program]
+Compile = Callable[[ProposedTargets], Complete]
 """Compiles the plan with these targets."""
 
 
@@ -64,12 +64,12 @@ class _Group:
     paths: list[str] = field(default_factory=list)
 
 
-def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[ProposedTargets, Program]:
+def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[ProposedTargets, Complete]:
     """The targets, and the program compiled with them. CompileError where a rank's part does not fit on its device."""
     found, limit = ProposedTargets(), device.bytes
     program = compiled(found)
     groups = [*_without_kernels(program), *_tables(program)]
-    offload = program.plan.train is not None and not program.plan.train.target
+    offload = program.plan.train is not None and not program.plan.train.optimizer.target
     moved: set[str] = set()
     while True:
         found = replace(found, lines=tuple(_lines(program, groups)))
@@ -88,7 +88,7 @@ def propose_targets(compiled: Compile, device: Device, name: str) -> tuple[Propo
         groups += more
 
 
-def _lines(program: Program, groups: Sequence[_Group]) -> Iterator[str]:
+def _lines(program: Complete, groups: Sequence[_Group]) -> Iterator[str]:
     yield f'"**": {CUDA}'
     every = list(program.paths.values())
     written: set[str] = set()
@@ -99,7 +99,7 @@ def _lines(program: Program, groups: Sequence[_Group]) -> Iterator[str]:
         yield from (f"{key(pattern)}: {CPU}" for pattern in found)
 
 
-def _without_kernels(program: Program) -> list[_Group]:
+def _without_kernels(program: Complete) -> list[_Group]:
     """The nodes that CUDA has no kernel for, by what they do."""
     found: dict[str, _Group] = {}
     for node in program.targets:
@@ -109,7 +109,7 @@ def _without_kernels(program: Program) -> list[_Group]:
     return list(found.values())
 
 
-def _tables(program: Program) -> Iterator[_Group]:
+def _tables(program: Complete) -> Iterator[_Group]:
     """Large tables of which a step reads little."""
     sizes = sizes_of(program)
     for value in program.model.graph.initializers.values():
@@ -133,7 +133,7 @@ def _is_table(value: ir.Value, readers: Sequence[ir.Node]) -> bool:
     )
 
 
-def _readers(program: Program, value: ir.Value) -> list[ir.Node]:
+def _readers(program: Complete, value: ir.Value) -> list[ir.Node]:
     """The nodes that compute with a weight, as it is or cast, transposed and the like; none where one has no line of its own."""
     found: list[ir.Node] = []
     for node in value.consumers():
@@ -143,7 +143,7 @@ def _readers(program: Program, value: ir.Value) -> list[ir.Node]:
     return list(dict.fromkeys(found))
 
 
-def _not_fitting(program: Program, over: Sequence[DeviceBytes], limit: int, moved: set[str]) -> Iterator[_Group]:
+def _not_fitting(program: Complete, over: Sequence[DeviceBytes], limit: int, moved: set[str]) -> Iterator[_Group]:
     """The next weights to take from the device: tables, then others, the largest first, until the excess is gone by their bytes."""
     graph = program.model.graph
     readers = {value.name or "": _readers(program, value) for value in graph.initializers.values()}

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
-from partc.compiler.placement.middling import Middling
+from partc.compiler.ir.program import Typed
+from partc.compiler.placement.typical_sizes import TypicalSizes
+from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Linked, Place, linked_dims
 from partc.compiler.proposal.names import among, patterns, template
 
@@ -54,7 +55,7 @@ class TensorParallel:
                 yield from (f"{pattern}: {style}" for pattern in patterns(chosen, covered[style]))
 
 
-def tensor_parallel(program: Program, paths: Iterable[str], shards: int) -> TensorParallel:
+def tensor_parallel(program: Typed, paths: Iterable[str], shards: int) -> TensorParallel:
     """Proposes shardings of a model over a mesh axis of `shards` ranks.
 
     `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is.
@@ -73,11 +74,11 @@ def tensor_parallel(program: Program, paths: Iterable[str], shards: int) -> Tens
         styles = [style for _, some in members for style in some]
         groups.append((_reason(program, members[0][0], len(members), members[0][1], shards), tuple(styles)))
     places = tuple(place for one in chosen for place in one.places)
-    return TensorParallel(tuple(groups), tuple(_whole(program, chosen, refused, total)), places)
+    return TensorParallel(tuple(groups), tuple(_replicated_weights(program, chosen, refused, total)), places)
 
 
 def _choose(
-    program: Program, sets: Sequence[Linked], shards: int, total: int
+    program: Typed, sets: Sequence[Linked], shards: int, total: int
 ) -> tuple[list[Linked], list[tuple[Linked, str]]]:
     """The sets of dims to shard, in the order of the graph, and the others with the reason."""
     refused: list[tuple[Linked, str]] = []
@@ -88,7 +89,7 @@ def _choose(
             refused.append((one, against))
         else:
             open_sets.append(one)
-    sizes = Middling(program)
+    sizes = TypicalSizes(program)
     sent = {id(one): _sent(one, sizes) for one in open_sets}
     weights = {id(one): one.bytes(program) for one in open_sets}
     ways: list[Callable[[Linked], float]] = [
@@ -99,7 +100,7 @@ def _choose(
 
     def worth(way: tuple[list[Linked], list[tuple[Linked, str]]]) -> tuple[int, int]:
         sharded = {value for one in way[0] for value in one.weights}
-        return -round(_EVEN * sum(map(_bytes, sharded)) / max(1, total)), sum(sent[id(one)] for one in way[0])
+        return -round(_EVEN * sum(map(stored_bytes, sharded)) / max(1, total)), sum(sent[id(one)] for one in way[0])
 
     chosen, others = min(tried, key=worth)
     order = {id(one): k for k, one in enumerate(sets)}
@@ -127,8 +128,8 @@ def _taken(
     return chosen, refused
 
 
-def _sent(one: Linked, sizes: Middling) -> int:
-    """About how many bytes a cut sends at middling sizes: an AllReduce moves what it sums twice, an output is gathered."""
+def _sent(one: Linked, sizes: TypicalSizes) -> int:
+    """About how many bytes a cut sends at typical sizes: an AllReduce moves what it sums twice, an output is gathered."""
     summed = sum(2 * sizes.bytes_of(node.outputs[0]) for node in one.summed)
     return summed + sum(sizes.bytes_of(value) for value, _ in one.places if value.is_graph_output())
 
@@ -144,7 +145,7 @@ def _ends(one: Linked) -> bool:
 class _Regions:
     """The shortest name of a product: its module where that holds no other weight of two dims, else the node itself."""
 
-    def __init__(self, program: Program, own: frozenset[str]) -> None:
+    def __init__(self, program: Typed, own: frozenset[str]) -> None:
         self.paths = {node: path if path in own else path.rpartition(".")[0] for node, path in program.paths.items()}
         inside: dict[str, set[str]] = {}
         constants = set(program.model.graph.initializers.values())
@@ -165,7 +166,7 @@ class _Regions:
         return module if module and self.inside.get(module, 0) == 1 else path
 
 
-def _reason(program: Program, one: Linked, times: int, styles: Sequence[Style], shards: int) -> str:
+def _reason(program: Typed, one: Linked, times: int, styles: Sequence[Style], shards: int) -> str:
     size = one.size(program)
     each = f"{size // shards} of {size}" if isinstance(size, int) else f"1/{shards} of {size}"
     made = _named(style.path for style in styles if style.style == "colwise")
@@ -185,8 +186,8 @@ def _named(paths: Iterable[str]) -> str:
     return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
 
 
-def _whole(
-    program: Program, chosen: Sequence[Linked], refused: Sequence[tuple[Linked, str]], total: int
+def _replicated_weights(
+    program: Typed, chosen: Sequence[Linked], refused: Sequence[tuple[Linked, str]], total: int
 ) -> Iterator[str]:
     """Weights of two dims or more that stay replicated, the largest first, with the reason."""
     cut = {value for one in chosen for value in one.weights}
@@ -197,18 +198,14 @@ def _whole(
         ):  # the dims that fewer weights have say more: of all that the residual has, a norm is in the way
             why[value] = reason or why.get(value, "")
     left = [value for value in why if value not in cut and value.shape is not None and len(value.shape) > 1]
-    left.sort(key=lambda value: (-_bytes(value), value.name or ""))
+    left.sort(key=lambda value: (-stored_bytes(value), value.name or ""))
     alike: dict[tuple[str, str], list[ir.Value]] = {}
     for value in left:
         alike.setdefault((template(value.name or ""), template(why[value])), []).append(value)
     rows = list(alike.values())
     for some in rows[:_LISTED]:
-        share = 100 * sum(map(_bytes, some)) / max(1, total)
+        share = 100 * sum(map(stored_bytes, some)) / max(1, total)
         more = f" and {len(some) - 1} like it" if len(some) > 1 else ""
         yield f"{some[0].name}{more} ({share:.1f} % of the weights): {why[some[0]] or 'no product reads it'}"
     if len(rows) > _LISTED:
         yield f"and {sum(map(len, rows[_LISTED:]))} smaller ones"
-
-
-def _bytes(value: ir.Value) -> int:
-    return 0 if value.const_value is None else value.const_value.nbytes

@@ -22,7 +22,7 @@ import sympy
 from partc.compiler.analysis.record_dims import dims_of
 from partc.compiler.autodiff.shapes import inverse
 from partc.compiler.dims.normal import normal
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.ops.node import axis_of
 from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.rewriting import Rewriting
@@ -46,7 +46,7 @@ class Counting:
         return not any(self.steps)
 
 
-def counted_indices(program: Program) -> Program:
+def counted_indices(program: Typed) -> Typed:
     """The program without look-ups by indices that count; `paths` and `values` follow."""
     plan = program.plan
     in_time = plan.pipeline is not None or (plan.train is not None and plan.train.accumulate > 1)
@@ -62,7 +62,7 @@ def counted_indices(program: Program) -> Program:
     return work.done()
 
 
-class _Rewritten(Rewriting):
+class _Rewritten(Rewriting[Typed]):
     def gather(self, node: ir.Node, at: _Followed) -> None:
         """A look-up of all elements of a vector by a tensor that counts."""
         data, index = dims_of(node.inputs[0]), at.of(node.inputs[1])
@@ -166,7 +166,7 @@ class _Rewritten(Rewriting):
 class _Followed:
     """What integer tensors count."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Typed) -> None:
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.found: dict[ir.Value, Counting | None] = {}
 

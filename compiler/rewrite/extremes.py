@@ -17,8 +17,8 @@ from partc.compiler.autodiff.reach import flowing
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import reads_of
 from partc.compiler.ir.training import Training
-from partc.compiler.ops.families.extreme import EXTREME
-from partc.compiler.ops.families.local_map import SPREAD, is_collective
+from partc.compiler.ops.families.arithmetic.extreme import EXTREME
+from partc.compiler.ops.families.control.local_map import SPREAD, is_collective
 from partc.compiler.ops.node import constant_ints, operand
 from partc.compiler.ops.rule import OWN
 from partc.compiler.rewrite.train_mode import modules, ranked
@@ -31,7 +31,11 @@ def in_parts(model: ir.Model, training: Training, known: Known) -> None:
     """Replaces every extreme through which a gradient flows, and whose axes are known, by its parts; `known`: what is promised of dims."""
     _collectives_in_parts(model, training, known)
     flows = flowing(reads_of(model.graph), training)
-    nodes = [node for node in model.graph if node in flows and _is_extreme(node)]
+    nodes = [
+        node
+        for node in model.graph
+        if node in flows and (node.op_type in (*_REDUCTIONS, _POOL) and node.domain in ("", "ai.onnx"))
+    ]
     shaped = ranked(model, nodes, known)
     nodes = [node for node in nodes if shaped[node].shape is not None and _axes(node, shaped[node]) != ()]
     if not nodes:
@@ -82,10 +86,6 @@ def _node(
 ) -> ir.Node:
     given = ir.convenience.convert_attributes(dict(attributes))
     return ir.Node(domain, op_type, inputs, given, outputs=[made], version=1 if domain else None)
-
-
-def _is_extreme(node: ir.Node) -> bool:
-    return node.op_type in (*_REDUCTIONS, _POOL) and node.domain in ("", "ai.onnx")
 
 
 def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Pass: a program that does not train, of a plan with microbatches, becomes the program of one microbatch.
 
-Which values hold records, and that the rest is the same in every microbatch, follows from the ops' rules (`sharding/records.py`). Nodes
+Which values hold records, and that the rest is the same in every microbatch, follows from the ops' rules (`sharding/flow.py`). Nodes
 that have records get the local form that they would have on a rank: extents that they are given are divided, and the shape of a value
 is that of the whole batch. Then the shapes are inferred anew, of a microbatch, and held against those of the batch.
 
@@ -9,42 +9,39 @@ is that of the whole batch. Then the shapes are inferred anew, of a microbatch, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
-import sympy
 from onnx_shape_inference import SYM_DATA_KEY
-from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.analysis.part_symbols import quotient
+from partc.compiler.analysis.part_symbols import BatchDims, quotient
 from partc.compiler.analysis.shapes import inferred
 from partc.compiler.dims.facts import Facts
-from partc.compiler.dims.normal import normal
-from partc.compiler.dims.reading import read, symbol
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.microbatched import Microbatched
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.value_info import Array, Dim, Shape, SymbolInfo, ValueInfo
+from partc.compiler.ir.program import Annotated
+from partc.compiler.ir.value_info import Shape, SymbolInfo
+from partc.compiler.ir.values import derived
 from partc.compiler.ops.rule import Rule
 from partc.compiler.rewrite.rewriting import Rewriting
-from partc.compiler.sharding.records import Records, local_form
+from partc.compiler.sharding.flow import Flow
+from partc.compiler.sharding.local_in_time import local_in_time
 
 _SHOWN = 3
 
 
-def in_microbatches(program: Program) -> Program:
-    """Fills `microbatched`, and makes symbols and shapes those of a microbatch. CompileError where that cannot be."""
+def in_microbatches(program: Annotated) -> Annotated:
+    """Adds the outputs to `batch_dims`, and makes symbols and shapes those of a microbatch. CompileError where that cannot be."""
     rules = program.plan.pipeline
     if rules is None or program.plan.train is not None or rules.microbatches == 1:
         return program
     count = rules.microbatches
-    given, symbols = _batch(program, count)
-    found = Records(program, given, count)
+    symbols = _symbols(program, count)
+    found = Flow(program, count)
     _refuse(program, found)
     graph = program.model.graph
     before = {value: program.values[value].shape for value in program.values}
     part = _smaller(program, found, count)
-    records = {value: found.rows[value].dim for value in (*graph.inputs, *graph.outputs) if value in found.rows}
+    records = {value: one.dim for value in (*graph.inputs, *graph.outputs) if (one := found.shard(value)) is not None}
     for value, dim in records.items():
         size = value.shape[dim] if value.is_graph_input() and value.shape is not None else None
         if value.shape is not None and isinstance(size, int):
@@ -53,13 +50,13 @@ def in_microbatches(program: Program) -> Program:
         for out in node.outputs:
             out.metadata_props.pop(SYM_DATA_KEY, None)
     part = inferred(replace(part, symbols={**program.symbols, **symbols}))
-    _hold(part, found, before, {symbol(name): symbol(name) / count for name in symbols}, program.symbols, count)
-    return replace(part, microbatched=Microbatched(count, records))
+    _hold(part, found, before, count)
+    return replace(part, batch_dims=records)
 
 
-def _batch(program: Program, count: int) -> tuple[dict[ir.Value, int], dict[str, SymbolInfo]]:
-    """The inputs that hold records, with the dim of these; and the symbols of a microbatch, where they differ from those of the batch."""
-    rules, graph = program.plan.pipeline, program.model.graph
+def _symbols(program: Annotated, count: int) -> dict[str, SymbolInfo]:
+    """The symbols of a microbatch, where they differ from those of the batch."""
+    rules, graph, given = program.plan.pipeline, program.model.graph, program.batch_dims
     assert rules is not None
     tensors = [value for value in graph.inputs if isinstance(value.type, ir.TensorType)]
     law = f"a batch is cut into {count} microbatches"
@@ -73,7 +70,6 @@ def _batch(program: Program, count: int) -> tuple[dict[ir.Value, int], dict[str,
         for value in tensors
         if value.shape is None
     ]
-    given = _holding({value: value.shape.dims for value in tensors if value.shape is not None})
     if not given and not problems:
         problems = [Problem(rules.where, "no input has a dim for the records of a batch", law, "leave out `pipeline`")]
     symbols: dict[str, SymbolInfo] = {}
@@ -91,29 +87,7 @@ def _batch(program: Program, count: int) -> tuple[dict[ir.Value, int], dict[str,
             symbols[name] = replace(info, facts=part, parts=count, whole=facts)
     if problems:
         raise CompileError(problems)
-    return given, symbols
-
-
-def _holding(dims: Mapping[ir.Value, tuple[int | ir.SymbolicDim, ...]]) -> dict[ir.Value, int]:
-    """The inputs that hold records: those that have the batch at some place; it is the first input's first dim, or its first dynamic one.
-
-    An input with another dynamic size at its first place holds records too, if no input has that size at a later one.
-    """
-    own = next((some for some in dims.values() if some), ())
-    first = next((dim for dim in own if isinstance(dim, ir.SymbolicDim)), own[0] if own else None)
-    if first is None:
-        return {}
-    if isinstance(first, int):
-        return {value: 0 for value, some in dims.items() if some and some[0] == first}
-    later = {str(dim.value) for some in dims.values() for dim in some[1:] if isinstance(dim, ir.SymbolicDim)}
-    found: dict[ir.Value, int] = {}
-    for value, some in dims.items():
-        names = [str(dim.value) if isinstance(dim, ir.SymbolicDim) else "" for dim in some]
-        if str(first.value) in names:
-            found[value] = names.index(str(first.value))
-        elif names and names[0] and names[0] not in later:
-            found[value] = 0
-    return found
+    return symbols
 
 
 def _indivisible(value: ir.Value, dim: int, name: str, facts: Facts, where: str, count: int) -> Problem:
@@ -129,7 +103,7 @@ def _indivisible(value: ir.Value, dim: int, name: str, facts: Facts, where: str,
     )
 
 
-def _refuse(program: Program, found: Records) -> None:
+def _refuse(program: Annotated, found: Flow) -> None:
     """Raises CompileError for nodes on the way to an output that cannot run by microbatches, and outputs whose records lie apart."""
     rules, graph = program.plan.pipeline, program.model.graph
     assert rules is not None
@@ -139,15 +113,15 @@ def _refuse(program: Program, found: Records) -> None:
         if wanted.isdisjoint(node.outputs):
             continue
         wanted.update(program.reads[node])
-        if node in found.refused:
-            named.append(f"{program.paths[node]} ({node.op_type}) {found.refused[node]}")
-    apart = [value.name for value in graph.outputs if value in found.rows and found.rows[value].apart != 1]
+        if node in found.mixing:
+            named.append(f"{program.paths[node]} ({node.op_type}) {found.mixing[node]}")
+    apart = [value.name for value in graph.outputs if (one := found.shard(value)) is not None and one.apart != 1]
     named = [*named[::-1], *(f"output '{name}' has no dim of records alone" for name in apart)]
     if not named:
         return
     shown = "; ".join(named[:_SHOWN])
     more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-    first, dim = next((value, rows.dim) for value, rows in found.given.items())
+    first, dim = next(iter(program.batch_dims.items()))
     raise CompileError(
         Problem(
             rules.where,
@@ -158,16 +132,16 @@ def _refuse(program: Program, found: Records) -> None:
     )
 
 
-def _smaller(program: Program, found: Records, count: int) -> Program:
+def _smaller(program: Annotated, found: Flow, count: int) -> Annotated:
     """The program with every node that takes or makes records in its local form, and constants of them cut."""
     work = Rewriting(program)
-    for value, rows in found.alike.items():
+    for value, shard in found.alike.items():
         tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
-        if tensor is None or value not in found.rows:
+        if tensor is None or found.shard(value) is None:
             continue
         array = tensor.numpy()
-        less = array.take(range(array.shape[rows.dim] // count), rows.dim)
-        made = _constant(work, value.name or "", less)
+        less = array.take(range(array.shape[shard.dim] // count), shard.dim)
+        made = work.constant(_free(work, value.name or ""), less)
         value.replace_all_uses_with(made)
         if (producer := value.producer()) is not None:
             work.drop([producer])
@@ -177,58 +151,42 @@ def _smaller(program: Program, found: Records, count: int) -> Program:
     return work.done()
 
 
-def _localize(work: Rewriting, node: ir.Node, rule: Rule, letter: str, count: int) -> None:
+def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str, count: int) -> None:
     """Rewrites a node as its local form says: nodes before it, its own operands and attributes, nodes behind it."""
-    local = local_form(work.before, node, rule, {letter: count}, {letter: 0})
-    assert rule.local is not None
-    rule.local(local)
+    local = local_in_time(work.before, node, rule, letter, count)
+    itself = local.itself
+    assert itself is not None
     there = {value.name or "": value for value in node.inputs if value is not None}
-    own = next(k for k, one in enumerate(local.nodes) if one.op_type == node.op_type)
-    given = [value.name or "" for value in local.nodes[own].inputs if value is not None]
-    if len(local.nodes) == 1 and given == [name for name in local.inputs if name]:
-        return
-    for name, array in local.constants.items():
-        there[name] = _constant(work, name, array)
+    there |= {name: work.constant(_free(work, name), array) for name, array in local.constants.items()}
+    own = local.nodes.index(itself)
     for one in local.nodes[:own]:
         _put(work, node, one, there)
-    new = local.nodes[own]
-    node.resize_inputs(len(new.inputs))
-    for k, value in enumerate(new.inputs):
+    node.resize_inputs(len(itself.inputs))
+    for k, value in enumerate(itself.inputs):
         node.replace_input_with(k, None if value is None else there[value.name or ""])
-    for attribute in new.attributes.values():
+    for attribute in itself.attributes.values():
         node.attributes.add(attribute)
-    if len(local.nodes) == own + 1:
+    if itself is local.nodes[-1]:
         return
     out = node.outputs[0]
     name = out.name or ""
     made = work.like(out, name)
-    there[new.outputs[0].name or ""], there[name] = out, made
-    out.name = _free(work, new.outputs[0].name or "")
+    there[itself.outputs[0].name or ""], there[name] = out, made
+    out.name = _free(work, itself.outputs[0].name or "")
     out.replace_all_uses_with(made, replace_graph_outputs=True)
     at = node
     for one in local.nodes[own + 1 :]:
         at = _put(work, at, one, there, behind=True)
 
 
-def _free(work: Rewriting, name: str) -> str:
+def _free(work: Rewriting[Annotated], name: str) -> str:
     """The name of what is made for a microbatch: ranks' local forms take the plain words."""
-    name = f"{name}.of_microbatch"
-    while name in work.before.own_names:
-        name += "'"
-    return name
+    return derived(f"{name}.of_microbatch", work.before.own_names)
 
 
-def _constant(work: Rewriting, name: str, array: Array) -> ir.Value:
-    name = _free(work, name)
-    tensor = ir.Tensor(array, name=name)
-    kind = ir.TensorType(tensor.dtype)
-    value = ir.Value(name=name, type=kind, shape=ir.Shape(array.shape), const_value=tensor)
-    work.graph.register_initializer(value)
-    work.values[value] = ValueInfo(type_text(kind), array.shape, array.itemsize)
-    return value
-
-
-def _put(work: Rewriting, at: ir.Node, one: ir.Node, there: dict[str, ir.Value], behind: bool = False) -> ir.Node:
+def _put(
+    work: Rewriting[Annotated], at: ir.Node, one: ir.Node, there: dict[str, ir.Value], behind: bool = False
+) -> ir.Node:
     """A node of a local form in front of another, or behind it; `there` has its operands by their names, and gets what it makes."""
     outputs = [
         there.setdefault(value.name or "", ir.Value(name=_free(work, value.name or ""))) for value in one.outputs
@@ -243,47 +201,19 @@ def _put(work: Rewriting, at: ir.Node, one: ir.Node, there: dict[str, ir.Value],
     return node
 
 
-def _hold(
-    part: Program,
-    found: Records,
-    before: Mapping[ir.Value, Shape | None],
-    shares: Mapping[sympy.Symbol, sympy.Expr],
-    symbols: Mapping[str, SymbolInfo],
-    count: int,
-) -> None:
+def _hold(part: Annotated, found: Flow, before: Mapping[ir.Value, Shape | None], count: int) -> None:
     """Raises CompileError for the first values whose shape in a microbatch is not that of the batch, with fewer records."""
-    known = {name: info.facts for name, info in symbols.items()}
-
-    def in_batch(dim: Dim, times: int) -> str:
-        expression = read(str(dim))
-        if expression is None:
-            return str(dim)
-        return str(normal(expression.subs(shares, simultaneous=True) * times, known))
-
-    def wrong(node: ir.Node) -> Iterator[str]:
+    dims = BatchDims(part.symbols, count)
+    for node in part.model.graph:
         for out in node.outputs:
-            whole, less = before.get(out), part.values[out].shape
+            whole, less, shard = before.get(out), part.values[out].shape, found.shard(out)
             if whole is None or less is None:
                 continue
-            along = found.rows[out].dim if out in found.rows else None
-            have = [in_batch(dim, count if along == k else 1) for k, dim in enumerate(less)]
-            if have != [in_whole(dim, known) for dim in whole]:
-                yield f"'{out.name}' is {_text(whole)} of a batch, and {_text(less)} of a microbatch"
-
-    graph = part.model.graph
-    for node in graph:
-        if told := next(wrong(node), ""):
+            have = dims.shape(less, None if shard is None else shard.dim)
+            if dims.normal(have) == dims.normal(whole):
+                continue
             assert part.plan.pipeline is not None
+            told = f"'{out.name}' is ({', '.join(map(str, whole))}) of a batch, and ({', '.join(map(str, less))}) of a microbatch"
             fact = f"{node.op_type} ({part.paths[node]}) has no records to cut: {told}"
             law = "a value has the records of its microbatch, or is the same in all of them"
             raise CompileError(Problem(part.plan.pipeline.where, fact, law, "export the model with a dynamic batch"))
-
-
-def in_whole(dim: Dim, known: Mapping[str, Facts]) -> str:
-    """A dim in normal form."""
-    expression = read(str(dim))
-    return str(dim) if expression is None else str(normal(expression, known))
-
-
-def _text(shape: Shape) -> str:
-    return f"({', '.join(map(str, shape))})"

@@ -8,14 +8,7 @@ from collections.abc import Iterator, Mapping
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import INSIDE, is_inside
-from partc.compiler.ops.families.local_map import (
-    ENTER,
-    LINE,
-    axes_named,
-    is_border,
-    line_of,
-    specs,
-)
+from partc.compiler.ops.families.control.local_map import ENTER, LINE, axes_named, is_border, line_of, specs
 from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.groups import shown_mesh
 from partc.compiler.plan.rules import Plan

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from partc.compiler.annotations.read import read
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Loaded
 from partc.compiler.rewrite.local_maps import with_sizes
 from partc.compiler.rewrite.opset import OLDEST, TARGET, converted, cuts
 
 
-def normalize(program: Program) -> Program:
+def normalize(program: Loaded) -> Loaded:
     """The program with its model converted, and with the paths of its nodes. CompileError where the converter cannot."""
     plan, declared, trains = program.plan, program.declared, program.plan.train is not None
     cut = cuts(plan, declared)
@@ -24,4 +24,5 @@ def normalize(program: Program) -> Program:
     if declared.annotations and cut and not trains:  # a converter makes nodes anew
         again = read(model, program.name, declared.annotations.asked)
         declared = replace(declared, annotations=again)
-    return replace(program, model=model, declared=declared, paths=node_paths(model))
+    paths = program.paths if list(model.graph) == list(program.paths) else node_paths(model)
+    return replace(program, model=model, declared=declared, paths=paths)

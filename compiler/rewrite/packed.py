@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.packed import PART, PackedBox
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ParameterOptions
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.node import constant_ints
@@ -32,9 +32,9 @@ from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.rewrite.rewriting import Rewriting
-from partc.compiler.sharding.asked import Outlet, asked_parts, outlets, through
-from partc.compiler.sharding.seeds import TENSOR_PARALLEL
-from partc.compiler.sharding.styles import parameter_factor, source_of, styled
+from partc.compiler.sharding.requested_parts import Outlet, asked_parts, outlets, taken_apart, through
+from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
+from partc.compiler.sharding.seeding.styles import parameter_factor, source_of, styled
 
 MOST_PARTS = 8
 """A Split into more, of which nothing is said, takes something else apart: heads, positions."""
@@ -44,7 +44,7 @@ Parts = tuple[int, list[ir.Value]]
 """The dim of a value that is taken apart, and the values of its parts."""
 
 
-def unpack(program: Program) -> Program:
+def unpack(program: Typed) -> Typed:
     """The program with the packed weights taken apart that a colwise rule speaks of.
 
     Raises CompileError where a rule says `packed` and the weight has no such parts.
@@ -61,8 +61,8 @@ def unpack(program: Program) -> Program:
     return work.finished()
 
 
-class _Unpacking(Rewriting):
-    def __init__(self, program: Program) -> None:
+class _Unpacking(Rewriting[Typed]):
+    def __init__(self, program: Typed) -> None:
         super().__init__(program)
         self.problems: list[Problem] = []
         self.parts: dict[ir.Value, Parts] = {}
@@ -71,14 +71,15 @@ class _Unpacking(Rewriting):
         self.constants: set[ir.Node] = set()
         known = set(self.graph.initializers.values())
         for node in self.graph:
-            if all(value in known for value in program.reads[node]):
+            if known.issuperset(program.reads[node]):
                 known.update(node.outputs)
                 self.constants.add(node)
         self.known = known
+        self.apart = taken_apart(program.reads)
         mesh = dict(program.plan.mesh)
         self.ranks = mesh.get(TENSOR_PARALLEL, 1) if mesh else program.plan.ranks
 
-    def finished(self) -> Program:
+    def finished(self) -> Typed:
         """The program, with the parts of a parameter in its place among those that training changes."""
         training = self.before.training
         if training is None:
@@ -91,13 +92,14 @@ class _Unpacking(Rewriting):
     def node(self, node: ir.Node, rule: ShardingRule) -> None:
         """Takes the weight of one node apart, if the rule or the graph says into what."""
         said, subject, node = rule.packed, f"sharding of '{self.paths[node]}'", styled(node)
-        factor = parameter_factor(rule_of(node), node, "colwise", self.known.__contains__)
+        own = rule_of(node)
+        factor = parameter_factor(own, node, "colwise", self.known.__contains__)
         if factor is None:
             return
         k, letter = factor
         operand = node.inputs[k]
         assert operand is not None
-        at = (rule_of(node).inputs[k] or "").index(letter)
+        at = (own.inputs[k] or "").index(letter)
         source = source_of(operand, at, self.known.__contains__)
         size = source[0].shape[source[1]] if source is not None and source[0].shape is not None else None
         if source is None or not isinstance(size, int) or len(list(source[0].uses())) > 1:
@@ -127,6 +129,8 @@ class _Unpacking(Rewriting):
             help_ = "write the sizes of the parts: packed: [64, 16, 16]"
             self.problems.append(Problem(rule.where, f"{named} cannot be packed as {said} equal parts", help=help_))
             return []
+        if weight not in self.apart:
+            return [size]
         ends = asked_parts(weight, dim)
         sizes = [int((end - begin) * size) for begin, end in itertools.pairwise(ends)]
         fits = all((end * size).denominator == 1 for end in ends) and all(part % self.ranks == 0 for part in sizes)

@@ -28,9 +28,8 @@ from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ir.values import derived
 from partc.compiler.matching import matched_nodes, nothing_matched
 from partc.compiler.ops.registry import draws, entry_of
 from partc.compiler.plan.precision import PrecisionRules
@@ -47,7 +46,7 @@ _STORAGE = (
 )
 
 
-def precision(program: Program) -> Program:
+def precision(program: Typed) -> Typed:
     """The program with Casts where the plan's precision wants them; trained weights of 16 bits are float32 and cast in any case.
 
     CompileError for a pattern that matches nothing, and where nothing would compute in 16 bits.
@@ -65,24 +64,26 @@ def precision(program: Program) -> Program:
     if rules is not None and not work.lowered and program.kind is ProgramKind.STEP:
         fact = f"no operator of the model computes in {rules.compute}"
         law = "products of floating-point tensors do: MatMul, Gemm, Einsum, Conv, recurrent layers and attention"
-        raise CompileError(Problem(rules.where, fact, law, "take 'precision' out, or keep less"))
-    told = [f"{rules.where}: {_STORAGE}"] if rules is not None and rules.compute == "bfloat16" else []
+        raise CompileError(Problem(rules.where(), fact, law, "take 'precision' out, or keep less"))
+    told = [f"{rules.where()}: {_STORAGE}"] if rules is not None and rules.compute == "bfloat16" else []
     if rules is not None and training is None:
         told += [
-            f"{rules.where}: 'precision.{key}' is of a training, and there is no 'train'" for key in rules.of_training
+            f"{rules.where()}: 'precision.{key}' is of a training, and there is no 'train'"
+            for key in ("loss_scale", "messages")
+            if key in rules.model_fields_set
         ]
     return work.done(warnings=(*program.warnings, *told))
 
 
-def _kept(program: Program, rules: PrecisionRules) -> frozenset[ir.Node]:
+def _kept(program: Typed, rules: PrecisionRules) -> frozenset[ir.Node]:
     """The nodes that stay in float32."""
     found: set[ir.Node] = set()
     problems = []
-    for pattern, where in rules.keep:
+    for k, pattern in enumerate(rules.keep):
         hit = matched_nodes(program, pattern)
         found.update(hit)
         if not hit:
-            problems.append(nothing_matched(program, pattern, where))
+            problems.append(nothing_matched(program, pattern, rules.where("keep", k)))
     if problems:
         raise CompileError(problems)
     return frozenset(found)
@@ -97,12 +98,11 @@ class _Group:
     allowed: frozenset[str]
 
 
-class _Typing(Rewriting):
-    def __init__(self, program: Program, rules: PrecisionRules | None, kept: frozenset[ir.Node]) -> None:
+class _Typing(Rewriting[Typed]):
+    def __init__(self, program: Typed, rules: PrecisionRules | None, kept: frozenset[ir.Node]) -> None:
         super().__init__(program)
         self.rules, self.kept = rules, kept
         self.low = _LOW[rules.compute] if rules else FLOAT
-        self.names = set(program.own_names)
         self.own: dict[ir.Value, ir.DataType] = {
             value: value.dtype
             for value in program.values
@@ -142,7 +142,7 @@ class _Typing(Rewriting):
             if before is None or value.dtype == before:
                 continue
             name = value.name or ""
-            value.name = self._free(f"{name}.{_word(value.dtype)}")
+            value.name = self.free(f"{name}.{_word(value.dtype)}")
             leaving = self.casts.get((value, before))
             if leaving is not None:
                 leaving.name = name
@@ -176,7 +176,8 @@ class _Typing(Rewriting):
         weak = all(value in self.weak for value in operands)
         if self.rules is None or own is None or bodies(node) or is_inside(node):
             return own
-        if weak and not self._is_product(node):
+        entry = entry_of(node)
+        if weak and (entry is None or entry.precision != "low"):
             return self.low if self._is_for_products(node) else own
         high = FLOAT if f"tensor({_word(FLOAT)})" in group.allowed else own
         exact = node in self.kept or not self.exact.isdisjoint(node.outputs) or self._is_exact(node)
@@ -210,10 +211,6 @@ class _Typing(Rewriting):
         numbers = np.abs(tensor.numpy().astype(np.float64))
         finite = numbers[np.isfinite(numbers) & (numbers > 0)]
         return bool(finite.size == 0 or (finite.max() <= 65504 and finite.min() >= 2.0**-24))
-
-    def _is_product(self, node: ir.Node) -> bool:
-        entry = entry_of(node)
-        return entry is not None and entry.precision == "low"
 
     def _is_for_products(self, node: ir.Node) -> bool:
         """Whether a node hands on what it reads, in another form, and that to products in 16 bits only: it takes their type then."""
@@ -277,7 +274,7 @@ class _Typing(Rewriting):
         known = self.casts.get((value, kind))
         if known is not None:
             return known
-        made = self._cast_value(value, kind, self._free(f"{value.name}.{_word(kind)}"))
+        made = self._cast_value(value, kind, self.free(f"{value.name}.{_word(kind)}"))
         self.casts[value, kind] = made
         tensor = None if value in self.learned else ir.convenience.get_const_tensor(value)
         if tensor is not None:
@@ -312,11 +309,6 @@ class _Typing(Rewriting):
     def _retype(self, value: ir.Value, kind: ir.DataType) -> None:
         value.type = ir.TensorType(kind)
         self.values[value] = replace(self.values[value], type=type_text(value.type), item_bytes=kind.bitwidth // 8)
-
-    def _free(self, name: str) -> str:
-        found = derived(name, self.names)
-        self.names.add(found)
-        return found
 
 
 def _schema(node: ir.Node, opset: int) -> onnx.defs.OpSchema | None:

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.value_info import Dim, ValueInfo
+from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.ir.program import Typed
+from partc.compiler.ir.value_info import Array, Dim, ValueInfo
+from partc.compiler.ir.values import derived
+
+T = TypeVar("T", bound=Typed)
 
 
-class Rewriting:
+class Rewriting(Generic[T]):
     """The graph of a program in the making; `done` gives the program of it."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: T) -> None:
         self.before = program
         self.graph = program.model.graph
         self.paths, self.values = dict(program.paths), dict(program.values)
 
-    def done(self, **changed: Any) -> Program:
+    def done(self, **changed: Any) -> T:
         """The program after all changes."""
         paths = {node: self.paths[node] for node in self.graph}
         return replace(self.before, paths=paths, values=self.values, **changed)
+
+    def free(self, name: str) -> str:
+        """The name, with strokes where the model has it already; it is taken from then on."""
+        found = derived(name, self._names)
+        self._names.add(found)
+        return found
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return set(self.before.own_names)
 
     def like(self, value: ir.Value, name: str, sizes: Mapping[int, Dim] | None = None) -> ir.Value:
         """A new value as `value` is, but for the sizes of these dims."""
@@ -42,13 +57,14 @@ class Rewriting:
         self.values[made] = replace(info, shape=None if info.shape is None else tuple(info.shape[k] for k in order))
         return made
 
-    def constant(self, name: str, numbers: Sequence[int] | int) -> ir.Value:
-        """A new constant of int64: a vector, or one number."""
-        tensor = ir.Tensor(np.array(numbers, np.int64), name=name)
-        shape = tuple(tensor.shape.numpy())
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=tensor)
+    def constant(self, name: str, numbers: Array | Sequence[int] | int) -> ir.Value:
+        """A new constant: an array, or an int64 vector or number."""
+        array = numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64)
+        tensor = ir.Tensor(array, name=name)
+        kind = ir.TensorType(tensor.dtype)
+        value = ir.Value(name=name, type=kind, shape=ir.Shape(array.shape), const_value=tensor)
         self.graph.register_initializer(value)
-        self.values[value] = ValueInfo("tensor(int64)", shape, 8)
+        self.values[value] = ValueInfo(type_text(kind), array.shape, array.itemsize)
         return value
 
     def vector(self, name: str, size: int) -> ir.Value:

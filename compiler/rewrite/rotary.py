@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.ops.node import dims, operand
 from partc.compiler.rewrite.rewriting import Rewriting
 
 
-def repeat_tables(program: Program) -> Program:
+def repeat_tables(program: Typed) -> Typed:
     """The program with an Expand in front of every table of one record that more records read."""
     work = Rewriting(program)
     found = [node for node in work.graph if node.op_type == "RotaryEmbedding" and node.domain in ("", "ai.onnx")]
@@ -30,7 +30,7 @@ def repeat_tables(program: Program) -> Program:
     return work.done() if found else program
 
 
-def _repeated(work: Rewriting, node: ir.Node, table: ir.Value) -> ir.Value:
+def _repeated(work: Rewriting[Typed], node: ir.Node, table: ir.Value) -> ir.Value:
     path, data = work.paths[node], node.inputs[0]
     assert data is not None
     name = f"{path}.{table.name}"

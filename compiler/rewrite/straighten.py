@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from partc.compiler.autodiff.shapes import inverse
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.ops.node import constant_ints, counted, same
 from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.rewriting import Rewriting
 
 
-def straighten(program: Program) -> Program:
+def straighten(program: Typed) -> Typed:
     """The program with every such detour taken out of its model; `paths` and `values` follow."""
     if not cuts(program.plan, program.declared):
         return program
@@ -70,7 +70,7 @@ def _copies_a_dim(node: ir.Node) -> bool:
     return joined is None or any(0 in (constant_ints(joined, k) or ()) for k in range(len(joined.inputs)))
 
 
-def _straight(work: Rewriting, first: ir.Node, turn: ir.Node, last: ir.Node) -> None:
+def _straight(work: Rewriting[Typed], first: ir.Node, turn: ir.Node, last: ir.Node) -> None:
     """Reshapes to the dims of the end at once, and transposes there."""
     end, merged = last.outputs[0], first.outputs[0].shape
     assert end.shape is not None
@@ -87,7 +87,7 @@ def _straight(work: Rewriting, first: ir.Node, turn: ir.Node, last: ir.Node) -> 
     work.drop([first, turn, last])
 
 
-def _target(work: Rewriting, last: ir.Node, back: list[int]) -> ir.Value:
+def _target(work: Rewriting[Typed], last: ir.Node, back: list[int]) -> ir.Value:
     """The target of `last` with its entries in the order that the dims have before they are transposed."""
     given = last.inputs[1]
     assert given is not None

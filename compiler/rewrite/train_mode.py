@@ -2,7 +2,7 @@
 
 Exporters give models in inference form, where BatchNormalization takes the running statistics and Dropout does nothing. Training works on
 the single-device model, before anything is placed or cut: normalizations take the statistics of the batch and give new running ones,
-dropouts draw masks (`ops/families/dropout.py`). Nodes keep their paths, so that patterns match as before; one that becomes
+dropouts draw masks (`ops/families/neural/dropout.py`). Nodes keep their paths, so that patterns match as before; one that becomes
 several is the module of these.
 
     modes = to_training(model, cut=True, seed=7, frozen=lambda name: False)
@@ -22,7 +22,7 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, bodies
-from partc.compiler.ops.families.dropout import DROPOUT
+from partc.compiler.ops.families.neural.dropout import DROPOUT
 from partc.compiler.ops.node import single
 from partc.compiler.ops.rule import OWN
 from partc.compiler.rewrite.batch_norm import decompose, infer_in_place, train_in_place, unbiased
@@ -87,7 +87,8 @@ def to_training(
     statistics = _trained(model, training, shaped)
     if not drawing:
         return Modes(statistics, None)
-    step = _step(graph)
+    step = ir.Value(name=STEP, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+    graph.inputs.append(step)
     for node, ratio in drawing.items():
         assert ratio is not None
         _seeded(node, ratio, step, seed)
@@ -201,12 +202,6 @@ def _forget(graph: ir.Graph | ir.Function, values: list[ir.Value | None]) -> Non
     for value in dict.fromkeys(values):
         if value is not None and value.is_initializer() and not value.uses() and isinstance(graph, ir.Graph):
             graph.initializers.pop(value.name or "", None)
-
-
-def _step(graph: ir.Graph) -> ir.Value:
-    value = ir.Value(name=STEP, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
-    graph.inputs.append(value)
-    return value
 
 
 def _attributes(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[Problem]:

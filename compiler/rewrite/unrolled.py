@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.graph import INSIDE, is_inside
-from partc.compiler.ops.families.local_map import AXIS_INDEX, ENTER, LEAVE, axes_named, is_border, is_collective, specs
+from partc.compiler.ops.families.control.local_map import (
+    AXIS_INDEX,
+    ENTER,
+    LEAVE,
+    axes_named,
+    is_border,
+    is_collective,
+    specs,
+)
 from partc.compiler.ops.rule import OWN
 
 Place = tuple[int, ...]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.compiler.errors import Problem
-from partc.runtime.artifact.cells import marked
+from partc.runtime.artifact.tasks.task import marked
 
 
 @dataclass(frozen=True)

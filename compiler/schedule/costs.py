@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task, parse
+from partc.runtime.artifact.tasks.task import Kind, Task, parse
 
 if TYPE_CHECKING:
     import sympy
@@ -35,12 +35,12 @@ class StageCost:
     deferred: float | None = None
 
     @property
-    def whole_backward(self) -> float:
+    def full_backward(self) -> float:
         """The time of a backward pass that is one task."""
         return self.backward + self.weight if self.whole is None else self.whole
 
     @property
-    def kept_for_weight(self) -> float:
+    def saved_for_weight(self) -> float:
         """What is kept from B to W."""
         return self.saved if self.deferred is None else self.deferred
 
@@ -51,7 +51,7 @@ class Costs:
 
     `unit` is that of what is saved, `clock` that of times; `sizes` are those of the symbols that times are for. `fixed`: what each home
     keeps besides, over the whole step. `expressions`: per stage what is saved and deferred, in the symbols. `unbounded`: a dim that has no
-    largest size, so that amounts in bytes are no bound.
+    largest size, so that amounts in bytes are not a bound.
     """
 
     stages: tuple[StageCost, ...]
@@ -67,7 +67,7 @@ class Costs:
     precision: float = 1e-3
     """The part of a time that is not worth a search: more where times are estimates."""
 
-    def kept_besides(self, home: int) -> float:
+    def constant_memory(self, home: int) -> float:
         """What a home keeps over the whole step."""
         return self.fixed[home] if self.fixed else 0.0
 
@@ -80,7 +80,7 @@ class Costs:
             return cost.forward
         if task.kind is Kind.WEIGHT:
             return cost.weight
-        return cost.backward if split else cost.whole_backward
+        return cost.backward if split else cost.full_backward
 
     def travel(self, stages: Stages, reader: int, maker: int) -> float:
         """How long a value or cotangent is on its way from one stage to another: nothing where both are on the same homes."""
@@ -134,13 +134,6 @@ def _with_time(cost: StageCost, kind: Kind, time: float, apart: bool) -> StageCo
 def unit_costs(stages: Stages, message: float = 0.0) -> Costs:
     """F = B = W = 1 for every home and microbatch, in equal parts for its stages; so is what a microbatch saves."""
     return Costs(tuple(StageCost(share, share, share, saved=share) for share in _shares(stages)), message)
-
-
-def transfer_times(
-    sizes: Mapping[tuple[int, int], float], latency: float, bandwidth: float
-) -> dict[tuple[int, int], float]:
-    """The time of a message per edge: latency + bytes / bandwidth."""
-    return {edge: latency + size / bandwidth for edge, size in sizes.items()}
 
 
 def _shares(stages: Stages) -> list[float]:

@@ -34,7 +34,7 @@ from partc.compiler.schedule.memory import TOLERANCE, amount_text, peak_counts, 
 from partc.compiler.schedule.messages import message_counts
 from partc.compiler.schedule.schedule import Row, Schedule
 from partc.compiler.schedule.simulate import Timing, simulate
-from partc.runtime.artifact.cells import Task
+from partc.runtime.artifact.tasks.task import Task
 
 GRAMMAR = 2
 _WIDTH = 120
@@ -93,14 +93,14 @@ def _cost_text(s: int, schedule: Schedule, costs: Costs) -> str:
     if any(stage == s for stage, _ in schedule.split):
         text += f" B {cost.backward:.4g} W {cost.weight:.4g}"
     else:
-        text += f" B {cost.whole_backward:.4g}"
+        text += f" B {cost.full_backward:.4g}"
     saved = f"{costs.expressions[s][0]} bytes" if costs.expressions else amount_text(cost.saved, BYTES)
     return f"{text}, saves {saved}"
 
 
 def _bytes_text(schedule: Schedule, home: int, costs: Costs) -> str:
     """The bytes of what a home keeps at its peak, and besides."""
-    besides = costs.kept_besides(home)
+    besides = costs.constant_memory(home)
     least = "at least " if costs.unbounded else ""
     if not any(schedule.stages.backward):
         return f", keeps {least}{amount_text(besides, BYTES)}"

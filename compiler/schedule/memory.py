@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 from partc.runtime.units import parse_bytes, size_text
 
 _MICROBATCHES = re.compile(r"(\d+(?:\.\d+)?) ?microbatch(?:es)?")
@@ -63,9 +63,9 @@ def change(task: Task, split: bool, costs: Costs) -> float:
         case Kind.FORWARD:
             return cost.saved
         case Kind.BACKWARD:
-            return (cost.kept_for_weight if split else 0.0) - cost.saved
+            return (cost.saved_for_weight if split else 0.0) - cost.saved
         case Kind.WEIGHT:
-            return -cost.kept_for_weight
+            return -cost.saved_for_weight
 
 
 def peaks(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from partc.compiler.schedule.schedule import Schedule
-from partc.runtime.artifact.cells import Task
+from partc.runtime.artifact.tasks.task import Task
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 Row = tuple[Task, ...]
 
@@ -61,11 +61,10 @@ def scheduled(name: str, stages: Stages, microbatches: int, by_stage: Iterable[t
     """
     rows: list[Row] = [()] * stages.rows
     for home, row in by_stage:
-        rows[home] = tuple(task for task in row if _runs(task, stages))
+        rows[home] = tuple(
+            task
+            for task in row
+            if task.kind is Kind.FORWARD
+            or (stages.splittable[task.stage] if task.kind is Kind.WEIGHT else stages.backward[task.stage])
+        )
     return Schedule(name, stages, microbatches, tuple(rows))
-
-
-def _runs(task: Task, stages: Stages) -> bool:
-    if task.kind is Kind.FORWARD:
-        return True
-    return stages.splittable[task.stage] if task.kind is Kind.WEIGHT else stages.backward[task.stage]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.precedence import Precedence, precedence
 from partc.compiler.schedule.schedule import Schedule
-from partc.runtime.artifact.cells import Task
+from partc.runtime.artifact.tasks.task import Task
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 class Edge(NamedTuple):
@@ -186,18 +186,3 @@ def grouped(groups: Sequence[Sequence[int]], edges: Iterable[Edge], backward: Se
         of.setdefault(tuple(s for s, group in enumerate(groups) if rank in group), []).append(rank)
     homes = [tuple(h for h, stages in enumerate(of) if s in stages) for s in range(len(groups))]
     return Stages(tuple(homes), tuple(sorted(edges)), tuple(map(tuple, of.values())), tuple(backward))
-
-
-def one_each(ranks: int) -> Stages:
-    """Stage s on rank s."""
-    return chain(range(ranks))
-
-
-def loop(ranks: int, turns: int) -> Stages:
-    """Stage s on rank s mod p, `turns` stages a rank."""
-    return chain([*range(ranks)] * turns)
-
-
-def vee(ranks: int) -> Stages:
-    """Two stages a rank, there and back."""
-    return chain([*range(ranks), *reversed(range(ranks))])

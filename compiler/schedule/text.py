@@ -14,7 +14,7 @@ from partc.compiler.schedule.cells import WrongCell
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
 from partc.compiler.schedule.validity import check, problems, wrong_cells
-from partc.runtime.artifact.cells import Task, parse
+from partc.runtime.artifact.tasks.task import Task, parse
 
 _CELL = "a cell is a stage, F, B or W, and a microbatch, such as 2F0"
 
@@ -29,17 +29,13 @@ def schedule_of_text(
     places = [where] * len(rows) if isinstance(where, str) else list(where)
     if found := _misnamed(rows, stages, places):
         raise CompileError(found)
-    cells = [_cells(row) for row in rows]
+    cells = [row.rpartition(":")[2].split() for row in rows]
     tasks = [[_task(cell) for cell in row] for row in cells]
     unknown = [_unknown(r, c, cells[r][c]) for r, row in enumerate(tasks) for c, task in enumerate(row) if task is None]
     if unknown:
         raise CompileError(problems([*unknown, *wrong_cells(tasks, stages, microbatches)], places, stages, cells))
     known = tuple(tuple(task for task in row if task) for row in tasks)
     return check(Schedule("text", stages, microbatches, known), places)
-
-
-def _cells(row: str) -> list[str]:
-    return row.rpartition(":")[2].split()
 
 
 def _task(cell: str) -> Task | None:

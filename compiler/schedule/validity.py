@@ -16,7 +16,7 @@ from partc.compiler.schedule.cells import WrongCell
 from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 _SHOWN = 6
 _ONCE = "every F and every B runs once on each home of its stage, a W at most once"

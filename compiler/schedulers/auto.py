@@ -30,7 +30,7 @@ from partc.compiler.schedulers.interleaved import interleaved
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.compiler.schedulers.zbv import zbv
-from partc.runtime.artifact.cells import Kind
+from partc.runtime.artifact.tasks.task import Kind
 
 _WORK = 400_000
 """Tasks that are put in order or simulated at most. Named orders, and greedy ones under the limit, are tried in any case."""

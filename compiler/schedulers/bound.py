@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import TOLERANCE
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _times(stages: Stages, s: int, i: int, costs: Costs, apart: bool) -> tuple[f
 def _jobs(
     home: int, stages: Stages, microbatches: int, costs: Costs, way: Ways, apart: Sequence[bool]
 ) -> Iterator[tuple[float, float, float]]:
-    """Of all tasks of each stage and kind on a home: the earliest begin, their time together, and what must follow each."""
+    """The tasks of each stage and kind on a home: their earliest begin, their total time, and what must follow each."""
     for s in stages.on[home]:
         if costs.measured:
             each = [_times(stages, s, i, costs, apart[s]) for i in range(microbatches)]
@@ -133,7 +133,7 @@ def _area(
 ) -> float:
     """The time that a home needs for what is saved, at most `limit` of it at a time."""
     own = [s for s in stages.on[home] if stages.backward[s]]
-    areas = {s: _kept(s, costs, way, apart[s]) for s in own}
+    areas = {s: _least_saved(s, costs, way, apart[s]) for s in own}
     if not own or limit <= 0:
         return 0.0
     begin = min(way.before[s] for s in own)
@@ -147,11 +147,11 @@ def _area(
     return begin + needed + end
 
 
-def _kept(s: int, costs: Costs, way: Ways, apart: bool) -> float:
-    """Of one microbatch in a stage: the least of saved amount times time."""
+def _least_saved(s: int, costs: Costs, way: Ways, apart: bool) -> float:
+    """The least saved amount times time of one microbatch in a stage."""
     cost = costs.stages[s]
     until = way.forward[s] + way.around[s]
-    whole = cost.saved * (until + cost.whole_backward)
+    whole = cost.saved * (until + cost.full_backward)
     if not apart or costs.measured:
         return cost.saved * (until + way.backward[s])
-    return min(whole, cost.saved * (until + cost.backward) + cost.kept_for_weight * cost.weight)
+    return min(whole, cost.saved * (until + cost.backward) + cost.saved_for_weight * cost.weight)

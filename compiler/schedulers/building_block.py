@@ -14,7 +14,7 @@ from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import TOLERANCE
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 _STRETCHES = (1.0, 1.1, 1.25, 1.5)
 

@@ -139,14 +139,11 @@ def _name(schedule: object, stages: Stages, where: str) -> str | Problem:
     if text in NAMED and not NAMED[text].fits(stages):
         fitting = [name for name, other in NAMED.items() if name != "gpipe" and other.fits(stages)]
         help = f"{NAMED[text].help}, or write schedule: {' or '.join([*fitting, 'auto'])}"
-        return Problem(where, f"schedule: {text} does not fit stages on {_homes_text(stages)}", NAMED[text].law, help)
+        shown = [stages.label(*homes) for homes in stages.homes[:_SHOWN]]
+        more = f" and {len(stages) - _SHOWN} more" if len(stages) > _SHOWN else ""
+        homes = ", ".join(shown) + more
+        return Problem(where, f"schedule: {text} does not fit stages on {homes}", NAMED[text].law, help)
     return text
-
-
-def _homes_text(stages: Stages) -> str:
-    shown = [stages.label(*homes) for homes in stages.homes[:_SHOWN]]
-    more = f" and {len(stages) - _SHOWN} more" if len(stages) > _SHOWN else ""
-    return ", ".join(shown) + more
 
 
 def _auto(stages: Stages, microbatches: int, limit: Limit | None, costs: Costs, where: str) -> Schedule:
@@ -157,7 +154,7 @@ def _auto(stages: Stages, microbatches: int, limit: Limit | None, costs: Costs, 
         fact = f"no schedule keeps to memory: {limit}: {over}"
         law = "a rank keeps at least what one microbatch saves in all of its stages"
         raise CompileError(Problem(where, fact, law, _remedy(limit, stages, costs)))
-    room = [limit.amount - costs.kept_besides(home) for home in range(stages.rows)]
+    room = [limit.amount - costs.constant_memory(home) for home in range(stages.rows)]
     return auto(stages, microbatches, costs, room).schedule
 
 
@@ -177,7 +174,7 @@ def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, sch
     counts = peaks(schedule, costs.in_microbatches(stages)) if schedule is not None else (1.0,) * stages.rows
     some = []
     for home, one in enumerate(kept):
-        besides = costs.kept_besides(home)
+        besides = costs.constant_memory(home)
         if within([one + besides], [limit.amount]):
             continue
         text = f"{stages.label(home)} keeps {amount_text(one + besides, limit.unit)}"
@@ -192,7 +189,7 @@ def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, sch
 
 
 def _remedy(limit: Limit, stages: Stages, costs: Costs) -> str:
-    least = max(one + costs.kept_besides(home) for home, one in enumerate(one_microbatch(stages, costs)))
+    least = max(one + costs.constant_memory(home) for home, one in enumerate(one_microbatch(stages, costs)))
     if limit.unit == MICROBATCHES:
         return f"raise the limit: from {amount_text(least, MICROBATCHES)} on there is a schedule"
     enough = size_text(least * (1 - TOLERANCE), at_least=True)

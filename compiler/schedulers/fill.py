@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import TOLERANCE, change
 from partc.compiler.schedule.schedule import Schedule
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 def fill(
@@ -56,7 +56,10 @@ class _Fill:
         while self.ticks:
             now, home = heapq.heappop(self.ticks)
             if now >= self.free[home]:
-                self._defer(home)
+                # backward passes for which no task waits leave the order as soon as they can run
+                row = self.todo[home]
+                while self.late_sources and row and self._may_wait(row[0]) and self._ready(row[0]) is not None:
+                    self.late[home].append(row.popleft())
                 task, begin = self._choose(home, now)
                 if task is not None:
                     self._do(task, begin)
@@ -64,13 +67,7 @@ class _Fill:
             return None
         return Schedule(self.order.name, self.order.stages, self.order.microbatches, tuple(map(tuple, self.rows)))
 
-    def _defer(self, home: int) -> None:
-        """Backward passes for which no task waits leave the order as soon as they can run."""
-        row = self.todo[home]
-        while self.late_sources and row and self._may_be_late(row[0]) and self._ready(row[0]) is not None:
-            self.late[home].append(row.popleft())
-
-    def _may_be_late(self, task: Task) -> bool:
+    def _may_wait(self, task: Task) -> bool:
         stages = self.order.stages
         return task.kind is Kind.BACKWARD and not stages.splittable[task.stage] and len(stages.homes[task.stage]) == 1
 
@@ -84,7 +81,9 @@ class _Fill:
         if ready is not None and self._fits(task):
             ready = max(ready, now)
             wait = ready - now
-            if wait <= TOLERANCE * now or not late or wait < self.patience * self._time(late[0]):
+            if not late or wait <= TOLERANCE * now:
+                return (task, ready)
+            if wait < self.patience * self.costs.time(late[0], self._is_split(late[0])):
                 return (task, ready)
         return (late[0], now) if late and (self._ready(late[0]) or 0.0) <= now else (None, now)
 
@@ -116,9 +115,6 @@ class _Fill:
             return False
         (home,) = self.order.stages.homes[task.stage]
         return self.used[home] + change(task, True, self.costs) <= self.limits[home] * (1 + TOLERANCE)
-
-    def _time(self, task: Task) -> float:
-        return self.costs.time(task, self._is_split(task))
 
     def _do(self, task: Task, begin: float) -> None:
         stages = self.order.stages

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from partc.compiler.schedule.schedule import Schedule, scheduled
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 def gpipe(stages: Stages, microbatches: int) -> Schedule:

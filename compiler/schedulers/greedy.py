@@ -17,7 +17,7 @@ from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import TOLERANCE
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 class Preference(Enum):
@@ -71,14 +71,14 @@ class _Greedy:
         for s in self.stages.on[home]:
             for kind in (Kind.BACKWARD, Kind.FORWARD) if self.stages.backward[s] else (Kind.FORWARD,):
                 task = Task(s, kind, self.next[s, kind])
-                if task.microbatch < self.microbatches and self._is_there(task, now) and self._is_admitted(task):
+                if task.microbatch < self.microbatches and self._has_inputs(task, now) and self._is_admitted(task):
                     ready.append(task)
         if not ready:
             return None
         task = min(ready, key=self._key)
         return task if all(self.free[other] <= now for other in self.stages.homes[task.stage]) else None
 
-    def _is_there(self, task: Task, now: float) -> bool:
+    def _has_inputs(self, task: Task, now: float) -> bool:
         until = now * (1 + TOLERANCE)
         for need in self.stages.needs(task):
             end = self.ended.get(need, math.inf)

@@ -15,7 +15,7 @@ from partc.compiler.schedule.memory import TOLERANCE, peaks, within
 from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import Timing, simulate
-from partc.runtime.artifact.cells import Task
+from partc.runtime.artifact.tasks.task import Task
 
 _TABU = 12
 

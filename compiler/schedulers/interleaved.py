@@ -14,7 +14,7 @@ import itertools
 
 from partc.compiler.schedule.schedule import Schedule, scheduled
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 def interleaved(stages: Stages, microbatches: int) -> Schedule:

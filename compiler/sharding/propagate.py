@@ -10,11 +10,13 @@ pull n ids' rows moves (P-1)/P n (8 + row) bytes a rank at most, and to gather i
 A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so. But for a
 parameter that other ranks serve: how it is cut there says nothing of how they compute.
 
-The result depends on the graph and on the given cuts alone, not on the order in which rules are listed.
+The result depends on the graph and on the given cuts alone, not on the order in which rules are listed. What a node has refused it would
+refuse again, so it is asked anew only where a neighbour has changed; one that looks rows up also where it has changed itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -23,7 +25,7 @@ import onnx_ir as ir
 from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding, Operand, Pinned
 from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.sharded import Group
-from partc.compiler.layout.layout import Layout, Mesh
+from partc.compiler.layout.layout import Layout, Mesh, layout_of
 from partc.compiler.ops.rule import WHOLE
 
 
@@ -55,52 +57,81 @@ class Propagation:
     divides: Callable[[NodeOnGroup, str, int], bool]
     readers: dict[tuple[ir.Value, int], list[Operand]] = field(default_factory=dict)
     """Per value and size of group the operands that read it."""
-    groups: dict[ir.Node, list[Group]] = field(default_factory=dict)
+    places: dict[ir.Node, list[int]] = field(default_factory=dict)
+    """Per node the places of its instances among `instances`."""
 
     def __post_init__(self) -> None:
-        for instance in self.instances:
-            self.groups.setdefault(instance.node, []).append(instance.group)
+        for place, instance in enumerate(self.instances):
+            self.places.setdefault(instance.node, []).append(place)
             for k, value in enumerate(instance.node.inputs):
                 if value is not None:
                     self.readers.setdefault((value, len(instance.group)), []).append((instance, k))
 
     def run(self) -> None:
         """Extends the open choices until no neighbour's wish can be taken any more."""
-        for instance in self.instances:
+        for instance in dict.fromkeys(instance for instance, _ in (*self.given.inputs, *self.given.outputs)):
             self._hear(instance, self._given)
+        count = len(self.instances)
+        by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
+        """Whether an instance is to be asked for the wishes of its inputs, or of its outputs."""
         changed = True
         while changed:
-            changed = False
-            for instance in self.instances:
-                changed |= self._hear(instance, self._from_inputs)
-            if changed:
-                continue
-            for instance in reversed(self.instances):
-                changed |= self._hear(instance, self._from_outputs)
+            changed = self._sweep(range(count), by_inputs, (by_inputs, by_outputs), self._from_inputs)
+            if not changed:
+                changed = self._sweep(range(count)[::-1], by_outputs, (by_inputs, by_outputs), self._from_outputs)
+
+    def _sweep(
+        self,
+        places: range,
+        asked: bytearray,
+        again: tuple[bytearray, bytearray],
+        neighbours: Callable[[NodeOnGroup], Iterator[Vote]],
+    ) -> bool:
+        """Asks the instances that are to be `asked`, and marks whose wishes may be others for it; whether anything changed."""
+        found = False
+        for place in places:
+            if asked[place]:
+                asked[place] = False
+                instance = self.instances[place]
+                if self._hear(instance, neighbours):
+                    found = True
+                    self._mark(place, instance, *again)
+        return found
+
+    def _mark(self, place: int, instance: NodeOnGroup, by_inputs: bytearray, by_outputs: bytearray) -> None:
+        """Marks the neighbours of an instance that has changed."""
+        for value in instance.node.outputs:
+            for reader, _ in self.readers.get((value, len(instance.group)), ()):
+                for other in self.places[reader.node]:
+                    by_inputs[other] = True
+        producers = [value.producer() for value in instance.node.inputs if value is not None]
+        for producer in producers:
+            for other in self.places.get(producer, ()) if producer is not None else ():
+                by_outputs[other] = True
+        if self.choices[instance].rule.looked_up:
+            by_inputs[place] = by_outputs[place] = True
 
     def layout_of(self, value: ir.Value, group: Group) -> tuple[Layout, str] | None:
         """The current layout of a value on `group`, or on another of its groups with equal size; None if not yet decided.
 
         Beside it what decided so: a line without its folder, which differs by machine, or a neighbour's path.
         """
-        if arriving := self.given.arriving.get((value, group)):
-            return arriving[0], PurePath(arriving[1]).name
         producer = value.producer()
-        if producer is None:
+        if arriving := self.given.arriving.get((value, group)) if self.given.arriving else None:
+            return arriving[0], PurePath(arriving[1]).name
+        made = [self.instances[place] for place in self.places.get(producer, ())] if producer is not None else []
+        instance = next((one for one in made if one.group == group), None)
+        if producer is None or (instance is None and PINNED in producer.meta):
             return None
-        groups = self.groups.get(producer, [])
-        if PINNED in producer.meta and group not in groups:
+        instance = instance or next((one for one in made if len(one.group) == len(group)), None)
+        if instance is None:
             return None
-        like = group if group in groups else next((other for other in groups if len(other) == len(group)), group)
-        instance = NodeOnGroup(producer, like)
-        choice = self.choices.get(instance)
-        k = producer.outputs.index(value)
-        if choice is None:
-            return None
-        if wanted := self.given.outputs.get((instance, k)):
+        k = value.index()
+        assert k is not None
+        if wanted := self.given.outputs.get((instance, k)) if self.given.outputs else None:
             return wanted[0], PurePath(wanted[1]).name
-        layout = choice.output(k)
-        return None if layout is None else (Layout(layout.mesh, layout.cuts), self.paths[producer])
+        layout = self.choices[instance].output(k)
+        return None if layout is None else (layout_of(layout.mesh, layout.cuts), self.paths[producer])
 
     def _hear(self, instance: NodeOnGroup, neighbours: Callable[[NodeOnGroup], Iterator[Vote]]) -> bool:
         choice = self.choices[instance]
@@ -113,14 +144,13 @@ class Propagation:
     def _take(self, instance: NodeOnGroup, choice: NodeSharding, vote: Vote) -> bool:
         if vote.letter in choice.axes or vote.letter not in choice.rule.factors:
             return False
-        if vote.mesh != choice.mesh:
-            if choice.axes:
+        if choice.axes:
+            allowed = choice.free | (choice.shared_with(vote.letter) if vote.arrives else set())
+            if vote.mesh != choice.mesh or not allowed.issuperset(vote.axes):
                 return False
-            choice.mesh = vote.mesh
-        shards = NodeSharding(choice.rule, choice.mesh, {vote.letter: vote.axes}).num_shards(vote.letter)
-        allowed = choice.free | (choice.shared_with(vote.letter) if vote.arrives else set())
-        if not set(vote.axes) <= allowed or not self.divides(instance, vote.letter, shards):
+        if not self.divides(instance, vote.letter, math.prod([vote.mesh[axis] for axis in vote.axes])):
             return False
+        choice.mesh = vote.mesh
         choice.axes[vote.letter] = vote.axes
         choice.why[vote.letter] = vote.why
         return True
@@ -129,23 +159,24 @@ class Propagation:
         rule = self.choices[instance].rule
         for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
             for k, operand in enumerate(letters):
-                if found := given.get((instance, k)):
+                if (found := given.get((instance, k))) and any(found[0].cuts):
                     yield from self._votes(operand, found, float("inf"), arrives=True)
 
     def _from_inputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         for k, value in enumerate(instance.node.inputs):
-            if value is None:
+            if value is None or (self.given.inputs and (instance, k) in self.given.inputs):
                 continue
-            if (instance, k) not in self.given.inputs and (found := self.layout_of(value, instance.group)):
+            found = self.layout_of(value, instance.group)
+            if found is not None and any(found[0].cuts):
                 yield from self._votes(self.choices[instance].rule.inputs[k], found, self.weigh(value), arrives=True)
 
     def _from_outputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
         for k, value in enumerate(instance.node.outputs):
             for reader, operand in self.readers.get((value, len(instance.group)), ()):
-                wanted = self.given.inputs.get((reader, operand))
+                wanted = self.given.inputs.get((reader, operand)) if self.given.inputs else None
                 layout = wanted[0] if wanted else self.choices[reader].input(operand)
-                if layout is not None:
+                if layout is not None and any(layout.cuts):
                     yield from self._votes(rule.outputs[k], (layout, self.paths[reader.node]), self.weigh(value))
 
     @staticmethod

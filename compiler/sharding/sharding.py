@@ -1,13 +1,13 @@
 """Pass: how every node is cut on its group, and so how every value lies; all in global shapes.
 
-What is given is seeded (`seeds.py`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
+What is given is seeded (`seeding/`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
 into shards that are proven to be equal, for all sizes that its symbols may have.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -18,23 +18,23 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
-from partc.compiler.sharding.joint import is_text
+from partc.compiler.sharding.avoidable_gathers import gathered_dims, lost_cuts, uneven_cuts
+from partc.compiler.sharding.cheap_values import uncut
 from partc.compiler.sharding.levels import prefer
-from partc.compiler.sharding.local_map_cuts import seed_local_maps
-from partc.compiler.sharding.lost_cuts import lost_cuts, uneven_cuts
 from partc.compiler.sharding.propagate import Propagation
-from partc.compiler.sharding.region_cuts import group_mesh
-from partc.compiler.sharding.seeds import seed
+from partc.compiler.sharding.resharded_at_entry import gathered_inside, not_taken
+from partc.compiler.sharding.seeding.local_map_cuts import seed_local_maps
+from partc.compiler.sharding.seeding.region_cuts import group_mesh
+from partc.compiler.sharding.seeding.region_layouts import is_text
+from partc.compiler.sharding.seeding.seeds import seed
 from partc.compiler.sharding.sizes_of_weights import ask_shards
-from partc.compiler.sharding.uncut import uncut
-from partc.compiler.sharding.unmet import gathered_inside, not_taken
 
 
-def shard(program: Program) -> Program:
+def shard(program: Placed) -> Sharded:
     """Fills `choices` and `given`. Raises CompileError, all violations at once: strategies that an op cannot have, and dims
     that are not proven to be divisible.
     """
@@ -43,18 +43,18 @@ def shard(program: Program) -> Program:
     if program.plan.ranks == 1 or not (together or rules):
         if wrong := seed_local_maps(program, {}):
             raise CompileError(wrong)
-        return program
+        return program.into(Sharded, choices={}, given=Pinned())
     instances = [
         NodeOnGroup(node, group)
         for node in program.model.graph
         for group in program.placement[node].groups
         if len(group) > 1
     ]
-    choices = {
-        instance: NodeSharding(_rule(instance.node), group_mesh(program, instance.group)) for instance in instances
-    }
+    meshes = {group: group_mesh(program, group) for group in dict.fromkeys(instance.group for instance in instances)}
+    strings = {value for value, info in program.values.items() if "string" in info.type and is_text(value)}
+    choices = {instance: NodeSharding(_rule(instance.node, strings), meshes[instance.group]) for instance in instances}
     laws = _Laws(program)
-    given, problems = seed(program, choices)
+    given, problems = seed(program, choices, rules)
     problems += seed_local_maps(program, choices)
     if not problems:
         derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
@@ -64,12 +64,13 @@ def shard(program: Program) -> Program:
         ask_shards(derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given)]
-        told += gathered_inside(program, choices)
-        told += lost_cuts(program, choices, derived)
+        told += gathered_inside(program, choices, rules)
+        gathered = list(gathered_dims(choices, derived))
+        told += lost_cuts(program, gathered)
         wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
         wheres += [where for _, where in (*given.arriving.values(), *given.outputs.values())]
         lines = {PurePath(where).name: where for where in wheres}
-        uneven = uneven_cuts(program, choices, derived, laws.uneven)
+        uneven = uneven_cuts(program, choices, gathered, laws.uneven)
         found = [*problems, *(uneven if program.strict else ())]
         problems, uneven = (
             [replace(problem, where=lines.get(problem.where, problem.where)) for problem in some]
@@ -79,39 +80,45 @@ def shard(program: Program) -> Program:
         program = replace(program, warnings=(*program.warnings, *told, *levels))
     if problems:
         raise CompileError(problems)
-    return replace(program, choices=choices, given=given)
+    return program.into(Sharded, choices=choices, given=given)
 
 
-def _rule(node: ir.Node) -> Rule:
+def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
     """The rule of a node, without the factors of dims that strings have: no collective takes them."""
     rule = rule_of(node)
-    operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
     if SERVED in node.meta:  # its rows lie on other ranks, which are asked for them
         rule = replace(rule, replicated=rule.replicated | {*(rule.inputs[0] or "")}, looked_up="", served=True)
-    text = {letter for letters, value in operands if letters and is_text(value) for letter in letters}
-    return replace(rule, replicated=rule.replicated | text) if text else rule
+    if strings:
+        operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
+        text = {letter for letters, value in operands if letters and value in strings for letter in letters}
+        rule = replace(rule, replicated=rule.replicated | text) if text else rule
+    return rule
 
 
 class _Laws:
     """Divisibility and bytes, from what is known of the symbols."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Placed) -> None:
         self.program = program
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.memo: dict[str, Facts] = {}
 
-    def facts(self, dim: int | str) -> Facts:
-        if isinstance(dim, int):
-            return Facts.constant(dim)
+    def facts(self, dim: str) -> Facts:
         if dim not in self.memo:
             self.memo[dim] = facts_of(dim, self.known)
         return self.memo[dim]
+
+    def is_divisible(self, size: int | str | None, shards: int) -> bool:
+        """Whether a dim is proven to be divisible; one of unknown size is not."""
+        if isinstance(size, int):
+            return size % shards == 0
+        return size is not None and self.facts(size).divisible_by(shards)
 
     def bytes_of(self, value: ir.Value) -> float:
         info = self.program.values[value]
         size = float(info.item_bytes or 1)
         for dim in info.shape or ():
-            size *= max(1, self.facts(dim).min or 1)
+            size *= max(1, dim if isinstance(dim, int) else self.facts(dim).min or 1)
         return size
 
     def dims(
@@ -134,8 +141,7 @@ class _Laws:
             choice = choices[instance]
             if choice.rule.units.get(letter, 0) % shards:
                 return False
-            sizes = [size for _, _, size in self.dims(instance, choice, letter)]
-            return all(size is not None and self.facts(size).divisible_by(shards) for size in sizes)
+            return all(self.is_divisible(size, shards) for _, _, size in self.dims(instance, choice, letter))
 
         return divides
 
@@ -143,13 +149,15 @@ class _Laws:
         self, instance: NodeOnGroup, choice: NodeSharding, letter: str, shards: int, where: str
     ) -> Problem | None:
         """Why a node's factor cannot be cut into so many shards; None where nothing forbids it."""
-        subject = f"{instance.node.op_type} ({self.program.paths[instance.node]})"
         if (unit := choice.rule.units.get(letter, 0)) % shards:
-            return Problem(where, f"{subject}: {unit} heads or groups cannot be cut into {shards}")
+            return Problem(where, f"{self._subject(instance)}: {unit} heads or groups cannot be cut into {shards}")
         for value, dim, size in self.dims(instance, choice, letter):
-            if size is None or not self.facts(size).divisible_by(shards):
-                return self._indivisible(where, subject, value, dim, size, shards)
+            if not self.is_divisible(size, shards):
+                return self._indivisible(where, self._subject(instance), value, dim, size, shards)
         return None
+
+    def _subject(self, instance: NodeOnGroup) -> str:
+        return f"{instance.node.op_type} ({self.program.paths[instance.node]})"
 
     def uneven(self, instance: NodeOnGroup, choice: NodeSharding, letter: str, shards: int) -> int | None:
         """The number of a node's factor, or of its units, that so many shards do not divide; None where only a symbol is at fault."""
@@ -171,7 +179,7 @@ class _Laws:
             for dim in range(len(layout.cuts)):
                 shards = layout.num_shards(dim)
                 size = dim_of(self.program, value, dim)
-                if shards > 1 and (size is None or not self.facts(size).divisible_by(shards)):
+                if shards > 1 and not self.is_divisible(size, shards):
                     yield self._indivisible(where, f"'{value.name}' on {len(group)} ranks", value, dim, size, shards)
 
     def _indivisible(

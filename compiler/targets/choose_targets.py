@@ -17,16 +17,15 @@ What ranks' programs have beside these nodes follows its operands (`of_ops.py`);
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Sharded, Targeted
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.pulls import is_pulled
-from partc.compiler.matching import matched_nodes, nothing_matched, of_the_whole
+from partc.compiler.matching import is_unused_in_training, matched_nodes, nothing_matched
 from partc.compiler.plan.target import KINDS, TargetRule, named_target
 from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC, TARGET
 
@@ -34,20 +33,21 @@ _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOATING = (CONSTANT, SHAPE_ARITHMETIC)
 
 
-def choose_targets(program: Program) -> Program:
+def choose_targets(program: Sharded) -> Targeted:
     """Fills `targets` and `update_targets` where the plan or the model names a target; CompileError for a rule that matches nothing."""
     rules, training = (*program.declared.targets, *program.plan.target), program.plan.train
-    said = rules or (training is not None and training.target)
+    updated = (training.optimizer.target if training is not None else None) or ""
+    said = rules or updated
     if not said and not any(TARGET in node.metadata_props for node in program.model.graph):
-        return program
+        return program.into(Targeted, targets={}, update_targets={})
     hosted = {node for node in program.model.graph if _is_communication(program, node)}
     targets = _of_nodes(program, _ruled(program, rules) | dict.fromkeys(hosted, CPU))
-    updates = _of_updates(program, targets, hosted, training.target if training is not None else "")
+    updates = _of_updates(program, targets, hosted, updated)
     targets |= {node: updates[value] for node, value in _low_copies(program) if value in updates}
-    return replace(program, targets=targets, update_targets=updates)
+    return program.into(Targeted, targets=targets, update_targets=updates)
 
 
-def _ruled(program: Program, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str]:
+def _ruled(program: Sharded, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str]:
     """Per node that a rule names the target."""
     decided: dict[ir.Node, str] = {}
     problems: list[Problem] = []
@@ -60,21 +60,21 @@ def _ruled(program: Program, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str
     for rule in rules:
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule.target))
-        if not hit and program.kind is ProgramKind.STEP and not of_the_whole(program, rule.pattern):
+        if not hit and program.kind is ProgramKind.STEP and not is_unused_in_training(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))
     if problems:
         raise CompileError(problems)
     return decided
 
 
-def _is_communication(program: Program, node: ir.Node) -> bool:
+def _is_communication(program: Sharded, node: ir.Node) -> bool:
     """Whether a node gives rows that are pulled, or a parameter of a server."""
     placed = program.placement.get(node)
     groups = placed.groups if placed is not None else ()
     return PINNED in node.meta or any(is_pulled(program, NodeOnGroup(node, group)) for group in groups)
 
 
-def _of_nodes(program: Program, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, str]:
+def _of_nodes(program: Sharded, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, str]:
     found: dict[ir.Node, str] = {}
     made: dict[ir.Value, str] = {}
     for node in program.model.graph:
@@ -82,7 +82,7 @@ def _of_nodes(program: Program, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, s
         if placed is not None and placed.rule in _FLOATING:
             continue
         target = ruled.get(node, DEVICE)
-        if node not in ruled and _is_added(program, node):
+        if node not in ruled and program.training is not None and program.training.adds(program.paths[node]):
             target = next((made[value] for value in node.inputs if value in made), DEVICE)
         if not all(_is_tensor(value) for value in (*program.reads[node], *node.outputs)):
             target = CPU
@@ -91,18 +91,13 @@ def _of_nodes(program: Program, ruled: Mapping[ir.Node, str]) -> dict[ir.Node, s
     return found
 
 
-def _is_added(program: Program, node: ir.Node) -> bool:
-    """Whether a node is of the loss or a metric that the plan adds."""
-    return program.training is not None and program.training.adds(program.paths[node])
-
-
 def _is_tensor(value: ir.Value) -> bool:
     """Whether devices may have a value: a dense tensor of numbers, or one of which nothing is known."""
     return value.type is None or (isinstance(value.type, ir.TensorType) and value.dtype is not ir.DataType.STRING)
 
 
 def _of_updates(
-    program: Program, targets: Mapping[ir.Node, str], hosted: Collection[ir.Node], said: str
+    program: Sharded, targets: Mapping[ir.Node, str], hosted: Collection[ir.Node], said: str
 ) -> dict[ir.Value, str]:
     """Per parameter, frozen ones too, and tensor of statistics the target on which its state lies."""
     if program.training is None:
@@ -126,7 +121,7 @@ def _first_reader(value: ir.Value, targets: Mapping[ir.Node, str]) -> str:
     return DEVICE
 
 
-def _low_copies(program: Program) -> list[tuple[ir.Node, ir.Value]]:
+def _low_copies(program: Sharded) -> list[tuple[ir.Node, ir.Value]]:
     """The Casts of trained parameters to 16 bits, each with the parameter."""
     if program.training is None:
         return []

@@ -5,13 +5,15 @@ A constant that is an output, or that a task gives, stays a node; so does one th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import onnx_ir as ir
-from partc.compiler.ir.rank_program import ComputeOp, Constant, RankOp, RankProgram, TaskBody, TaskCall
+from partc.compiler.ir.programs import Body, Call, Comm, Compute, Op, RankProgram, Value, exchanged, with_values
 from partc.compiler.ir.value_info import Array
 
+OneOp = TypeVar("OneOp", bound=Op)
 _PLAIN = frozenset(
     kind
     for kind in ir.DataType
@@ -21,38 +23,44 @@ _PLAIN = frozenset(
 
 
 def with_constants(part: RankProgram) -> RankProgram:
-    """The program with constants in place of nodes of the op Constant."""
-    found: dict[str, Constant] = {}
-    bodies: dict[TaskBody, TaskBody] = {}
+    """The program with constants in place of ops Constant."""
+    found: dict[Value, Value] = {}
+    bodies: dict[Body, Body] = {}
     for body in part.bodies:
-        inside = [step for step in _without(body.steps, body.outputs, found) if not isinstance(step, TaskCall)]
-        bodies[body] = replace(body, steps=tuple(inside)) if len(inside) < len(body.steps) else body
-    given = {*(held.name for held in part.outputs), *(one.next for one in part.kept)}
-    given.update(name for step in part.steps if isinstance(step, TaskCall) for name in step.inputs)
+        inside = [step for step in _without(body.steps, body.outputs, found) if not isinstance(step, Call)]
+        bodies[body] = replace(body, steps=tuple(inside))
+    given = {*part.results, *(value for step in part.steps if isinstance(step, Call) for value in step.inputs)}
     steps = _without(part.steps, given, found)
     if not found:
         return part
-    steps = [replace(step, body=bodies[step.body]) if isinstance(step, TaskCall) else step for step in steps]
-    return replace(part, steps=tuple(steps), constants={**part.constants, **found})
+    bodies = {old: replace(new, steps=tuple(_over(step, found) for step in new.steps)) for old, new in bodies.items()}
+    steps = [replace(step, body=bodies[step.body]) if isinstance(step, Call) else step for step in steps]
+    return replace(part, steps=tuple(_over(step, found) for step in steps))
 
 
-def _without(steps: Sequence[RankOp], given: Collection[str], found: dict[str, Constant]) -> list[RankOp]:
-    """The ops without constants, which `found` gets; but for those that are `given` to others."""
-    kept: list[RankOp] = []
+def _without(steps: Sequence[Op], given: Collection[Value], found: dict[Value, Value]) -> list[Op]:
+    """The ops without constants, whose values `found` gets as constants; but for those that are `given` to others."""
+    kept: list[Op] = []
     for step in steps:
-        array = _array(step) if isinstance(step, ComputeOp) and not step.captured else None
-        name = step.node.outputs[0].name if isinstance(step, ComputeOp) and step.node.outputs else None
-        if array is None or not name or name in given:
+        array = _array(step) if isinstance(step, Compute) and not step.captured else None
+        if array is None or any(value in given for value in step.makes):
             kept.append(step)
         else:
-            found[name] = array
+            (value,) = step.makes
+            found[value] = replace(value, constant=array)
     return kept
 
 
-def _array(step: ComputeOp) -> Array | None:
+def _over(step: OneOp, values: Mapping[Value, Value]) -> OneOp | Compute | Comm:
+    """The op, which reads constants in place of what ops gave."""
+    if isinstance(step, Compute):
+        return with_values(step, values)
+    return replace(step, inputs=exchanged(step.inputs, values)) if isinstance(step, Comm) else step
+
+
+def _array(step: Compute) -> Array | None:
     """The value of a constant; None for any other op."""
-    node = step.node
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+    if not step.is_op("Constant") or not step.makes:
         return None
-    tensor = ir.convenience.get_const_tensor(node.outputs[0])
+    tensor = ir.convenience.get_const_tensor(step.node.outputs[0])
     return tensor.numpy() if tensor is not None and tensor.dtype in _PLAIN else None

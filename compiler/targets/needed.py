@@ -9,30 +9,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from partc.compiler.ir.rank_program import RankProgram, TaskBody, TaskCall, needed_steps, read_names
+from partc.compiler.ir.programs import Body, Call, Op, RankProgram, needed
 
 
 def without_unread(part: RankProgram) -> RankProgram:
-    """The program with the ops whose results are read, in tasks, too, and the weights and constants that these read."""
-    given = {held.name for held in part.outputs} | {one.next for one in part.kept}
-    bodies: dict[TaskBody, TaskBody] = {}
+    """The program with the ops whose results are read, in tasks, too, and the weights that these read."""
+    bodies: dict[Body, Body] = {}
     for body in part.bodies:
-        inside = [step for step in needed_steps(body.steps, body.outputs) if not isinstance(step, TaskCall)]
+        inside = [step for step in needed(body.steps, body.outputs) if not isinstance(step, Call)]
         bodies[body] = replace(body, steps=tuple(inside)) if len(inside) < len(body.steps) else body
-    steps = needed_steps(part.steps, given)
+    steps = needed(part.steps, part.results)
     if len(steps) == len(part.steps) and all(one is other for one, other in bodies.items()):
         return part
-    steps = [replace(step, body=bodies[step.body]) if isinstance(step, TaskCall) else step for step in steps]
-    used = {
-        name
-        for some in (steps, *(body.steps for body in bodies.values()))
-        for step in some
-        for name in read_names(step)
-    }
-    used |= given
-    return replace(
-        part,
-        steps=tuple(steps),
-        weights=tuple(held for held in part.weights if held.name in used),
-        constants={name: one for name, one in part.constants.items() if name in used},
-    )
+    steps = [replace(step, body=bodies[step.body]) if isinstance(step, Call) else step for step in steps]
+    every: list[Op] = [*steps, *(step for body in bodies.values() for step in body.steps)]
+    used = {*part.results, *(value for step in every for value in step.reads)}
+    return replace(part, steps=tuple(steps), weights=tuple(held for held in part.weights if held.value in used))

@@ -11,17 +11,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Sequence
 
-from partc.compiler.ir.rank_program import ComputeOp, CopyOp, RankOp, made_names, read_names
+from partc.compiler.ir.programs import Compute, Copy, Op, Value
 from partc.runtime.artifact.format import OPTIMIZER
 
 
-def in_runs(steps: Iterable[RankOp], updated: Collection[str] = (), guard: str = "") -> list[RankOp]:
+def in_runs(steps: Iterable[Op], updated: Collection[Value] = (), guard: Value | None = None) -> list[Op]:
     """The ops in order; `updated` are the tensors of the state that updates replace in their place, if `guard` is finite."""
-    found: list[RankOp] = []
-    window: list[ComputeOp | CopyOp] = []
+    found: list[Op] = []
+    window: list[Compute | Copy] = []
     current = ""
     for step in steps:
-        if isinstance(step, ComputeOp | CopyOp):
+        if isinstance(step, Compute | Copy):
             window.append(step)
             continue
         some, current = _ordered(window, updated, guard, current)
@@ -31,13 +31,13 @@ def in_runs(steps: Iterable[RankOp], updated: Collection[str] = (), guard: str =
 
 
 def _ordered(
-    window: Sequence[ComputeOp | CopyOp], updated: Collection[str], guard: str, current: str
-) -> tuple[list[ComputeOp | CopyOp], str]:
+    window: Sequence[Compute | Copy], updated: Collection[Value], guard: Value | None, current: str
+) -> tuple[list[Compute | Copy], str]:
     """The ops of a window, and the target of the last."""
-    targets = list(dict.fromkeys(step.target for step in window if isinstance(step, ComputeOp)))
+    targets = list(dict.fromkeys(step.target for step in window if isinstance(step, Compute)))
     if not targets:
         return list(window), current
-    if len(targets) == 1 and not any(isinstance(step, CopyOp) for step in window):
+    if len(targets) == 1 and not any(isinstance(step, Copy) for step in window):
         return list(window), targets[0]
     before, after = _graph(window, updated, guard)
     begins = dict.fromkeys((*([current] if current in targets else ()), *targets))
@@ -47,30 +47,29 @@ def _ordered(
 
 
 def _graph(
-    window: Sequence[ComputeOp | CopyOp], updated: Collection[str], guard: str
+    window: Sequence[Compute | Copy], updated: Collection[Value], guard: Value | None
 ) -> tuple[list[int], list[list[int]]]:
     """By op how many others must come before it, and those that come after it."""
-    makers: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}
+    makers: dict[Value, int] = {}
+    readers: dict[Value, list[int]] = {}
     after: list[set[int]] = [set() for _ in window]
     last: dict[str, int] = {}
     for at, step in enumerate(window):
-        names = list(filter(None, read_names(step)))
-        for name in names:
-            if name in makers:
-                after[makers[name]].add(at)
+        for value in step.reads:
+            if value in makers:
+                after[makers[value]].add(at)
         if _is_update(step):
-            for name in names:
-                if name in updated:
-                    for reader in readers.get(name, ()):
+            for value in step.reads:
+                if value in updated:
+                    for reader in readers.get(value, ()):
                         after[reader].add(at)
             if step.target in last:
                 after[last[step.target]].add(at)
             last[step.target] = at
-        for name in names:
-            readers.setdefault(name, []).append(at)
-        makers |= dict.fromkeys(filter(None, made_names(step)), at)
-    if guard in makers:
+        for value in step.reads:
+            readers.setdefault(value, []).append(at)
+        makers |= dict.fromkeys(step.makes, at)
+    if guard is not None and guard in makers:
         after[makers[guard]] |= _updates_of(window, updated)
     before = [0] * len(window)
     for some in after:
@@ -79,17 +78,17 @@ def _graph(
     return before, [sorted(some) for some in after]
 
 
-def _updates_of(window: Sequence[ComputeOp | CopyOp], updated: Collection[str]) -> set[int]:
+def _updates_of(window: Sequence[Compute | Copy], updated: Collection[Value]) -> set[int]:
     """The updates that replace a tensor of the state; others, such as what merges rows, may come before the guard."""
-    return {at for at, step in enumerate(window) if _is_update(step) and not {*read_names(step)}.isdisjoint(updated)}
+    return {at for at, step in enumerate(window) if _is_update(step) and not {*step.reads}.isdisjoint(updated)}
 
 
-def _is_update(step: ComputeOp | CopyOp) -> bool:
-    return isinstance(step, ComputeOp) and step.node.domain == OPTIMIZER
+def _is_update(step: Compute | Copy) -> bool:
+    return isinstance(step, Compute) and step.node.domain == OPTIMIZER
 
 
 def _listed(
-    window: Sequence[ComputeOp | CopyOp], before: Sequence[int], after: Sequence[Sequence[int]], begin: str
+    window: Sequence[Compute | Copy], before: Sequence[int], after: Sequence[Sequence[int]], begin: str
 ) -> tuple[int, list[int], str]:
     """The number of runs, the order, and the last target, of all orders that begin with a target."""
     waiting = list(before)
@@ -107,7 +106,7 @@ def _listed(
 
     def put(at: int) -> None:
         step = window[at]
-        if isinstance(step, CopyOp):
+        if isinstance(step, Copy):
             heapq.heappush(copies, at)
         elif _is_update(step):
             updates.append(at)

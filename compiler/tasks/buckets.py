@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.ir.programs import Value
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout import moves as mv
 from partc.compiler.lower.comm import CommLowering
@@ -32,8 +33,8 @@ def can_join(moves: tuple[mv.Move, ...]) -> bool:
 class _Bucket:
     move: Fused
     values: list[ir.Value] = field(default_factory=list)
-    terms: list[str] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
+    terms: list[Value] = field(default_factory=list)
+    made: list[Value] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
     elements: int = 0
     bytes: int = 0
@@ -53,12 +54,12 @@ class Buckets:
         self,
         move: Fused,
         value: ir.Value,
-        term: str,
+        term: Value,
         shape: Shape,
-        made: str,
+        made: Value,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Adds the value named `term`, of this shape, to its bucket; the result is named `made`; `then` is called when it is written."""
+        """Adds `term`, of this shape, to its bucket, which makes `made` of it; `then` is called when it is written."""
         info = self.comm.values[value]
         kind = type(move).__name__
         key = (kind, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)

@@ -12,28 +12,28 @@ output whose cotangent it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.program import Targeted
+from partc.compiler.ir.programs import Value
+from partc.compiler.ir.sharded import ShardedValue, facts_of
 from partc.compiler.layout.layout import Layout
-from partc.compiler.lower.builders import ProgramBuilders
-from partc.compiler.sharding.operands import input_layout_of, replicated_on
+from partc.compiler.sharding.values.operands import input_layout_of, replicated_on
 
 PARTIAL = ".partial"
 
 
 class CotangentNames:
-    """The names of what nodes contribute to cotangents; `names` are the primals', `homes` the definitions of versions that are read."""
+    """The names of what nodes contribute to cotangents; `at` has the primals, `homes` the definitions of versions that are read."""
 
     def __init__(
-        self, program: Program, names: Mapping[ShardedValue, str], homes: Mapping[ShardedValue, ShardedValue]
+        self, program: Targeted, at: Mapping[ShardedValue, Value], homes: Mapping[ShardedValue, ShardedValue]
     ) -> None:
         assert program.training is not None
-        self._program, self._names, self._homes = program, names, homes
+        self._program, self._at, self._homes = program, at, homes
         self._parameters = program.training.parameters
         self._contributions: dict[ir.Value | ShardedValue, int] = {}
         self._readers: dict[ir.Value, set[ir.Node]] = {}
@@ -50,17 +50,17 @@ class CotangentNames:
 
     def spellings(self, instance: NodeOnGroup, version: ShardedValue, layout: Layout) -> list[str]:
         """The names that a node's contribution in a layout may have, in order: the next one where one is taken."""
-        primal = str(version.value.name) if version.layout.partial else self._names[version]
+        primal = str(version.value.name) if version.layout.partial else str(self._at[version])
         end = PARTIAL if layout.partial else ""
         path = f"{primal}.grad.{self._program.paths[instance.node]}"
         alone = self._contributions.get(self._whole(version), 0) <= 1 and len(self._readers.get(version.value, ())) <= 1
         short = [f"{primal}.grad{end}"] if alone else []
-        return [*short, f"{path}{end}", f"{path}@{'-'.join(map(str, instance.group))}{end}"]
+        return [*short, f"{path}{end}", f"{path}@{facts_of(instance.group).text}{end}"]
 
 
 def sum_spellings(cotangent: str, version: ShardedValue, *, final: bool = True) -> list[str]:
     """The names of a sum of contributions, in order; `final`: it is the cotangent, nothing has to be added or brought elsewhere."""
-    ranks = "-".join(map(str, version.group))
+    ranks = facts_of(version.group).text
     if version.layout.partial:
         return [f"{cotangent}{PARTIAL}", f"{cotangent}{PARTIAL}@{ranks}"]
     primal = cotangent.removesuffix(".grad")
@@ -72,16 +72,10 @@ def brought_spellings(name: str, cotangent: str, version: ShardedValue) -> list[
     """The names of a contribution in the layout in which it is added to others, in order: by the node that gave it where that is known."""
     primal, _, path = name.removesuffix(PARTIAL).partition(".grad")
     source = path.removeprefix(".") or ("reduced" if f"{primal}.grad" == cotangent else primal)
-    return [f"{cotangent}.{source}", f"{cotangent}.{source}@{'-'.join(map(str, version.group))}"]
+    return [f"{cotangent}.{source}", f"{cotangent}.{source}@{facts_of(version.group).text}"]
 
 
-def first_free(builders: ProgramBuilders, ranks: Group, names: Iterable[str]) -> str:
-    """The first of the names that is free on the ranks, from now on taken; where none is, the first one with a number."""
-    names = [builders.derived(name) for name in names]
-    return builders.free(ranks, next((name for name in names if builders.is_free(ranks, name)), names[0]))
-
-
-def _read(program: Program, instance: NodeOnGroup) -> set[ShardedValue]:
+def _read(program: Targeted, instance: NodeOnGroup) -> set[ShardedValue]:
     """What a node on a group reads, by itself or in its bodies, that has a cotangent."""
     values = enumerate(instance.node.inputs)
     found = {input_layout_of(program, instance, k) for k, value in values if value is not None}

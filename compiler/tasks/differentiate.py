@@ -25,29 +25,28 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost
 from partc.compiler.autodiff.builder import NoGradient
-from partc.compiler.autodiff.engine import RowGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, StateTensor, TaskKind
+from partc.compiler.ir.local_form import over_values
+from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.ir.values import ValueTable, derived
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
-from partc.compiler.lower.kept import operand_name
-from partc.compiler.lower.local_view import LocalView
+from partc.compiler.lower.kept import operand
+from partc.compiler.lower.local_view import Localized, LocalView
 from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
 from partc.compiler.lower.written import is_written, write_backward
 from partc.compiler.ops.registry import stops_gradient
-from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
-from partc.compiler.tasks.cotangent_names import CotangentNames, first_free
+from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
+from partc.compiler.tasks.cotangent_names import CotangentNames
 from partc.compiler.tasks.duals import Passing, dual_of_input, takes_extreme, typed, wanted_layout
 from partc.compiler.tasks.node_gradients import NodeGradients, row_keys
 from partc.compiler.tasks.reduce_gradients import GradientReduction
-from partc.compiler.tasks.row_gradients import RowTerm, named_rows
+from partc.compiler.tasks.row_gradients import Rows, RowTerm, named_rows
 from partc.compiler.tasks.tables import find_tables
 from partc.compiler.training.loss_scale import STATE, seed_nodes
 from partc.compiler.training.loss_scale import number as scalar
@@ -58,11 +57,10 @@ _RANK_LOST = (
 )
 
 
-def differentiate(program: Program) -> Program:
+def differentiate(program: Localized) -> Localized:
     """Writes the backward tasks into `local`, with the gradient of every parameter; does nothing for a program without a backward pass."""
-    if program.training is None or not program.training.part.backward:
+    if program.training is None or not program.kind.backward:
         return program
-    assert program.local is not None
     local = program.local.begin(TaskKind.BACKWARD)
     cotangents = _cotangents(program, local.comm.values)
     sums = GradientReduction(program, cotangents, local.comm, program.training)
@@ -70,9 +68,9 @@ def differentiate(program: Program) -> Program:
     backward.run()
     sums.flush()
     named = {
-        ShardedValue(cotangents[one.parameter], one.home.group, one.share.layout): one.name
+        ShardedValue(cotangents[one.parameter], one.home.group, one.share.layout): one.value
         for one in sums.gradients
-        if not one.ids
+        if one.ids is None
     }
     found = replace(
         local,
@@ -80,11 +78,12 @@ def differentiate(program: Program) -> Program:
         accumulated=tuple(sums.accumulated),
         totals={**sums.totals, **named},
     )
-    training = replace(program.training, tables=tuple(map(str, backward.tables)))
+    training = program.training
+    training = replace(training, notes=replace(training.notes, tables=tuple(map(str, backward.tables))))
     return replace(program, local=found, training=training)
 
 
-def _cotangents(program: Program, values: ValueTable) -> dict[ir.Value, ir.Value]:
+def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Value]:
     """By primal a value for its cotangent, of everything that has one: `h.grad` of `h`."""
     found: dict[ir.Value, ir.Value] = {}
     for value, info in program.values.items():
@@ -98,18 +97,18 @@ class Backward:
     """Writes the backward pass of `program` into `local`; `sums` then has every parameter's gradient."""
 
     def __init__(
-        self, program: Program, cotangents: Mapping[ir.Value, ir.Value], local: LocalView, sums: GradientReduction
+        self, program: Localized, cotangents: Mapping[ir.Value, ir.Value], local: LocalView, sums: GradientReduction
     ) -> None:
         self.program, self.cotangents, self.sums = program, cotangents, sums
         self.versions, self.comm, self.forms = local.versions, local.comm, local.forms
-        self.builders, self.values, self.names = local.comm.builders, local.comm.values, local.comm.values.names
+        self.job, self.values, self.at = local.comm.job, local.comm.values, local.comm.values.at
         assert program.training is not None
         self.needed = trained_values(program.reads, program.training)
         self.node_gradients = NodeGradients(program, local.comm)
         self.tables = find_tables(program, local, self.needed)
         self.row_terms: dict[ir.Value, list[RowTerm]] = {one.parameter: [] for one in self.tables if one.by_rows}
         """By table whose gradient is a list of rows what its look-ups give."""
-        self.contributions: dict[ShardedValue, dict[ShardedValue, list[str]]] = {}
+        self.contributions: dict[ShardedValue, dict[ShardedValue, list[Value]]] = {}
         """Cotangent contributions of each version that is read, keyed by their layout, not yet added."""
         self.routes: dict[ShardedValue, list[ShardedValue]] = {}
         """For each definition of a value: the resharded versions that readers use."""
@@ -120,7 +119,7 @@ class Backward:
                 home = next((one for one in defs if self.versions.canonical.get(one, one) == source), source)
                 self.routes.setdefault(home, []).append(need)
         homes = {need: home for home, needs in self.routes.items() for need in needs}
-        self.cotangent_names = CotangentNames(program, self.names, homes)
+        self.cotangent_names = CotangentNames(program, self.at, homes)
 
     def run(self) -> None:
         """Differentiates every node between the loss and a parameter; CompileError where one has no gradient."""
@@ -156,33 +155,40 @@ class Backward:
         home = output_layout_of(self.program, NodeOnGroup(node, group), node.outputs.index(loss))
         seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
-        parts = 1 if loss.name in training.summed else training.accumulate
-        number = (self._shards() if training.per_rank_mean else 1) / parts
+        parts = 1 if loss.name in training.records.summed else training.rules.accumulate
+        number = (self._shards() if training.rules.loss.per_rank_mean else 1) / parts
         shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
-        name = self.builders.free(group, "loss.seed")
-        self.builders.declare(group, name, self.cotangents[loss], tuple(shape))
-        self._write_seed(group, name, number, shape, loss.dtype)
+        made = self.job.value(group, "loss.seed")
+        self.job.declare(group, made, self.cotangents[loss], tuple(shape))
+        self._write_seed(group, made, number, shape, loss.dtype)
         here = self.versions.canonical.get(home, home)
         self.routes.setdefault(home, []).append(here)
-        self.contributions.setdefault(here, {}).setdefault(seed, []).append(name)
+        self.contributions.setdefault(here, {}).setdefault(seed, []).append(made)
 
-    def _write_seed(self, group: Group, name: str, number: float, shape: Sequence[int], kind: ir.DataType) -> None:
+    def _write_seed(self, group: Group, seed: Value, number: float, shape: Sequence[int], kind: ir.DataType) -> None:
         """Makes the first cotangent: a number, times the loss scale where there is one."""
         scale = self.program.training.scale if self.program.training is not None else None
         if scale is None or not scale.dynamic:
             factor = scale.first if scale is not None else 1
-            for builder in self.builders.of(group):
-                builder.constants[name] = np.full(shape, number * factor, kind.numpy())
+            self.job.constant(group, seed, np.full(shape, number * factor, kind.numpy()))
             return
-        state = self.builders.derived(STATE)
-        made = seed_nodes(state, name, number, shape, kind)
-        given = typed(self.values, self.program.symbols, scalar(state, ir.DataType.FLOAT))
-        kept = StateTensor(state, replicated_on(given[0], group), "", STATE, "scale", initial=scale.first)
-        for builder in self.builders.of(group):
-            builder.constants.update(made.constants)
-            builder.types[state] = given
-            builder.kept[state] = kept
-        self.comm.append(group, *(ComputeOp(node, node) for node in made.nodes))
+        state = self.job.number(STATE)
+        made = seed_nodes(STATE, "seed", number, shape, kind)
+        given = typed(self.values, self.program.symbols, scalar(STATE, ir.DataType.FLOAT))
+        values = {STATE: state, "seed": seed}
+        values |= {name: self.job.beside(group, seed, name.removeprefix("seed")) for name in made.constants}
+        values |= {
+            name: self.job.beside(group, seed, name.removeprefix("seed"))
+            for node in made.nodes
+            for name in (out.name or "" for out in node.outputs)
+            if name not in values
+        }
+        for name, array in made.constants.items():
+            self.job.constant(group, values[name], array)
+        self.job.declare(group, state, *given)
+        kept = State(state, replicated_on(given[0], group), None, STATE, "scale", initial=scale.first)
+        self.job.kept.add(group, state, kept)
+        self.comm.append(group, *over_values(made.nodes, None, values))
 
     def _shards(self) -> int:
         """The number of shards in which the batch arrives."""
@@ -213,7 +219,7 @@ class Backward:
     def _by_rule(
         self,
         instance: NodeOnGroup,
-        dys: Mapping[str, str],
+        dys: Mapping[Value, Value],
         passing: Passing | None,
         flows: Sequence[bool],
         inner: Sequence[ir.Value],
@@ -222,40 +228,42 @@ class Backward:
         node = instance.node
         around = {value: replicated_on(value, instance.group) for value in inner}
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
-        names = {k: operand_name(self.comm, instance, k) for k in read}
-        wanted = {*names.values(), *(self.names[version] for version in around.values())}
-        tables = {names[k] for k, version in read.items() if version.value in self.row_terms}
+        operands = {k: one for k in read if (one := operand(self.comm, instance, k)) is not None}
+        wanted = {*operands.values(), *(self.at[version] for version in around.values())}
+        tables = {operands[k] for k, version in read.items() if version.value in self.row_terms}
         try:
             found = [
-                (form, ranks, self.node_gradients.find(instance, form, dys, wanted, tables))
+                self.node_gradients.find(instance, form, ranks, dys, wanted, tables)
                 for form, ranks in self.forms[instance]
             ]
         except NoGradient as error:
             self._refuse(node, str(error))
+        handle = found[0].form.handle
         given: dict[str, tuple[ShardedValue, Layout]] = {}
-        for k, version in {names[k]: (k, version) for k, version in read.items()}.values():
+        for k, version in {operands[k]: (k, version) for k, version in read.items()}.values():
             layout = dual_of_input(self.program, instance, k)
-            given[names[k]] = version, passing.through(layout) if passing else layout
+            given[handle(operands[k])] = version, passing.through(layout) if passing else layout
         for version in around.values():
-            given.setdefault(self.names[version], (version, version.layout))
+            given.setdefault(handle(self.at[version]), (version, version.layout))
         spellings = {name: self.cotangent_names.spellings(instance, *one) for name, one in given.items()}
-        for name in tables:
+        looked_up = [*map(handle, tables)]
+        for name in looked_up:
             rows, keys = [named_rows(spelling) for spelling in spellings.pop(name)], row_keys(name)
             spellings |= {keys.ids: [one.ids for one in rows], keys.rows: [one.rows for one in rows]}
         made = self.node_gradients.write(instance, found, spellings)
         for name, (version, layout) in given.items():
-            if name in tables:
+            if name in looked_up:
                 keys, term = row_keys(name), ShardedValue(version.value, version.group, normal(layout))
-                self.row_terms[version.value].append(RowTerm(term, RowGradient(made[keys.ids], made[keys.rows])))
+                self.row_terms[version.value].append(RowTerm(term, Rows(made[keys.ids], made[keys.rows])))
             elif name in made:
                 self._give(version, layout, made[name])
 
-    def _incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[str, str], Passing | None]:
-        """By output of a node the name of its cotangent, in the layout that is wanted, and the partial sums that pass through the node.
+    def _incoming(self, instance: NodeOnGroup, *, passes: bool) -> tuple[dict[Value, Value], Passing | None]:
+        """By output of a node its cotangent, in the layout that is wanted, and the partial sums that pass through the node.
 
         Through what is communication none pass: of ranks that have asked the same, one gives rows back.
         """
-        dys: dict[str, str] = {}
+        dys: dict[Value, Value] = {}
         passing: Passing | None = None
         for k, value in enumerate(instance.node.outputs):
             home = output_layout_of(self.program, instance, k)
@@ -267,63 +275,62 @@ class Backward:
                 self._refuse(instance.node, fact, "leave that dim whole")
             layout, passing = wanted_layout(self.program, instance, k, given if passes else {})
             target = ShardedValue(self.cotangents[value], home.group, normal(layout))
-            dys[self.names[home]] = self.sums.total(given, target)
+            dys[self.at[home]] = self.sums.total(given, target)
         return dys, passing
 
     def _served(self, instance: NodeOnGroup) -> None:
         """Takes the terms of what readers of a served parameter are given as its own: they add them up over microbatches, and send once."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
-        for term, names in self._merged(self.routes.get(made, ())).items():
+        for term, values in self._merged(self.routes.get(made, ())).items():
             own = ShardedValue(self.cotangents[read.value], term.group, term.layout)
-            self.contributions.setdefault(read, {}).setdefault(own, []).extend(names)
+            self.contributions.setdefault(read, {}).setdefault(own, []).extend(values)
 
-    def _give(self, version: ShardedValue, layout: Layout, dx: str) -> None:
+    def _give(self, version: ShardedValue, layout: Layout, dx: Value) -> None:
         """Lists a contribution to the cotangent of a version that a node reads; it has the shape of the version's shard."""
         given = ShardedValue(self.cotangents[version.value], version.group, normal(layout))
         shape = self.values.local_shape(given)
-        for builder in self.builders.of(given.group):
-            if dx in builder.types and builder.types[dx][1] is None and shape is not None:
-                builder.types[dx] = (given.value, shape)
+        if shape is not None and dx.of is not None and dx.shape is None:
+            dx.of, dx.shape = given.value, shape
         self.contributions.setdefault(version, {}).setdefault(given, []).append(dx)
 
-    def _written(self, instance: NodeOnGroup, dys: Mapping[str, str]) -> None:
+    def _written(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
         """Writes the dual of a collective that the model itself writes."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         cotangent = self.cotangents[read.value]
         spellings = self.cotangent_names.spellings(instance, read, read.layout)
-        dx = first_free(self.builders, instance.group, spellings)
-        names, values = (dys[self.names[made]], dx), (self.cotangents[made.value], cotangent)
-        write_backward(self.comm, instance, names, values)
+        dx = self.job.value(instance.group, *spellings)
+        values, of = (dys[self.at[made]], dx), (self.cotangents[made.value], cotangent)
+        write_backward(self.comm, instance, values, of)
         given = ShardedValue(cotangent, read.group, read.layout)
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
-    def _pushed(self, instance: NodeOnGroup, dys: Mapping[str, str]) -> None:
+    def _pushed(self, instance: NodeOnGroup, dys: Mapping[Value, Value]) -> None:
         """Writes the Push of what a node has pulled: the table's gradient as rows, or added up."""
         read, made = input_layout_of(self.program, instance, 0), output_layout_of(self.program, instance, 0)
         layout = dual_of_input(self.program, instance, 0)
         spellings = self.cotangent_names.spellings(instance, read, layout)
         rows = [named_rows(spelling) for spelling in spellings]
-        names = (
-            first_free(self.builders, instance.group, [one.ids for one in rows]),
-            first_free(self.builders, instance.group, [one.rows for one in rows]),
+        pushed = (
+            self.job.value(instance.group, *(one.ids for one in rows)),
+            self.job.value(instance.group, *(one.rows for one in rows)),
         )
-        write_push(self.comm, instance, dys[self.names[made]], layout, names)
+        write_push(self.comm, instance, dys[self.at[made]], layout, pushed)
         if read.value in self.row_terms:
             term = ShardedValue(read.value, read.group, normal(layout))
-            self.row_terms[read.value].append(RowTerm(term, RowGradient(*names)))
+            self.row_terms[read.value].append(RowTerm(term, Rows(*pushed)))
             return
-        dx = first_free(self.builders, instance.group, spellings)
-        write_dense(self.comm, instance, names, dx)
+        dx = self.job.value(instance.group, *spellings)
+        write_dense(self.comm, instance, pushed, dx)
         given = ShardedValue(self.cotangents[read.value], read.group, normal(layout))
-        self.builders.declare(read.group, dx, given.value, self.values.local_shape(given))
+        self.job.declare(read.group, dx, given.value, self.values.local_shape(given))
         self.contributions.setdefault(read, {}).setdefault(given, []).append(dx)
 
-    def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[str]]:
+    def _merged(self, uses: Sequence[ShardedValue]) -> dict[ShardedValue, list[Value]]:
         """Takes the cotangent contributions of some versions, keyed by their layout."""
-        found: dict[ShardedValue, list[str]] = {}
+        found: dict[ShardedValue, list[Value]] = {}
         for need in uses:
-            for copy, names in self.contributions.pop(need, {}).items():
-                found.setdefault(copy, []).extend(names)
+            for copy, values in self.contributions.pop(need, {}).items():
+                found.setdefault(copy, []).extend(values)
         return found
 
     def _finish(self, parameter: ir.Value) -> None:
@@ -346,7 +353,7 @@ class Backward:
         value = next((one for one in self.program.reads[node] if one in self.needed), None)
         while value is not None:
             producer = value.producer()
-            way.append(value.name or "" if producer is None else self.program.paths[producer])
+            way.append(self.program.path_of(value))
             value = (
                 next((one for one in self.program.reads[producer] if one in self.needed), None) if producer else None
             )
@@ -361,9 +368,9 @@ class Backward:
         )
 
 
-def _unmoved(program: Program, training: Training) -> Problem:
+def _unmoved(program: Localized, training: Training) -> Problem:
     """What is wrong where no parameter that is trained changes the loss: the rules that froze all, else the model."""
-    where = program.plan.train.where_loss if program.plan.train is not None else training.loss.name or "loss"
+    where = training.rules.where("loss")
     frozen = {one.where.get("frozen", "") for one in training.parameters.values() if one.frozen}
     fact = "no trainable parameter changes the loss"
     if training.parameters and all(one.frozen for one in training.parameters.values()):

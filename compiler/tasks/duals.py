@@ -9,13 +9,13 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.graph import SERVED
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.value_info import Shape, ValueInfo
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import on_common_mesh
-from partc.compiler.sharding.operands import input_layout_of, replicated_on
+from partc.compiler.sharding.values.operands import input_layout_of, replicated_on
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _told(value: ir.Value, symbols: Collection[str]) -> Shape | None:
 
 
 def wanted_layout(
-    program: Program, instance: NodeOnGroup, k: int, given: Mapping[ShardedValue, Sequence[str]]
+    program: Targeted, instance: NodeOnGroup, k: int, given: Mapping[ShardedValue, Sequence[object]]
 ) -> tuple[Layout, Passing | None]:
     """The layout in which the cotangent of output `k` is wanted, and what of it passes through the node; `given` by its layout.
 
@@ -77,14 +77,14 @@ def wanted_layout(
     return common[1], Passing(common[1], terms)
 
 
-def takes_extreme(program: Program, instance: NodeOnGroup, k: int) -> bool:
+def takes_extreme(program: Targeted, instance: NodeOnGroup, k: int) -> bool:
     """Whether output `k` is a maximum or minimum over ranks, which has no gradient."""
     choice = program.choices.get(instance)
     layout = choice.output(k) if choice else None
     return layout is not None and any(reduce != "sum" for _, reduce in layout.partial)
 
 
-def _dual_of_output(program: Program, instance: NodeOnGroup, k: int) -> Layout:
+def _dual_of_output(program: Targeted, instance: NodeOnGroup, k: int) -> Layout:
     choice = program.choices.get(instance)
     layout = choice.output(k) if choice else None
     if choice is None or layout is None:
@@ -94,7 +94,7 @@ def _dual_of_output(program: Program, instance: NodeOnGroup, k: int) -> Layout:
     return dual(choice, layout.cuts, {axis for axes in (*reduced, choice.passing) for axis in axes})
 
 
-def dual_of_input(program: Program, instance: NodeOnGroup, k: int) -> Layout:
+def dual_of_input(program: Targeted, instance: NodeOnGroup, k: int) -> Layout:
     """The layout in which a node gives the cotangent of input `k`."""
     if k == 0 and SERVED in instance.node.meta:
         return input_layout_of(program, instance, k).layout

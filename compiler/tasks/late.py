@@ -14,27 +14,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
+from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.training import Training
-from partc.compiler.lower.builders import ProgramBuilders
+from partc.compiler.lower.job import Job
 from partc.compiler.lower.local_view import Gradient
 
 
 @dataclass(frozen=True)
 class Pending:
-    """One gradient of a queue: its name on ranks, and that of the value that takes its place."""
+    """One gradient of a queue, and the value that takes its place."""
 
-    name: str
-    next: str
+    value: Value
+    next: Value
 
 
 @dataclass(frozen=True)
 class Queues:
-    """Writes the queues of gradients; `append` writes nodes on the ranks of a group, `keep` lists a gradient of one as state."""
+    """Writes the queues of gradients.
+
+    `append` writes nodes on the ranks of a group, over values by handle; `keep` lists a gradient of a queue as state.
+    """
 
     training: Training
-    builders: ProgramBuilders
-    append: Callable[[Group, Sequence[ir.Node]], None]
+    job: Job
+    append: Callable[[Group, Sequence[ir.Node], dict[str, Value]], None]
     keep: Callable[[Gradient, Pending, int], None]
 
     def late(self, gradients: Sequence[Gradient], shape: Callable[[Gradient], tuple[int, ...]]) -> list[Gradient]:
@@ -46,15 +50,14 @@ class Queues:
         if not count:
             return one
 
-        def value(name: str) -> ir.Value:
-            return ir.Value(name=name, type=one.parameter.type, shape=ir.Shape(shape))
+        def typed(value: Value) -> ir.Value:
+            return ir.Value(name=str(value), type=one.parameter.type, shape=ir.Shape(shape))
 
-        base = one.name.removesuffix(".grad")
-        names = [self.builders.derived(f"{base}.pending.{k + 1}") for k in range(count)]
-        nodes = []
-        for k, (name, source) in enumerate(zip(names, [*names[1:], one.name], strict=True)):
-            pending = Pending(name, self.builders.derived(f"{name}.next"))
-            nodes.append(ir.Node("", "Identity", [value(source)], outputs=[value(pending.next)], name=pending.next))
-            self.keep(one, pending, k + 1)
-        self.append(one.home.group, nodes)
-        return replace(one, name=names[0])
+        base, group = str(one.value).removesuffix(".grad"), one.home.group
+        waiting = [self.job.value(group, f"{base}.pending.{k + 1}") for k in range(count)]
+        for k, (value, source) in enumerate(zip(waiting, [*waiting[1:], one.value], strict=True)):
+            made = self.job.beside(group, value, ".next")
+            node = ir.Node("", "Identity", [typed(source)], outputs=[typed(made)], name=str(made))
+            self.append(group, [node], {str(source): source, str(made): made})
+            self.keep(one, Pending(value, made), k + 1)
+        return replace(one, value=waiting[0])

@@ -5,23 +5,24 @@ Most nodes are the same on all ranks of a group; a rule that asks which shard a 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.constants import Constant
 from partc.compiler.ir.local_form import LocalForm
-from partc.compiler.ir.rank_program import ComputeOp
+from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.layout.layout import Layout, Mesh
+from partc.compiler.ir.values import derived
+from partc.compiler.layout.layout import shards_along
 from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.kept import operand_name
+from partc.compiler.lower.kept import operand
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
-from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
+from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 
 
 class _Shards(dict[str, int]):
@@ -50,20 +51,23 @@ def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalFo
     rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
     cut = choice.cut if choice is not None else {}
     if rule is None or rule.local is None or not (unknown_to_runtimes or cut or not rule.factors):
-        renamed_node = renamed(node, operands.inputs, operands.outputs)
-        return [(LocalForm([ComputeOp(renamed_node, node, operands.captured)], types=operands.types), group)]
+        return [(operands.form([renamed(node, operands.inputs, operands.outputs)]), group)]
     found: list[tuple[LocalForm, Mapping[str, int], list[int]]] = []
-    numbers = _numbers(choice) if choice is not None else {}
-    for index, rank in enumerate(group):
-        own = {letter: row[index] for letter, row in numbers.items()}
-        alike = next((ranks for _, asked, ranks in found if asked.items() <= own.items()), None)
-        if alike is not None:
-            alike.append(rank)
-            continue
-        form, asked = _form(node, rule, cut, own, operands)
+    numbers = (
+        {letter: shards_along(choice.mesh, axes) for letter, axes in choice.axes.items()} if choice is not None else {}
+    )
+    left = [*range(len(group))]
+    while left:
+        form, asked = _form(node, rule, cut, {letter: row[left[0]] for letter, row in numbers.items()}, operands)
         if not asked:
             return [(form, group)]
-        found.append((form, asked, [rank]))
+        rows = [(numbers[letter], number) for letter, number in asked.items()]
+        alike = left
+        for row, number in rows:
+            alike = [index for index in alike if row[index] == number]
+        found.append((form, asked, [group[index] for index in alike]))
+        those = {*alike}
+        left = [index for index in left if index not in those]
     if choice is not None and (
         merged := by_place([(one, ranks) for one, _, ranks in found], _sets(choice, found, group, comm))
     ):
@@ -73,12 +77,13 @@ def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalFo
 
 @dataclass(frozen=True)
 class _Operands:
-    """The names of a node's inputs and outputs on its group, and their shapes; `captured` renames what its bodies read."""
+    """The handles of a node's inputs and outputs on its group, their `values` and shapes; `captured`: those of what its bodies read."""
 
+    node: ir.Node
     inputs: list[str]
     outputs: list[str]
     captured: dict[str, str]
-    types: dict[str, tuple[ir.Value, Shape | None]]
+    values: dict[str, Value]
     whole: dict[str, Shape | None]
     local: dict[str, Shape | None]
     pieces: int
@@ -86,27 +91,38 @@ class _Operands:
     @staticmethod
     def of(comm: CommLowering, instance: NodeOnGroup) -> _Operands:
         """The operands of a node on a group."""
-        program, values, node = comm.program, comm.values, instance.node
+        program, table, node = comm.program, comm.values, instance.node
+        handles: dict[Value, str] = {}
+
+        def handle(value: Value | None) -> str:
+            if value is None:
+                return ""
+            return handles.setdefault(value, derived(str(value), {*handles.values()}))
+
         read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
         made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
-        inputs = ["" if version is None else operand_name(comm, instance, k) for k, version in enumerate(read)]
-        outputs = [values.names[version] if version.value.name else "" for version in made]
-        around = {
-            value.name or "": values.names[replicated_on(value, instance.group)] for value in program.around[node]
+        inputs = [handle(operand(comm, instance, k)) for k in range(len(node.inputs))]
+        outputs = [handle(table.at[version]) if version.value.name else "" for version in made]
+        captured = {
+            value.name or "": handle(table.at[replicated_on(value, instance.group)]) for value in program.around[node]
         }
-        named = [(name, one) for name, one in zip(outputs, made, strict=True) if name]
-        types = {name: (values.local_value(one), values.local_shape(one)) for name, one in named}
         listed = dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True))
         there = {name: version for name, version in listed.items() if version is not None and name}
         return _Operands(
+            node,
             inputs,
             outputs,
-            {old: new for old, new in around.items() if old != new},
-            types,
-            {name: values[version.value].shape for name, version in there.items()},
-            {name: values.local_shape(version) for name, version in there.items()},
+            captured,
+            {name: value for value, name in handles.items()},
+            {name: table[version.value].shape for name, version in there.items()},
+            {name: table.local_shape(version) for name, version in there.items()},
             comm.pieces,
         )
+
+    def form(self, nodes: Sequence[ir.Node], constants: Mapping[str, Constant] | None = None) -> LocalForm:
+        """The local form with these nodes and constants."""
+        outputs = tuple(name for name in self.outputs if name)
+        return LocalForm(self.node, nodes, self.values, outputs, self.captured, dict(constants or {}))
 
 
 def _form(
@@ -118,8 +134,7 @@ def _form(
     names = operands.inputs, operands.outputs
     local = Local(node, rule, cut, shards, *names, operands.whole, operands.local, pieces=operands.pieces)
     rule.local(local)
-    ops = [ComputeOp(each, node, operands.captured) for each in local.nodes]
-    return LocalForm(ops, dict(local.constants), operands.types), shards.asked
+    return operands.form(local.nodes, local.constants), shards.asked
 
 
 def _sets(
@@ -131,17 +146,6 @@ def _sets(
     """The sets of ranks that differ in what a rule has asked for, each in the order of shards."""
     asked = dict.fromkeys(letter for _, letters, _ in found for letter in letters)
     return comm.subgroups(choice.mesh, tuple(axis for letter in asked for axis in choice.axes[letter]), group)
-
-
-def _numbers(choice: NodeSharding) -> dict[str, tuple[int, ...]]:
-    """Per factor the index of each rank's shard, in the order of the group."""
-    return {letter: _shards_of(choice.mesh, axes) for letter, axes in choice.axes.items()}
-
-
-@functools.lru_cache(maxsize=256)
-def _shards_of(mesh: Mesh, axes: tuple[int, ...]) -> tuple[int, ...]:
-    layout = Layout(mesh, (axes,))
-    return tuple(layout.shard(index)[0] for index in range(layout.size))
 
 
 def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:

@@ -8,222 +8,265 @@ What is made on the way begins with the name of the node's output (`%h.grad.Tran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import onnx_ir as ir
+from partc.compiler.autodiff.alike_forms import Places, Requested
+from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.engine import Backward as Found
 from partc.compiler.autodiff.engine import RowGradient, differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import bodies, captured
-from partc.compiler.ir.local_form import LocalForm
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, with_names
-from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.local_form import LocalForm, over_values
+from partc.compiler.ir.program import Targeted
+from partc.compiler.ir.programs import Compute, Value
+from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, facts_of, ranks_of
+from partc.compiler.ir.value_info import Array, Shape
+from partc.compiler.ir.values import derived
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.kept import operand_name
+from partc.compiler.lower.job import Placed
+from partc.compiler.lower.kept import operand
 from partc.compiler.ops.registry import is_differentiable
 from partc.compiler.ops.rule import OWN
-from partc.compiler.sharding.operands import input_layout_of, output_layout_of, replicated_on
-from partc.compiler.tasks.cotangent_names import first_free
+from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_forms import renamed
 
 
 @dataclass(frozen=True)
-class _Names:
-    """The names of what a node's backward ops make: `constants` among all that are `listed`, and the `new` ones of those not free."""
+class NodeGradient:
+    """The gradient of a node in one of its local forms, on the ranks of it, over `places` for handles.
 
-    new: Mapping[str, str]
-    constants: set[str]
-    listed: set[str]
+    `values`: by place those that are there already.
+    """
 
-    def of(self, name: str) -> str:
-        """The name under which it is written."""
-        return self.new.get(name, name)
+    form: LocalForm
+    ranks: Group
+    found: Found
+    values: Mapping[str, Value]
+    places: Places
 
-    def op(self, node: ir.Node, source: ir.Node) -> ComputeOp:
-        """A node under these names."""
-        inner = {
-            value.name: self.new[value.name]
-            for body in bodies(node)
-            for value in captured(body)
-            if value.name and value.name in self.new
-        }
-        return ComputeOp(with_names(node, self.new), source, inner)
+    @cached_property
+    def given(self) -> dict[str, str]:
+        """By operand's handle the place of its cotangent; of a gradient by rows there are two, by its `row_keys`."""
+        handles = self.places.handles
+        given = {handles[name]: dx for name, dx in self.found.gradients.items()}
+        for name, one in self.found.by_rows.items():
+            keys = row_keys(handles[name])
+            given |= {keys.ids: one.ids, keys.rows: one.rows}
+        return given
+
+    @cached_property
+    def made(self) -> set[str]:
+        """The places of what the backward nodes make."""
+        return {out.name or "" for node in self.found.nodes for out in node.outputs}
+
+    @cached_property
+    def constants(self) -> dict[str, Array]:
+        """The constants that the forward form does not have."""
+        known = {self.places[name] for name in self.form.constants}
+        return {name: one for name, one in self.found.constants.items() if name not in known}
 
 
 class NodeGradients:
-    """Finds the gradients of nodes and writes them by `comm`, whose builders hold the forward pass."""
+    """Finds the gradients of nodes and writes them by `comm`, whose job has the forward pass."""
 
-    def __init__(self, program: Program, comm: CommLowering) -> None:
+    def __init__(self, program: Targeted, comm: CommLowering) -> None:
         assert program.training is not None
         self.program, self.comm = program, comm
-        self.builders, self.values, self.names = comm.builders, comm.values, comm.values.names
+        self.job, self.values, self.at = comm.job, comm.values, comm.values.at
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.changing = {*program.training.parameters, *program.training.statistics}
-        self.unlisted = self.builders.unlisted()
+        self._shapes: dict[Value, Value] = {}
+        """By value of the forward pass its shape, where a gradient has asked for it."""
+        self._found: dict[Hashable, Found] = {}
+        """By key the gradients of forms that are alike."""
+        self._typed: dict[ir.Value, tuple[ir.Value, Shape | None]] = {}
+        self._more: dict[tuple[Compute, int], Value] = {}
+        """Outputs that gradients have asked forward ops for."""
 
     def find(
         self,
         instance: NodeOnGroup,
         form: LocalForm,
-        dys: Mapping[str, str],
-        wanted: set[str],
-        by_rows: Collection[str] = (),
-    ) -> Found:
+        ranks: Group,
+        dys: Mapping[Value, Value],
+        wanted: Collection[Value],
+        by_rows: Collection[Value] = (),
+    ) -> NodeGradient:
         """The gradient of a node's local form: of the cotangents `dys` of its outputs those of the `wanted` operands.
 
         Those of the tables `by_rows` are given as rows.
         """
-        node, values = instance.node, [*self._operands(instance), *self._made(instance, form)]
-        around = {old: new for op in form.ops for old, new in op.captured.items()}
-        forward = [op.node for op in form.ops]
-        if node.domain == OWN and is_differentiable(node):
-            names = [operand_name(self.comm, instance, k) for k in range(len(node.inputs))]
-            made = [self.names[output_layout_of(self.program, instance, k)] for k in range(len(node.outputs))]
-            whole = [renamed(node, names, made)]
-            found = differentiate_nodes(whole, dys, sorted(wanted), values=values, scope=self._scope())
-            return replace(found, forward=forward)
-        differentiated = partial(differentiate_nodes, forward, dys, sorted(wanted), around=around, by_rows=by_rows)
-        if form.ends:
+        node, values = instance.node, [*self._operands(instance, form), *self._made(instance, form)]
+        there, seeds = dict(form.values), dict[str, str]()
+        for out, dy in dys.items():
+            handle = derived(str(dy), {*there} if there.get(str(dy)) is not dy else ())
+            there[handle], seeds[form.handle(out)] = dy, handle
+        nodes, own = form.nodes, node.domain == OWN and is_differentiable(node)
+        if own:
+            operands = [operand(self.comm, instance, k) for k in range(len(node.inputs))]
+            nodes = [renamed(node, ["" if one is None else form.handle(one) for one in operands], [*form.outputs])]
+        asked = Requested(
+            nodes,
+            values,
+            [] if own else form.unknown,
+            {} if own else form.fixed,
+            [] if own else [{**form.fixed, **end} for end in form.ends],
+            seeds,
+            sorted(map(form.handle, wanted)),
+            [*map(form.handle, by_rows)],
+        )
+        places = Places()
+        key = asked.key(places)
+        if key is None:
+            places = Places({name: name for name in (*there, *form.inner)})
+            found = self._differentiated(asked, {name: one for name, one in form.captured.items() if name != one})
+        else:
+            if key not in self._found:
+                try:
+                    self._found[key] = self._differentiated(asked.over(places))
+                except NoGradient as error:
+                    raise NoGradient(places.text(str(error))) from None
+            found = self._found[key]
+        if own:
+            found = replace(found, forward=[*form.nodes])
+        return NodeGradient(form, ranks, found, {places[name]: one for name, one in there.items()}, places)
+
+    def _differentiated(self, asked: Requested, around: Mapping[str, str] | None = None) -> Found:
+        """The gradient that is asked of some nodes; `around`: the handles of what their bodies read by other names."""
+        differentiated = partial(
+            differentiate_nodes, asked.nodes, asked.seeds, asked.wanted, around=around, by_rows=asked.by_rows
+        )
+        if asked.ends:
             # Shapes follow from constants, so those of a rank are shown; gradients must not.
-            constants = [{**form.fixed, **end} for end in form.ends]
-            first, last = (differentiated(values=values, constants=one, scope=self._scope()) for one in constants)
+            first, last = (
+                differentiated(values=asked.values, constants=one, scope=self._scope()) for one in asked.ends
+            )
             if first.is_like(last):
                 return first
-        return differentiated(values=[*values, *form.unknown], constants=form.fixed, scope=self._scope())
+        return differentiated(values=[*asked.values, *asked.unknown], constants=asked.constants, scope=self._scope())
 
-    def _operands(self, instance: NodeOnGroup) -> list[ir.Value]:
+    def _operands(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
         """What the node and its bodies read, as it is on the group; constants are shown where nothing changes them."""
         program, node = self.program, instance.node
-        operands: list[tuple[ShardedValue, str]] = [
-            (input_layout_of(program, instance, k), operand_name(self.comm, instance, k))
+        operands = [
+            (input_layout_of(program, instance, k), operand(self.comm, instance, k))
             for k, value in enumerate(node.inputs)
             if value is not None
         ]
         inner = [replicated_on(one, instance.group) for one in program.around[node]]
-        operands += [(version, self.names[version]) for version in inner]
-        return [self._operand(version, name) for version, name in operands]
+        operands += [(version, self.at[version]) for version in inner]
+        return [self._operand(version, one, form.handle(one)) for version, one in operands if one is not None]
 
-    def _operand(self, version: ShardedValue, name: str) -> ir.Value:
+    def _operand(self, version: ShardedValue, one: Value, handle: str) -> ir.Value:
         value = version.value
         tensor = ir.convenience.get_const_tensor(value) if value not in self.changing else None
-        constant = tensor if version.layout.is_replicated and name == self.names[version] else None
+        constant = tensor if version.layout.is_replicated and one is self.at[version] else None
         known = self.values.local_shape(version)
         dims = known if known is not None else self.values.local_value(version).shape
         shape = None if dims is None else ir.Shape(dims)
-        return ir.Value(name=name, type=value.type, shape=shape, const_value=constant)
+        return ir.Value(name=handle, type=value.type, shape=shape, const_value=constant)
 
     def _made(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
         """The outputs of a node as it makes them on its group."""
         found: list[ir.Value] = []
-        for name, (value, shape) in form.types.items():
-            own_shape = value not in instance.node.outputs or _made_whole(self.program, instance, value)
+        for k in (k for k, out in enumerate(instance.node.outputs) if out.name):
+            version = output_layout_of(self.program, instance, k)
+            value, shape = self.values.local_value(version), self.values.local_shape(version)
+            own_shape = value is not version.value or version.layout.is_replicated
             known = ir.Shape(shape) if shape is not None else value.shape if own_shape else None
-            found.append(ir.Value(name=name, type=value.type, shape=known))
+            found.append(ir.Value(name=form.handle(self.at[version]), type=value.type, shape=known))
         return found
 
     def _scope(self) -> Scope:
-        return Scope(reserved=self.builders.reserved, known=self.known)
+        return Scope(reserved=self.job.reserved, known=self.known)
 
     def write(
-        self,
-        instance: NodeOnGroup,
-        found: Sequence[tuple[LocalForm, Group, Found]],
-        spellings: Mapping[str, Sequence[str]],
-    ) -> dict[str, str]:
-        """Writes the gradients found for a node on all its ranks; by input the name of its cotangent, of the `spellings` a free one."""
-        made: dict[str, str] = {}
-        named = self._named(instance, found, spellings)
-        for (form, ranks, one), names in zip(found, named, strict=True):
-            self._write(instance.node, form, ranks, one, names)
-            made |= {name: names.of(dx) for name, dx in _given(one).items()}
+        self, instance: NodeOnGroup, found: Sequence[NodeGradient], spellings: Mapping[str, Sequence[str]]
+    ) -> dict[str, Value]:
+        """Writes the gradients found for a node on all its ranks; by handle of an operand its cotangent.
+
+        What is new is called as one of the `spellings`. A cotangent is one value in all forms.
+        """
+        everywhere = 0
+        for one in found:
+            everywhere |= ranks_of(one.ranks)
+        cotangents: list[dict[str, Value]] = [{} for _ in found]
+        for name, hints in spellings.items():
+            own = [(one.given.get(name, ""), one, some) for one, some in zip(found, cotangents, strict=True)]
+            nameless = [(dx, some) for dx, one, some in own if dx in one.made and dx not in some]
+            if nameless:
+                dx_value = self.job.value(everywhere, *hints)
+                for dx, some in nameless:
+                    some[dx] = dx_value
+        made: dict[str, Value] = {}
+        for one, some in zip(found, cotangents, strict=True):
+            values = self._write(instance, one, some)
+            made |= {name: values[dx] for name, dx in one.given.items()}
         return made
 
-    def _write(self, node: ir.Node, form: LocalForm, ranks: Group, found: Found, names: _Names) -> None:
-        """Writes the backward ops of one form, and extends its forward ops by the values that these read."""
+    def _write(self, instance: NodeOnGroup, one: NodeGradient, cotangents: Mapping[str, Value]) -> dict[str, Value]:
+        """Writes the backward ops of one form, and extends its forward ops by the values that these read; all values by handle."""
+        form, found, ranks = one.form, one.found, ranks_of(one.ranks)
+        path, group = self.program.paths[instance.node], facts_of(instance.group).text
+        values = {**one.values, **cotangents}
+        texts = {one.places.text(name): name for name in (*one.made, *one.constants) if name not in cotangents}
+        for text in sorted(texts):
+            values[texts[text]] = self.job.value(ranks, text, f"{text}.{path}", f"{text}.{path}@{group}")
         forward = [
-            op if new is op.node or _same(new, op.node) else replace(op, node=new)
-            for op, new in zip(form.ops, found.forward, strict=True)
+            self._extended(op, node, ranks, values, one.places)
+            for op, node in zip(form.ops, found.forward, strict=True)
         ]
-        listed = names.listed | _added(form, forward)
-        types = {
-            names.of(name): typed(self.values, self.program.symbols, value)
-            for name, value in found.scope.values.items()
-            if name in listed
-        }
-        constants = {names.of(name): one for name, one in found.constants.items() if name in names.constants}
-        early = [names.op(one, node) for one in found.early]
-        self.comm.append(ranks, *(names.op(one, node) for one in found.nodes))
-        for builder in self.builders.of(ranks):
-            builder.replace(form.ops, forward, early)
-            builder.constants |= constants
-            builder.types |= {name: one for name, one in types.items() if name not in builder.types}
+        tail = self._early(instance.node, one, ranks, values)
+        for name, array in one.constants.items():
+            self.job.constant(ranks, values[name], array)
+        for k, (before, after) in enumerate(zip(form.ops, forward, strict=True)):
+            rest = tail if k == len(form.ops) - 1 else []
+            if after is not before or rest:
+                self.job.replace(ranks, before, [(after, ranks), *rest])
+        self.comm.append(ranks, *over_values(found.nodes, instance.node, values))
+        known = {*[one.places[name] for name in form.inner], *one.values}
+        for name, value in found.scope.values.items():
+            if name in values and name not in known and ranks & ~self.job.listed.ranks(values[name]):
+                if value not in self._typed:
+                    self._typed[value] = typed(self.values, self.program.symbols, value)
+                self.job.declare(ranks, values[name], *self._typed[value])
+        return values
 
-    def _named(
-        self,
-        instance: NodeOnGroup,
-        found: Sequence[tuple[LocalForm, Group, Found]],
-        spellings: Mapping[str, Sequence[str]],
-    ) -> list[_Names]:
-        """The names of what each form makes; a cotangent has one name in all of them."""
-        everywhere = found[0][1] if len(found) == 1 else tuple(rank for _, ranks, _ in found for rank in ranks)
-        early = {out.name or "" for _, _, one in found for node in one.early for out in node.outputs}
-        outputs = {out.name or "" for _, _, one in found for node in one.nodes for out in node.outputs} - early
-        constants = {name for form, _, one in found for name in one.constants if name not in form.constants}
-        new = {name: self.builders.derived(f"{name}.primal") for name in sorted(early & self.unlisted)}
-        cotangents: list[dict[str, str]] = [{} for _ in found]
-        for operand, names in spellings.items():
-            own = [(_given(one).get(operand, ""), some) for (_, _, one), some in zip(found, cotangents, strict=True)]
-            nameless = [(dx, some) for dx, some in own if dx in outputs and dx not in some]
-            if nameless:
-                name = first_free(self.builders, everywhere, names)
-                for dx, some in nameless:
-                    some[dx] = name
-        helpers = outputs.difference(*cotangents) if len(found) == 1 else outputs
-        new |= self._renamed(instance, everywhere, sorted(helpers | constants))
-        return [_Names({**new, **own}, constants, early | outputs | constants) for own in cotangents]
+    def _extended(self, op: Compute, node: ir.Node, ranks: Ranks, values: dict[str, Value], places: Places) -> Compute:
+        """A forward op with the outputs of `node`; what it makes besides gets a place in `values`."""
+        if [bool(value.name) for value in node.outputs] == [one is not None for one in op.outputs]:
+            return op
+        for k, out in enumerate(node.outputs):
+            if out.name and out.name not in values:
+                if (op, k) not in self._more:
+                    self._more[op, k] = self.job.value(ranks, places.text(out.name))
+                self.job.extend(ranks, self._more[op, k])
+                values[out.name] = self._more[op, k]
+        (found,) = over_values([node], op.source, {**values, **op.captured})
+        return replace(found, captured=op.captured, label=op.label, task=op.task, target=op.target)
 
-    def _renamed(self, instance: NodeOnGroup, ranks: Group, names: Sequence[str]) -> dict[str, str]:
-        """New names for those that some rank has already: with the node's path, and where that is taken with its group."""
-        found: dict[str, str] = {}
-        for name in names:
-            if not self.builders.is_free(ranks, name):
-                other = f"{name}.{self.program.paths[instance.node]}"
-                if not self.builders.is_free(ranks, other):
-                    other = f"{other}@{'-'.join(map(str, instance.group))}"
-                found[name] = self.builders.free(ranks, other)
-        return found
+    def _early(self, source: ir.Node, one: NodeGradient, ranks: Ranks, values: dict[str, Value]) -> list[Placed]:
+        """The shapes of values of the forward pass, on ranks that do not have them yet; all get a place in `values`."""
+        tail: list[Placed] = []
+        for node in one.found.early:
+            name = node.outputs[0].name or ""
+            assert node.inputs[0] is not None
+            given = values[node.inputs[0].name or ""]
+            if given not in self._shapes:
+                self._shapes[given] = self.job.value(
+                    ranks, *[one.places.text(text) for text in (name, f"{name}.primal")]
+                )
+            made = values[name] = self._shapes[given]
+            self.job.extend(ranks, made)
+            if missing := ranks & ~self.job.listed.ranks(made):
+                tail += [(op, missing) for op in over_values([node], source, values)]
+        return tail
 
 
 def row_keys(operand: str) -> RowGradient:
-    """What stands for the ids and the rows of a table's gradient, among names of operands."""
+    """What stands for the ids and the rows of a table's gradient, among handles of operands."""
     return RowGradient(f"{operand} ids", f"{operand} rows")
-
-
-def _given(found: Found) -> dict[str, str]:
-    """By operand the name of its cotangent; of a gradient by rows there are two, by its `row_keys`."""
-    given = dict(found.gradients)
-    for operand, one in found.by_rows.items():
-        keys = row_keys(operand)
-        given |= {keys.ids: one.ids, keys.rows: one.rows}
-    return given
-
-
-def _made_whole(program: Program, instance: NodeOnGroup, value: ir.Value) -> bool:
-    """Whether a node makes an output whole on every rank of its group."""
-    return output_layout_of(program, instance, instance.node.outputs.index(value)).layout.is_replicated
-
-
-def _same(one: ir.Node, other: ir.Node) -> bool:
-    """Whether two nodes have the same outputs."""
-    return [value.name for value in one.outputs] == [value.name for value in other.outputs]
-
-
-def _added(local: LocalForm, forward: Sequence[ComputeOp]) -> set[str]:
-    """The additional outputs of forward nodes that the backward pass reads."""
-    before = {value.name for op in local.ops for value in op.node.outputs}
-    return {value.name or "" for op in forward for value in op.node.outputs} - before

@@ -9,7 +9,6 @@ backward pass.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,16 +16,16 @@ from typing import cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, TaskKind
-from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.program import Targeted
+from partc.compiler.ir.programs import TaskKind, Value
+from partc.compiler.ir.sharded import Ranks, ShardedValue, ranks_of
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.reshard import lower
-from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.comm import CommLowering, computed
 from partc.compiler.lower.local_view import AccumulatedGradient, Gradient
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
-from partc.compiler.tasks.cotangent_names import brought_spellings, first_free, sum_spellings
+from partc.compiler.tasks.cotangent_names import brought_spellings, sum_spellings
 from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
 from partc.compiler.tasks.zero import shared_out
 
@@ -38,65 +37,69 @@ class GradientReduction:
     """
 
     def __init__(
-        self, program: Program, cotangents: Mapping[ir.Value, ir.Value], comm: CommLowering, training: Training
+        self, program: Targeted, cotangents: Mapping[ir.Value, ir.Value], comm: CommLowering, training: Training
     ) -> None:
         self.program, self.cotangents, self.training = program, cotangents, training
-        self.comm, self.update, self.names = comm, comm.of_task(TaskKind.UPDATE), comm.values.names
+        self.comm, self.update, self.at = comm, comm.of_task(TaskKind.UPDATE), comm.values.at
         self.accumulated: list[AccumulatedGradient] = []
-        self.totals: dict[ShardedValue, str] = {}
-        """By version the name of each cotangent that is complete."""
+        self.totals: dict[ShardedValue, Value] = {}
+        """By version each cotangent that is complete."""
         self.gradients: list[Gradient] = []
-        self.taken: dict[str, set[int]] = {}
-        """By name the ranks on which it is a parameter's gradient."""
-        self._sent: dict[str, set[int]] = {}
-        self.buckets = Buckets(self.update, training.bucket_bytes, "gradient")
-        self.rows = RowReduction(self.comm, self.update, training.accumulate, low=training.messages)
-        if training.accumulate > 1:  # a node called `sum` contributes under another name
-            for value, end in itertools.product(training.parameters, ("", ".next")):
-                comm.builders.free(tuple(range(program.plan.ranks)), f"{value.name}.grad.sum{end}")
+        self.taken: dict[Value, Ranks] = {}
+        """By value the ranks on which it is a parameter's gradient."""
+        self._sent: dict[Value, Ranks] = {}
+        self.buckets = Buckets(self.update, training.rules.bucket_bytes, "gradient")
+        self.rows = RowReduction(self.comm, self.update, training.rules.accumulate, low=training.low_messages)
+        self._sums: dict[ir.Value, tuple[Value, Value]] = {}
+        """By parameter the sum of its gradients over the parts of a batch, before and behind one more."""
+        if training.rules.accumulate > 1:
+            job = comm.job
+            for value in training.parameters:
+                total = job.value(job.everyone, f"{value.name}.grad.sum")
+                self._sums[value] = total, job.beside(job.everyone, total, ".next")
 
-    def total(self, given: Mapping[ShardedValue, Sequence[str]], target: ShardedValue) -> str:
-        """The name of the sum of a cotangent's contributions (`given`, by their layout), in the layout of `target`."""
+    def total(self, given: Mapping[ShardedValue, Sequence[Value]], target: ShardedValue) -> Value:
+        """The sum of a cotangent's contributions (`given`, by their layout), in the layout of `target`."""
         return self._total(self.comm, given, target, "")
 
     def _total(
-        self, comm: CommLowering, given: Mapping[ShardedValue, Sequence[str]], target: ShardedValue, wanted: str
-    ) -> str:
+        self, comm: CommLowering, given: Mapping[ShardedValue, Sequence[Value]], target: ShardedValue, wanted: str
+    ) -> Value:
         only = len(given) == 1
-        brought: list[str] = []
-        for version, names in given.items():
-            name = self._sum(self.comm, version, names, final=only and version == target)
-            brought.append(self._brought(comm, version, name, target, wanted, only=only))
+        brought: list[Value] = []
+        for version, values in given.items():
+            one = self._sum(self.comm, version, values, final=only and version == target)
+            brought.append(self._brought(comm, version, one, target, wanted, only=only))
         total = self._sum(comm, target, brought, wanted)
         self.totals.setdefault(target, total)
         return total
 
     def parameter(
-        self, value: ir.Value, given: Mapping[ShardedValue, Sequence[str]], defs: Sequence[ShardedValue]
+        self, value: ir.Value, given: Mapping[ShardedValue, Sequence[Value]], defs: Sequence[ShardedValue]
     ) -> None:
         """Reduces the gradient of a parameter on the first of its definitions `defs`, and sends it to the others."""
-        if self.training.accumulate > 1:
+        if self.training.rules.accumulate > 1:
             given = {
-                version: [self._added(value, version, names, at)] for at, (version, names) in enumerate(given.items())
+                version: [self._added(value, version, terms, at)] for at, (version, terms) in enumerate(given.items())
             }
         defs = self._own_homes(defs)
         main = defs[0]
-        share = shared_out(self.program, main, self.training.shard) if len(defs) == 1 else main
+        share = shared_out(self.program, main, self.training.rules.optimizer.shard) if len(defs) == 1 else main
         target = ShardedValue(self.cotangents[value], main.group, share.layout)
-        wanted = f"{self.names[main]}.grad"
-        if self.training.messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in given):
+        wanted = f"{self.at[main]}.grad"
+        if self.training.low_messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in given):
             low = self._low(target.value)
             target, wanted = ShardedValue(low, main.group, share.layout), f"{wanted}.bfloat16"
             given = {
-                ShardedValue(low, one.group, one.layout): [self._rounded(one, low, self._sum(self.comm, one, names))]
-                for one, names in given.items()
+                ShardedValue(low, one.group, one.layout): [self._rounded(one, low, self._sum(self.comm, one, terms))]
+                for one, terms in given.items()
             }
         if len(given) == 1:
-            ((version, names),) = given.items()
+            ((version, terms),) = given.items()
             moves = lower(version.layout, target.layout, version.group, target.group)
             if can_join(moves):
                 self._bucketed(
-                    value, version, self._sum(self.comm, version, names), target, cast(Fused, moves[0]), defs, wanted
+                    value, version, self._sum(self.comm, version, terms), target, cast(Fused, moves[0]), defs, wanted
                 )
                 return
         self._ready(value, self._total(self.update, given, target, wanted), target, defs)
@@ -111,20 +114,23 @@ class GradientReduction:
 
         self.rows.begin(value, terms, self._own_homes(defs), ready)
 
-    def _added(self, value: ir.Value, version: ShardedValue, names: Sequence[str], at: int) -> str:
-        """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum's name."""
-        total = self._sum(self.comm, version, names)
-        kept = self.comm.builders.derived(f"{value.name}.grad.sum" + (f".{at + 1}" if at else ""))
-        self.comm.builders.declare(version.group, kept, version.value, self.comm.values.local_shape(version))
-        made = self._emit(self.comm, version, "Add", [kept, total], self.comm.builders.derived(f"{kept}.next"))
+    def _added(self, value: ir.Value, version: ShardedValue, terms: Sequence[Value], at: int) -> Value:
+        """Adds a gradient to the sum of those of the batch's earlier parts, before it is reduced over ranks; the sum."""
+        total, job = self._sum(self.comm, version, terms), self.comm.job
+        kept, following = self._sums[value]
+        if at:
+            kept = job.value(version.group, f"{value.name}.grad.sum.{at + 1}")
+            following = job.beside(version.group, kept, ".next")
+        job.declare(version.group, kept, version.value, self.comm.values.local_shape(version))
+        made = self._emit(self.comm, version, "Add", [kept, total], following)
         self.accumulated.append(AccumulatedGradient(value, version, kept))
         return made
 
     def _own_homes(self, defs: Sequence[ShardedValue]) -> list[ShardedValue]:
         """The definitions without those whose ranks hold the same tensor by a larger one: it is updated once."""
-        names, found = self.names, list[ShardedValue]()
+        at, found = self.at, list[ShardedValue]()
         for home in sorted(defs, key=lambda home: -len(home.group)):
-            if not any(names[one] == names[home] and {*home.group} <= {*one.group} for one in found):
+            if not any(at[one] is at[home] and {*home.group} <= {*one.group} for one in found):
                 found.append(home)
         return sorted(found, key=defs.index)
 
@@ -138,7 +144,7 @@ class GradientReduction:
         self,
         value: ir.Value,
         version: ShardedValue,
-        name: str,
+        given: Value,
         target: ShardedValue,
         move: Fused,
         defs: Sequence[ShardedValue],
@@ -147,25 +153,24 @@ class GradientReduction:
         shape, term = self.comm.values.local_shape(target), self.comm.values.local_shape(version)
         assert shape is not None
         assert term is not None
-        name = self._own(version, name, f"{self.names[defs[0]]}.grad.partial")
-        made = self.comm.builders.free(target.group, wanted)
-        self.comm.builders.declare(target.group, made, target.value, shape)
-        self.buckets.add(move, target.value, name, term, made, partial(self._ready, value, made, target, defs))
+        given = self._own(version, given, f"{self.at[defs[0]]}.grad.partial")
+        made = self.comm.job.value(target.group, wanted)
+        self.comm.job.declare(target.group, made, target.value, shape)
+        self.buckets.add(move, target.value, given, term, made, partial(self._ready, value, made, target, defs))
 
-    def _ready(self, value: ir.Value, name: str, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
+    def _ready(self, value: ir.Value, given: Value, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
         """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""
         if target.value is not self.cotangents[value]:
             rounded, target = target, ShardedValue(self.cotangents[value], target.group, target.layout)
-            name = self._cast(
-                rounded, target, name, self.comm.builders.free(target.group, f"{self.names[defs[0]]}.grad")
-            )
-        name = self._own(target, name, f"{self.names[defs[0]]}.grad")
+            exact = self.comm.job.value(target.group, f"{self.at[defs[0]]}.grad")
+            given = self._cast(rounded, target, given, exact)
+        given = self._own(target, given, f"{self.at[defs[0]]}.grad")
         share = ShardedValue(value, target.group, target.layout)
-        self.gradients.append(Gradient(value, defs[0], name, share))
+        self.gradients.append(Gradient(value, defs[0], given, share))
         for home in defs[1:]:
             wanted = ShardedValue(self.cotangents[value], home.group, home.layout)
-            other = self._brought(self.update, target, name, wanted, f"{self.names[home]}.grad")
-            own = self._own(wanted, other, f"{self.names[home]}.grad")
+            other = self._brought(self.update, target, given, wanted, f"{self.at[home]}.grad")
+            own = self._own(wanted, other, f"{self.at[home]}.grad")
             self.gradients.append(Gradient(value, home, own, home))
 
     def _low(self, cotangent: ir.Value) -> ir.Value:
@@ -175,66 +180,70 @@ class GradientReduction:
         info = self.comm.values[cotangent]
         return self.comm.values.add(value, replace(info, type=type_text(kind), item_bytes=2))
 
-    def _rounded(self, version: ShardedValue, low: ir.Value, name: str) -> str:
-        """Rounds a term of a gradient to bfloat16, behind the sum over all parts of a batch; its name."""
-        wanted = self.comm.builders.free(version.group, f"{name}.bfloat16")
-        return self._cast(version, ShardedValue(low, version.group, version.layout), name, wanted)
+    def _rounded(self, version: ShardedValue, low: ir.Value, given: Value) -> Value:
+        """Rounds a term of a gradient to bfloat16, behind the sum over all parts of a batch."""
+        made = self.comm.job.beside(version.group, given, ".bfloat16")
+        return self._cast(version, ShardedValue(low, version.group, version.layout), given, made)
 
-    def _cast(self, version: ShardedValue, target: ShardedValue, name: str, made: str) -> str:
-        to = ir.AttrInt64("to", int(target.value.dtype or ir.DataType.FLOAT))
-        node = ir.Node("", "Cast", [ir.Value(name=name)], [to], outputs=[ir.Value(name=made)], name=made)
-        self.update.append(version.group, ComputeOp(node, node))
-        self.comm.builders.declare(version.group, made, target.value, self.comm.values.local_shape(target))
+    def _cast(self, version: ShardedValue, target: ShardedValue, given: Value, made: Value) -> Value:
+        to = int(target.value.dtype or ir.DataType.FLOAT)
+        self.update.append(version.group, computed("Cast", [given], [made], to=to))
+        self.comm.job.declare(version.group, made, target.value, self.comm.values.local_shape(target))
         return made
 
-    def _own(self, version: ShardedValue, name: str, wanted: str) -> str:
-        """A name for the gradient that no other parameter has and that a node makes; an Identity makes one where there is none."""
-        builders = self.comm.builders.of(version.group)
-        own = self.taken.get(name, set()).isdisjoint(version.group)
-        made = not any(name in builder.constants for builder in builders)
-        if not own or not made:
-            name = self._emit(self.update, version, "Identity", [name], self.comm.builders.free(version.group, wanted))
-        self.taken.setdefault(name, set()).update(version.group)
-        return name
+    def _own(self, version: ShardedValue, given: Value, wanted: str) -> Value:
+        """A value for the gradient that no other parameter has and that a node makes; an Identity makes one where there is none."""
+        here = ranks_of(version.group)
+        if (self.taken.get(given, 0) | self.comm.job.constants.ranks(given)) & here:
+            made = self.comm.job.value(version.group, wanted)
+            given = self._emit(self.update, version, "Identity", [given], made)
+        self.taken[given] = self.taken.get(given, 0) | here
+        return given
 
     def _brought(
         self,
         comm: CommLowering,
         version: ShardedValue,
-        name: str,
+        given: Value,
         target: ShardedValue,
         wanted: str = "",
         *,
         only: bool = True,
-    ) -> str:
-        """Reshards a cotangent to another layout or group; its name there. `only`: nothing is added to it there."""
+    ) -> Value:
+        """Reshards a cotangent to another layout or group; the value there. `only`: nothing is added to it there."""
         if version == target:
-            return name
-        builders, primal = comm.builders, str(target.value.name).removesuffix(".grad")
+            return given
+        job, primal = comm.job, str(target.value.name).removesuffix(".grad")
         final = sum_spellings(wanted or str(target.value.name), target)
         if not only:
-            final = brought_spellings(name, wanted or str(target.value.name), target)
+            final = brought_spellings(str(given), wanted or str(target.value.name), target)
         if version.group != target.group:
-            # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a name of its own.
-            if not self._sent.get(name, set()).isdisjoint(version.group):
-                name = self._emit(comm, version, "Identity", [name], first_free(builders, version.group, final))
-            self._sent.setdefault(name, set()).update(version.group)
-        apart = {*version.group}.isdisjoint(target.group) and builders.is_free(target.group, name)
-        kept = apart and (name == final[0] if wanted else not version.layout.partial or target.layout.partial)
-        out = name if kept else first_free(builders, tuple(dict.fromkeys((*version.group, *target.group))), final)
-        return reshard(comm, version, name, target, out, f"gradient of '{primal}'")
+            # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a value of its own.
+            here = ranks_of(version.group)
+            if self._sent.get(given, 0) & here:
+                given = self._emit(comm, version, "Identity", [given], job.value(version.group, *final))
+            self._sent[given] = self._sent.get(given, 0) | here
+        there = ranks_of(target.group)
+        apart = not there & (ranks_of(version.group) | job.known(given))
+        kept = apart and (str(given) == final[0] if wanted else not version.layout.partial or target.layout.partial)
+        if not kept:
+            out = job.value(ranks_of(version.group) | there, *final)
+        else:  # shards of another shape are another value of the same name
+            out = given if version.layout.shards == target.layout.shards else job.beside(there, given, "")
+        return reshard(comm, version, given, target, out, f"gradient of '{primal}'")
 
     def _sum(
-        self, comm: CommLowering, version: ShardedValue, names: Sequence[str], wanted: str = "", *, final: bool = True
-    ) -> str:
-        if len(names) == 1:
-            return names[0]
+        self, comm: CommLowering, version: ShardedValue, terms: Sequence[Value], wanted: str = "", *, final: bool = True
+    ) -> Value:
+        if len(terms) == 1:
+            return terms[0]
         spellings = sum_spellings(wanted or str(version.value.name), version, final=final)
-        made = first_free(comm.builders, version.group, spellings)
-        return self._emit(comm, version, "Add" if len(names) == 2 else "Sum", names, made)
+        made = comm.job.value(version.group, *spellings)
+        return self._emit(comm, version, "Add" if len(terms) == 2 else "Sum", terms, made)
 
-    def _emit(self, comm: CommLowering, version: ShardedValue, op_type: str, names: Sequence[str], made: str) -> str:
-        node = ir.Node("", op_type, [ir.Value(name=name) for name in names], outputs=[ir.Value(name=made)], name=made)
-        comm.append(version.group, ComputeOp(node, node))
-        comm.builders.declare(version.group, made, version.value, comm.values.local_shape(version))
+    def _emit(
+        self, comm: CommLowering, version: ShardedValue, op_type: str, given: Sequence[Value], made: Value
+    ) -> Value:
+        comm.append(version.group, computed(op_type, given, [made]))
+        comm.job.declare(version.group, made, version.value, comm.values.local_shape(version))
         return made

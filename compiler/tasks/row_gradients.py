@@ -23,14 +23,14 @@ from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.autodiff.engine import RowGradient
 from partc.compiler.dims.normal import normal as normal_expression
 from partc.compiler.dims.reading import read
-from partc.compiler.ir.rank_program import ComputeOp
-from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.programs import Value
+from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.value_info import Dim, Shape, ValueInfo
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllGather
 from partc.compiler.layout.reshard import lower
-from partc.compiler.lower.comm import CommLowering
+from partc.compiler.lower.comm import CommLowering, computed
 from partc.compiler.lower.local_view import Gradient
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.cotangent_names import PARTIAL
@@ -39,20 +39,28 @@ _INT64 = ir.TensorType(ir.DataType.INT64)
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A table's gradient as rows: `rows[i]` is added to the row `ids[i]`."""
+
+    ids: Value
+    rows: Value
+
+
+@dataclass(frozen=True)
 class RowTerm:
     """What one look-up gives: `version` is the table's, `partial` along the axes over which the dense gradient would be summed."""
 
     version: ShardedValue
-    names: RowGradient
+    given: Rows
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Ids and rows as they lie on a group, and their names there."""
+class _Lying:
+    """Ids and rows as they lie on a group, and what they are there."""
 
     ids: ShardedValue
     rows: ShardedValue
-    names: RowGradient
+    given: Rows
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class _Begun:
     """A gradient on its way: its lists as their ranks have them, the parameter's definitions, and the name that is wanted."""
 
     value: ir.Value
-    lists: Sequence[_Rows]
+    lists: Sequence[_Lying]
     defs: Sequence[ShardedValue]
     wanted: str
     then: Callable[[list[Gradient]], None]
@@ -82,7 +90,7 @@ class RowReduction:
 
     def __init__(self, terms: CommLowering, comm: CommLowering, parts: int, *, low: bool = False) -> None:
         self.terms, self.comm, self.parts, self.low = terms, comm, parts, low
-        self.builders, self.values, self.names = comm.builders, comm.values, comm.values.names
+        self.job, self.values, self.at = comm.job, comm.values, comm.values.at
         self._waiting: dict[Hashable, list[_Begun]] = {}
 
     def begin(
@@ -93,14 +101,14 @@ class RowReduction:
         then: Callable[[list[Gradient]], None],
     ) -> None:
         """Takes the gradient of a parameter; `then` is told what it is on each of its definitions, at the latest by `flush`."""
-        main, wanted = defs[0], f"{self.names[defs[0]]}.grad"
-        alike: dict[ShardedValue, list[RowGradient]] = {}
+        main, wanted = defs[0], f"{self.at[defs[0]]}.grad"
+        alike: dict[ShardedValue, list[Rows]] = {}
         for term in terms:
-            alike.setdefault(term.version, []).append(term.names)
+            alike.setdefault(term.version, []).append(term.given)
         lists = []
-        for version, names in alike.items():
+        for version, parts in alike.items():
             final = len(alike) == 1 and version == main and self.parts == 1
-            own = self._appended(self.terms, version.group, names, wanted, final)
+            own = self._appended(self.terms, version.group, parts, wanted, final)
             lists.append(self._listed(version, self._of_all_parts(version.group, own)))
         one = _Begun(value, lists, defs, wanted, then)
         key = self._joinable(one)
@@ -124,31 +132,31 @@ class RowReduction:
 
         return finish
 
-    def _gathered_together(self, some: Sequence[_Begun]) -> Callable[[], list[_Rows]]:
+    def _gathered_together(self, some: Sequence[_Begun]) -> Callable[[], list[_Lying]]:
         if len(some) > 1:
             return self._joined(some)
         rows = self._gathered(some[0])
         return lambda: [rows]
 
-    def _finish(self, one: _Begun, whole: _Rows) -> None:
+    def _finish(self, one: _Begun, whole: _Lying) -> None:
         # Rows of its own are not rounded where they stay, so the sum of all goes to other definitions as it is.
-        others = (self._brought(whole, home, f"{self.names[home]}.grad", exact=True) for home in one.defs[1:])
+        others = (self._brought(whole, home, f"{self.at[home]}.grad", exact=True) for home in one.defs[1:])
         found = [whole, *others]
         made = zip(one.defs, found, strict=True)
-        one.then([Gradient(one.value, home, each.names.rows, home, each.names.ids) for home, each in made])
+        one.then([Gradient(one.value, home, each.given.rows, home, each.given.ids) for home, each in made])
 
-    def _gathered(self, one: _Begun) -> _Rows:
+    def _gathered(self, one: _Begun) -> _Lying:
         """The rows of all lists of a parameter where its first definition lies."""
         main, wanted, only = one.defs[0], one.wanted, len(one.lists) == 1
         brought = [self._brought(given, main, wanted, only=only) for given in one.lists]
         if only:
             return brought[0]
-        return self._listed(main, self._appended(self.comm, main.group, [each.names for each in brought], wanted, True))
+        return self._listed(main, self._appended(self.comm, main.group, [each.given for each in brought], wanted, True))
 
     def _joinable(self, one: _Begun) -> Hashable | None:
         """Equal for rows that can stand beside each other in one AllGather along their first dim; None for others."""
         given, main = one.lists[0], one.defs[0]
-        shape = self.builders.of(given.rows.group)[0].types[given.names.rows][1]
+        shape = given.given.rows.shape
         if (
             len(one.lists) > 1
             or given.rows.group != main.group
@@ -162,64 +170,57 @@ class RowReduction:
             return None
         return main.group, given.rows.layout, shape[0], given.rows.value.dtype
 
-    def _joined(self, some: Sequence[_Begun]) -> Callable[[], list[_Rows]]:
+    def _joined(self, some: Sequence[_Begun]) -> Callable[[], list[_Lying]]:
         """Gathers the ids of several parameters as columns of one value, and their rows side by side; what comes back takes them apart."""
         lists, group, names = [one.lists[0] for one in some], some[0].defs[0].group, named_rows(some[0].wanted)
-        axis = self.comm.constant(group, some[0].wanted, "axis", [1])
+        axis = self.job.constant(group, self.job.value(group, f"{some[0].wanted}.axis"), np.array([1], np.int64))
         columns = [
-            self.comm.beside(group, "Unsqueeze", [one.names.ids, axis], f"{one.names.ids}.column") for one in lists
+            self.comm.beside(group, "Unsqueeze", [one.given.ids, axis], one.given.ids, "column") for one in lists
         ]
-        widths = [self._width(group, one.names.rows) for one in lists]
+        widths = [_width(one.given.rows) for one in lists]
         kind, said = lists[0].rows.value.type, f"gradients of {len(some)} tables"
         assert kind is not None
         ids = self._side_by_side(lists[0], columns, len(some), _INT64, f"{names.ids}.joined", said)
         rows = self._side_by_side(
-            lists[0], [one.names.rows for one in lists], sum(widths), kind, f"{names.rows}.joined", said
+            lists[0], [one.given.rows for one in lists], sum(widths), kind, f"{names.rows}.joined", said
         )
 
-        def apart() -> list[_Rows]:
+        def apart() -> list[_Lying]:
             wanted = [named_rows(one.wanted) for one in some]
-            made = [RowGradient(*(self.builders.free(group, name) for name in (one.ids, one.rows))) for one in wanted]
-            parts = [self.builders.free(group, f"{one.ids}.column") for one in made]
+            made = [Rows(*(self.job.value(group, name) for name in (one.ids, one.rows))) for one in wanted]
+            parts = [self.job.beside(group, one.ids, ".column") for one in made]
             self._split(group, ids, [1] * len(some), parts)
             self._split(group, rows, widths, [one.rows for one in made])
-            flat = self.comm.constant(group, some[0].wanted, "flat", [-1])
+            flat = self.job.constant(group, self.job.value(group, f"{some[0].wanted}.flat"), np.array([-1], np.int64))
             found = []
-            for given, name, part in zip(lists, made, parts, strict=True):
-                self.comm.emit(group, "Reshape", [part, flat], name.ids, None)
+            for given, one, part in zip(lists, made, parts, strict=True):
+                self.comm.emit(group, "Reshape", [part, flat], one.ids)
                 mesh, values = given.rows.layout.mesh, (given.ids.value, given.rows.value)
-                here = [ShardedValue(one, group, Layout.whole(mesh, k + 1)) for k, one in enumerate(values)]
-                self.comm.declare(here[0], name.ids)
-                self.comm.declare(here[1], name.rows)
-                found.append(_Rows(here[0], here[1], name))
+                here = [ShardedValue(value, group, Layout.whole(mesh, k + 1)) for k, value in enumerate(values)]
+                self.comm.declare(here[0], one.ids)
+                self.comm.declare(here[1], one.rows)
+                found.append(_Lying(here[0], here[1], one))
             return found
 
         return apart
 
-    def _width(self, group: Group, name: str) -> int:
-        shape = self.builders.of(group)[0].types[name][1]
-        assert shape is not None
-        return int(shape[1])
-
     def _side_by_side(
-        self, like: _Rows, terms: list[str], width: int, kind: ir.TypeProtocol, wanted: str, said: str
-    ) -> str:
-        """Gathers values of so many columns in all as one, cut as the rows of `like`; its name."""
+        self, like: _Lying, terms: list[Value], width: int, kind: ir.TypeProtocol, wanted: str, said: str
+    ) -> Value:
+        """Gathers values of so many columns in all as one, cut as the rows of `like`."""
         group, layout = like.rows.group, like.rows.layout
         count = self.values[like.rows.value].shape
         value = self._value(wanted, kind, None if count is None else (count[0], width))
         source, target = ShardedValue(value, group, layout), ShardedValue(value, group, Layout.whole(layout.mesh, 2))
-        joined = self.builders.free(group, f"{wanted}{PARTIAL}")
+        joined = self.job.value(group, f"{wanted}{PARTIAL}")
         self.comm.emit(group, "Concat", terms, joined, None, axis=1)
         self.comm.declare(source, joined)
         return self._moved(source, joined, target, wanted, said)
 
-    def _split(self, group: Group, name: str, widths: list[int], made: list[str]) -> None:
+    def _split(self, group: Group, given: Value, widths: list[int], made: list[Value]) -> None:
         """Takes columns apart."""
-        sizes = self.comm.constant(group, name, "widths", widths)
-        given, outputs = [ir.Value(name=name), ir.Value(name=sizes)], [ir.Value(name=one) for one in made]
-        node = ir.Node("", "Split", given, [ir.AttrInt64("axis", 1)], outputs=outputs, name=f"{name}.split")
-        self.comm.append(group, ComputeOp(node, node))
+        sizes = self.comm.constant(group, given, "widths", widths)
+        self.comm.append(group, computed("Split", [given, sizes], made, Value(".split", given), axis=1))
 
     def made_dense(self, one: Gradient, cotangent: ir.Value) -> Gradient:
         """The gradient as large as the table: zeros, to which the rows are added."""
@@ -227,115 +228,123 @@ class RowReduction:
         shape = self.values.local_shape(version)
         assert shape is not None
         assert cotangent.dtype is not None
-        name = self.builders.free(group, one.name.removesuffix(".rows"))
-        sizes = self.comm.constant(group, name, "shape", [int(dim) for dim in shape])
-        axis = self.comm.constant(group, name, "axis", [1])
-        places = self.comm.beside(group, "Unsqueeze", [one.ids, axis], f"{name}.places")
+        assert one.ids is not None
+        made = self.job.value(group, str(one.value).removesuffix(".rows"))
+        sizes = self.comm.constant(group, made, "shape", [int(dim) for dim in shape])
+        axis = self.comm.constant(group, made, "axis", [1])
+        places = self.comm.beside(group, "Unsqueeze", [one.ids, axis], made, "places")
         zero = ir.tensor(np.zeros(1, cotangent.dtype.numpy()))
-        zeros = self.builders.free(group, f"{name}.zeros")
-        self.comm.emit(group, "ConstantOfShape", [sizes], zeros, None, value=zero)
-        self.comm.emit(group, "ScatterND", [zeros, places, one.name], name, None, reduction="add")
-        self.comm.declare(version, name)
-        return Gradient(one.parameter, one.home, name, one.share)
+        zeros = self.job.beside(group, made, ".zeros")
+        self.comm.emit(group, "ConstantOfShape", [sizes], zeros, value=zero)
+        self.comm.emit(group, "ScatterND", [zeros, places, one.value], made, reduction="add")
+        self.comm.declare(version, made)
+        return Gradient(one.parameter, one.home, made, one.share)
 
-    def _of_all_parts(self, group: Group, one: RowGradient) -> RowGradient:
+    def _of_all_parts(self, group: Group, one: Rows) -> Rows:
         """The rows of all parts of a batch: an op with that of one part as its operand, which stands for those of all."""
         if self.parts == 1:
             return one
-        made: list[str] = []
-        for name in (one.ids, one.rows):
-            value, shape = self.builders.of(group)[0].types[name]
-            kind, whole = value.type, None if shape is None else (_times(shape[0], self.parts), *shape[1:])
-            assert kind is not None
-            made.append(self.builders.free(group, f"{name.removesuffix(PARTIAL)}.parts"))
-            self.comm.emit(group, "Concat", [name], made[-1], None, axis=0)
-            self.builders.declare(group, made[-1], self._value(made[-1], kind, whole), whole)
-            for builder in self.builders.of(group):
-                builder.appended.add(made[-1])
-        return RowGradient(*made)
+        made: list[Value] = []
+        for given in (one.ids, one.rows):
+            shape = given.shape
+            whole = None if shape is None else (_times(shape[0], self.parts), *shape[1:])
+            made.append(self.job.value(group, f"{str(given).removesuffix(PARTIAL)}.parts"))
+            self.comm.emit(group, "Concat", [given], made[-1], None, axis=0)
+            self.job.declare(group, made[-1], self._value(str(made[-1]), _kind(given), whole), whole)
+            self.job.appended.add(group, made[-1], None)
+        return Rows(*made)
 
-    def _listed(self, version: ShardedValue, names: RowGradient) -> _Rows:
-        """What a group has under these names, as values: terms of a sum are parts of the list."""
+    def _listed(self, version: ShardedValue, given: Rows) -> _Lying:
+        """How ids and rows lie on a group: terms of a sum are parts of the list."""
         table, layout = version.value, version.layout
         first = (*layout.cuts[0], *(axis for axis, _ in layout.partial))
         ids, rows = normal(Layout(layout.mesh, (first,))), normal(Layout(layout.mesh, (first, *layout.cuts[1:])))
-        shape = self.builders.of(version.group)[0].types[names.ids][1]
+        shape = given.ids.shape
         count = _times(shape[0], ids.num_shards(0)) if shape else None
         width = self.values[table].shape
         assert table.type is not None
         assert width is not None
         made = (
-            self._value(names.ids, _INT64, None if count is None else (count,)),
-            self._value(names.rows, table.type, None if count is None else (count, *width[1:])),
+            self._value(str(given.ids), _INT64, None if count is None else (count,)),
+            self._value(str(given.rows), table.type, None if count is None else (count, *width[1:])),
         )
-        return _Rows(ShardedValue(made[0], version.group, ids), ShardedValue(made[1], version.group, rows), names)
+        return _Lying(ShardedValue(made[0], version.group, ids), ShardedValue(made[1], version.group, rows), given)
 
     def _value(self, name: str, kind: ir.TypeProtocol, shape: Shape | None) -> ir.Value:
         value = ir.Value(name=name.removesuffix(PARTIAL), type=kind, shape=None if shape is None else ir.Shape(shape))
         assert value.dtype is not None
         return self.values.add(value, ValueInfo(type_text(kind), shape, value.dtype.bitwidth // 8))
 
-    def _appended(
-        self, comm: CommLowering, group: Group, parts: Sequence[RowGradient], wanted: str, final: bool
-    ) -> RowGradient:
+    def _appended(self, comm: CommLowering, group: Group, parts: Sequence[Rows], wanted: str, final: bool) -> Rows:
         """Lists of rows, one after the other, as one."""
         if len(parts) == 1:
             return parts[0]
         names = named_rows(wanted if final else wanted + PARTIAL)
-        made = RowGradient(*(self.builders.free(group, name) for name in (names.ids, names.rows)))
-        for name, given in ((made.ids, [one.ids for one in parts]), (made.rows, [one.rows for one in parts])):
-            comm.emit(group, "Concat", given, name, None, axis=0)
-            shapes = [self.builders.of(group)[0].types[one] for one in given]
-            shape, kind = _joined([one for _, one in shapes]), shapes[0][0].type
-            assert kind is not None
-            self.builders.declare(group, name, self._value(name, kind, shape), shape)
+        made = Rows(*(self.job.value(group, name) for name in (names.ids, names.rows)))
+        for one, given in ((made.ids, [each.ids for each in parts]), (made.rows, [each.rows for each in parts])):
+            comm.emit(group, "Concat", given, one, None, axis=0)
+            shape = _joined([each.shape for each in given])
+            self.job.declare(group, one, self._value(str(one), _kind(given[0]), shape), shape)
         return made
 
     def _brought(
-        self, given: _Rows, home: ShardedValue, wanted: str, *, only: bool = True, exact: bool = False
-    ) -> _Rows:
+        self, given: _Lying, home: ShardedValue, wanted: str, *, only: bool = True, exact: bool = False
+    ) -> _Lying:
         """Brings rows to where a version of the table lies."""
         group, layout = home.group, home.layout
         ids = ShardedValue(given.ids.value, group, normal(Layout(layout.mesh, layout.cuts[:1])))
         rows = ShardedValue(given.rows.value, group, layout)
         names = named_rows(wanted)
         if not only:
-            names = RowGradient(*(f"{name.removesuffix(PARTIAL)}.all" for name in (given.names.ids, given.names.rows)))
+            names = RowGradient(
+                *(f"{str(one).removesuffix(PARTIAL)}.all" for one in (given.given.ids, given.given.rows))
+            )
         cause = f"gradient of '{home.value.name}'"
         made = []
-        for source, target, name, out in (
-            (given.ids, ids, given.names.ids, names.ids),
-            (given.rows, rows, given.names.rows, names.rows),
+        for source, target, one, out in (
+            (given.ids, ids, given.given.ids, names.ids),
+            (given.rows, rows, given.given.rows, names.rows),
         ):
             if source == target:
-                made.append(name)
+                made.append(one)
                 continue
-            made.append(self._moved(source, name, target, out, cause, exact=exact))
-        return _Rows(ids, rows, RowGradient(*made))
+            made.append(self._moved(source, one, target, out, cause, exact=exact))
+        return _Lying(ids, rows, Rows(*made))
 
     def _moved(
-        self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str, *, exact: bool = False
-    ) -> str:
-        """Brings ids or rows to another layout or group; their name there. `exact`: in their own type."""
+        self, source: ShardedValue, given: Value, target: ShardedValue, out: str, cause: str, *, exact: bool = False
+    ) -> Value:
+        """Brings ids or rows to another layout or group, where they are called `out`. `exact`: in their own type."""
         if self.low and not exact and source.value.dtype == ir.DataType.FLOAT:
-            return self._sent_low(source, name, target, out, cause)
-        ranks = tuple(dict.fromkeys((*source.group, *target.group)))
-        return reshard(self.comm, source, name, target, self.builders.free(ranks, out), cause)
+            return self._sent_low(source, given, target, out, cause)
+        ranks = ranks_of(source.group) | ranks_of(target.group)
+        return reshard(self.comm, source, given, target, self.job.value(ranks, out), cause)
 
-    def _sent_low(self, source: ShardedValue, name: str, target: ShardedValue, out: str, cause: str) -> str:
-        """Brings rows in bfloat16; their name in their own type."""
+    def _sent_low(self, source: ShardedValue, rows: Value, target: ShardedValue, out: str, cause: str) -> Value:
+        """Brings rows in bfloat16; they are in their own type then."""
         kind = ir.TensorType(ir.DataType.BFLOAT16)
         value = self._value(f"{out}.bfloat16", kind, self.values[source.value].shape)
         one, other = (ShardedValue(value, version.group, version.layout) for version in (source, target))
-        ranks = tuple(dict.fromkeys((*source.group, *target.group)))
-        given = self.builders.free(ranks, f"{name}.bfloat16")
-        self.comm.emit(source.group, "Cast", [name], given, None, to=int(ir.DataType.BFLOAT16))
+        ranks = ranks_of(source.group) | ranks_of(target.group)
+        given = self.job.beside(ranks, rows, ".bfloat16")
+        self.comm.emit(source.group, "Cast", [rows], given, None, to=int(ir.DataType.BFLOAT16))
         self.comm.declare(one, given)
-        there = reshard(self.comm, one, given, other, self.builders.free(ranks, f"{out}.bfloat16"), cause)
-        made = self.builders.free(target.group, out)
+        there = reshard(self.comm, one, given, other, self.job.value(ranks, f"{out}.bfloat16"), cause)
+        made = self.job.value(target.group, out)
         self.comm.emit(target.group, "Cast", [there], made, None, to=int(ir.DataType.FLOAT))
         self.comm.declare(target, made)
         return made
+
+
+def _width(value: Value) -> int:
+    assert value.shape is not None
+    return int(value.shape[1])
+
+
+def _kind(value: Value) -> ir.TypeProtocol:
+    assert value.of is not None
+    assert value.of.type is not None
+    return value.of.type
 
 
 def _times(dim: Dim, shards: int) -> Dim:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.sharded import Group, ShardedValue
-from partc.compiler.ir.value_info import Shape
+from partc.compiler.ir.program import Targeted
+from partc.compiler.ir.programs import Value
+from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
@@ -25,63 +25,59 @@ from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.duals import typed
 from partc.compiler.training.whole_updates import ShardSum, Step, without_terms
 
-Append = Callable[[Group, Sequence[ir.Node]], None]
+Append = Callable[[Group, Sequence[ir.Node], dict[str, Value]], None]
 
 
 @dataclass
 class ShardSums:
-    """Writes updates with sums over shards; `append` writes nodes on the ranks of a group."""
+    """Writes updates with sums over shards; `append` writes nodes on the ranks of a group, over values by handle."""
 
-    program: Program
+    program: Targeted
     comm: CommLowering
     append: Append
-    known: dict[ir.Value, list[tuple[ShardedValue, str]]] = field(default_factory=dict)
-    """By parameter its sums where it is updated first, in order, with their names there."""
+    known: dict[ir.Value, list[tuple[ShardedValue, Value]]] = field(default_factory=dict)
+    """By parameter its sums where it is updated first, in order, with their values there."""
 
     def cut(self, one: Gradient) -> Collection[int]:
         """The dims along which sums are made by others, too: those that are cut, or all where the sums are there already."""
         cuts = one.share.layout.cuts
         return [dim for dim in range(len(cuts)) if cuts[dim] or one.parameter in self.known]
 
-    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value]) -> None:
-        """Writes the steps that make a parameter's next value and slots; what they make besides gets names of its own."""
-        before, group, builders = self.known.get(one.parameter), one.home.group, self.comm.builders
+    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value], values: dict[str, Value]) -> None:
+        """Writes the steps that make a parameter's next value and slots, over values by handle."""
+        before = self.known.get(one.parameter)
         sums = [step for step in steps if isinstance(step, ShardSum)]
-        for value in [
-            *(sum.total for sum in sums),
-            *(out for step in steps if isinstance(step, ir.Node) for out in step.outputs),
-        ]:
-            if value not in made:
-                value.name = builders.derived(str(value.name))
         for step in steps if before is None else without_terms(steps, made):
             if isinstance(step, ir.Node):
-                self.append(group, [step])
+                self.append(one.home.group, [step], values)
             elif before is None:
-                self.known.setdefault(one.parameter, []).append(self._summed(one, step))
+                self.known.setdefault(one.parameter, []).append(self._summed(one, step, values))
             elif step.total is not step.terms:
-                step.total.name = self._brought(one, step, *before[sums.index(step)])
+                values[str(step.total.name)] = self._brought(one, step, *before[sums.index(step)])
 
-    def _summed(self, one: Gradient, step: ShardSum) -> tuple[ShardedValue, str]:
-        """Adds terms up over the shards along the dims of a sum; the sum, and its name."""
+    def _summed(self, one: Gradient, step: ShardSum, values: dict[str, Value]) -> tuple[ShardedValue, Value]:
+        """Adds terms up over the shards along the dims of a sum; the sum, and its value."""
         group, layout, name = one.home.group, self._layout(one, step), str(step.total.name)
         local = tuple(step.terms.shape or ())
         shape = ir.Shape([size * layout.num_shards(dim) for dim, size in enumerate(local) if isinstance(size, int)])
         value = typed(self.comm.values, self.program.symbols, ir.Value(name=name, type=step.terms.type, shape=shape))[0]
+        total = terms = values[str(step.terms.name)]
         if step.total is not step.terms:
+            total = values[name] = self.comm.job.value(group, name)
             axes = tuple(axis for dim in step.dims for axis in one.share.layout.cuts[dim])
             elements = math.prod(size for size in local if isinstance(size, int))
-            self.comm.builders.declare(group, name, value, _local(local))
+            self.comm.job.declare(group, total, value, tuple(size for size in local if isinstance(size, int)))
             move = AllReduce(group, layout, axes, "sum")
-            self.comm.fused(move, [value], [str(step.terms.name)], [name], elements, _cause(one, step))
-        return ShardedValue(value, group, normal(layout)), name
+            self.comm.fused(move, [value], [terms], [total], elements, _cause(one, step))
+        return ShardedValue(value, group, normal(layout)), total
 
-    def _brought(self, one: Gradient, step: ShardSum, first: ShardedValue, name: str) -> str:
-        """Brings a sum to another group; its name there."""
+    def _brought(self, one: Gradient, step: ShardSum, first: ShardedValue, total: Value) -> Value:
+        """Brings a sum to another group; its value there."""
         target = ShardedValue(first.value, one.home.group, normal(self._layout(one, step)))
         if target == first:
-            return name
-        brought: str = reshard(self.comm, first, name, target, str(step.total.name), _cause(one, step))
-        return brought
+            return total
+        made = self.comm.job.value(ranks_of(first.group) | ranks_of(target.group), str(step.total.name))
+        return reshard(self.comm, first, total, target, made, _cause(one, step))
 
     def _layout(self, one: Gradient, step: ShardSum) -> Layout:
         """How a sum lies where the parameter is updated: as that, but for the dims that it has one element of."""
@@ -96,7 +92,3 @@ def without_dims(layout: Layout, dims: Collection[int]) -> Layout:
 
 def _cause(one: Gradient, step: ShardSum) -> str:
     return f"{'means' if step.ones else 'norms'} of '{one.parameter.name}'"
-
-
-def _local(sizes: Sequence[object]) -> Shape:
-    return tuple(size for size in sizes if isinstance(size, int))

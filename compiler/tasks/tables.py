@@ -20,14 +20,14 @@ import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.local_view import LocalView
 from partc.compiler.lower.pulls import is_pulled
 from partc.compiler.ops.registry import looks_up_rows, stops_gradient
-from partc.compiler.placement.middling import Middling
-from partc.compiler.sharding.operands import input_layout_of
+from partc.compiler.placement.typical_sizes import TypicalSizes
+from partc.compiler.sharding.values.operands import input_layout_of
 from partc.compiler.tasks.duals import dual_of_input
 from partc.compiler.training.optimizers import whole_table
 
@@ -50,7 +50,7 @@ class Table:
         return f"{self.parameter.name} {shape}: {form}: {self.why}"
 
 
-def find_tables(program: Program, local: LocalView, needed: Collection[ir.Value]) -> list[Table]:
+def find_tables(program: Targeted, local: LocalView, needed: Collection[ir.Value]) -> list[Table]:
     """The tables among the parameters that need a gradient, in the order of the model; CompileError where a lazy formula has no rows."""
     training = program.training
     assert training is not None
@@ -80,7 +80,7 @@ def find_tables(program: Program, local: LocalView, needed: Collection[ir.Value]
     return found
 
 
-def _looks_up(program: Program, node: ir.Node, value: ir.Value) -> bool:
+def _looks_up(program: Targeted, node: ir.Node, value: ir.Value) -> bool:
     others = [one for one in node.inputs[1:] if one is value]
     return node.inputs[0] is value and not others and value not in program.around[node] and looks_up_rows(node)
 
@@ -96,7 +96,7 @@ def _waiting(steps: int) -> str:
 class _Lookups:
     """The nodes that look a table up, and the others that read it."""
 
-    program: Program
+    program: Targeted
     training: Training
     local: LocalView
     value: ir.Value
@@ -116,7 +116,7 @@ class _Lookups:
         if not pulled and any(layout.cuts and layout.cuts[0] for layout in layouts):
             return Table(self.value, False, True, _CUT)
         rows, size = (
-            self._rows(Middling(self.program).dim),
+            self._rows(TypicalSizes(self.program).dim),
             self.value.shape[0] if self.value.shape is not None else None,
         )
         counted = (
@@ -158,7 +158,7 @@ class _Lookups:
                 asked = input_layout_of(self.program, one, 1).layout
                 terms = math.prod(asked.shards)
             total += math.prod(known) * terms
-        return total * self.training.accumulate
+        return total * self.training.rules.accumulate
 
     def _sends_fewer(self) -> bool:
         """Whether rows, as many as there may be, are fewer bytes than the sum of tables over the ranks of a group."""
@@ -173,10 +173,10 @@ class _Lookups:
             or shape is None
             or not shape.is_static()
             or len(self._homes) != 1
-            or self.training.shard
+            or self.training.rules.optimizer.shard
             or not all(terms)
         ):
             return False
         size, *width = shape.numpy()
-        row = math.prod(width) * (2 if self.training.messages else 4)
+        row = math.prod(width) * (2 if self.training.low_messages else 4)
         return most * (8 + row) < 2 * size * row

@@ -10,36 +10,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
+from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.training import ParameterOptions, Training
-from partc.compiler.lower.builders import ProgramBuilders
+from partc.compiler.lower.job import Job
 from partc.compiler.lower.local_view import Gradient
 from partc.compiler.training.optimizers import merge_node, row_update_node, takes_rows_again
 
-Append = Callable[[Group, Sequence[ir.Node]], None]
+Append = Callable[[Group, Sequence[ir.Node], dict[str, Value]], None]
 _IDS = ir.TensorType(ir.DataType.INT64)
 
 
 @dataclass(frozen=True)
 class RowUpdates:
-    """Writes the updates by rows; `append` writes nodes on the ranks of a group."""
+    """Writes the updates by rows; `append` writes nodes on the ranks of a group, over values by handle."""
 
     training: Training
-    builders: ProgramBuilders
+    job: Job
     append: Append
 
     def wants_each_once(self, one: Gradient, clipped: bool) -> bool:
         """Whether a gradient is by rows of which each must stand once: where it is `clipped` by its norm, or its update is not linear."""
         form = self.training.optimizer_of(one.parameter).form
-        return bool(one.ids) and (clipped or not takes_rows_again(form.function, bool(self.training.clip_value)))
+        return one.ids is not None and (
+            clipped or not takes_rows_again(form.function, bool(self.training.rules.clipping.value))
+        )
 
     def merged(self, one: Gradient) -> Gradient:
         """The gradient with each id once."""
-        base = one.name.removesuffix(".rows")
-        names = [self.builders.free(one.home.group, f"{base}.merged.{word}") for word in ("ids", "rows")]
-        ids, rows = ir.Value(name=names[0], type=_IDS), ir.Value(name=names[1], type=one.parameter.type)
-        self.append(one.home.group, [merge_node(ir.Value(name=one.ids), ir.Value(name=one.name), [ids, rows])])
-        return replace(one, name=names[1], ids=names[0], distinct=True)
+        assert one.ids is not None
+        base, group = str(one.value).removesuffix(".rows"), one.home.group
+        made = [self.job.value(group, f"{base}.merged.{word}") for word in ("ids", "rows")]
+        ids, rows = ir.Value(name=str(made[0]), type=_IDS), ir.Value(name=str(made[1]), type=one.parameter.type)
+        values = {str(value): value for value in (one.ids, one.value, *made)}
+        self.append(
+            group, [merge_node(ir.Value(name=str(one.ids)), ir.Value(name=str(one.value)), [ids, rows])], values
+        )
+        return replace(one, value=made[1], ids=made[0], distinct=True)
 
     def update(
         self,
@@ -48,20 +55,21 @@ class RowUpdates:
         slots: Sequence[ir.Value],
         scalars: dict[str, ir.Value],
         made: Sequence[ir.Value],
+        values: dict[str, Value],
     ) -> None:
-        """Writes the update of a table and its slots."""
+        """Writes the update of a table and its slots, over values by handle."""
         learned: ParameterOptions = self.training.parameters[one.parameter]
 
         node = row_update_node(
             self.training.optimizer_of(one.parameter),
             table,
-            ir.Value(name=one.ids),
-            ir.Value(name=one.name, type=table.type),
+            ir.Value(name=str(one.ids)),
+            ir.Value(name=str(one.value), type=table.type),
             slots,
             scalars,
             made,
             weight_decay=learned.weight_decay,
             lr_multiplier=self.training.lr_multiplier(one.parameter),
-            clip_value=self.training.clip_value or 0.0,
+            clip_value=self.training.rules.clipping.value or 0.0,
         )
-        self.append(one.home.group, [node])
+        self.append(one.home.group, [node], values)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias
 
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.sharded import ShardedValue
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
@@ -21,7 +21,7 @@ Over: TypeAlias = str | Literal[True] | None
 """The mesh axis whose ranks share the work; True: all ranks that hold the same."""
 
 
-def shared_out(program: Program, home: ShardedValue, over: Over) -> ShardedValue:
+def shared_out(program: Targeted, home: ShardedValue, over: Over) -> ShardedValue:
     """The version of a parameter that each rank updates: sharded further along the first divisible dim, if there is one."""
     if not over:
         return home

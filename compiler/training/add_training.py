@@ -18,13 +18,13 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
-from partc.compiler.ir.graph import operands_of, take_out
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.training import ParameterOptions, ProgramKind, Training
+from partc.compiler.ir.graph import drop_unread, operands_of
+from partc.compiler.ir.program import Loaded, Prepared
+from partc.compiler.ir.training import BatchRecords, ParameterOptions, ProgramKind, Training, TrainingNotes
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.optimizer import Optimizer
-from partc.compiler.plan.training.rules import ParameterRule, TrainRules
+from partc.compiler.plan.training.rules import TrainRules
 from partc.compiler.rewrite.extremes import in_parts
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.opset import cuts
@@ -33,45 +33,48 @@ from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.graph_appender import DENOMINATOR
 from partc.compiler.training.in_parts import PART
-from partc.compiler.training.losses import add_loss
-from partc.compiler.training.metrics import add_metric, meant
+from partc.compiler.training.loss_and_metrics import add_loss, add_metric, meant
 from partc.compiler.training.shared import give_own, parted
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
 
 
-def add_training(program: Program) -> Program:
+def add_training(program: Loaded) -> Prepared:
     """Pass: the model with the loss and the metrics, and `training` filled; the program itself where the plan trains nothing."""
     plan, rules, model = program.plan, program.plan.train, program.model
     if rules is None:
-        return program
+        return program.into(Prepared, training=None)
     axes = [axis for axis, _ in plan.mesh]
-    if isinstance(rules.shard, str) and rules.shard not in axes:
-        fact = f"the optimizer is shared out over '{rules.shard}', and the mesh has no such axis"
+    shard = rules.optimizer.shard
+    if isinstance(shard, str) and shard not in axes:
+        fact = f"the optimizer is shared out over '{shard}', and the mesh has no such axis"
         help_ = (
             f"its axes are {', '.join(axes)}"
             if axes
             else "add a mesh to the plan, such as {dp: 4}, or write shard: true"
         )
-        raise CompileError(Problem(rules.where, fact, help=help_))
-    if rules.per_rank_mean:
-        shares = max(rules.loss.pieces, batch_shards(plan, rules.loss.labels))
-        # An evaluation is of all its records, however they are dealt out.
-        loss = replace(rules.loss, pieces=shares if program.kind is not ProgramKind.EVALUATION else 1)
-        rules = replace(rules, loss=loss)
+        raise CompileError(Problem(rules.where(), fact, help=help_))
+    said = plan.dims.batch_dims.get(rules.loss.labels)
+    if rules.loss.per_rank_mean and said is not None and said.dim != 0:
+        fact = f"'{rules.loss.labels}' does not hold its records along dim 0, and the loss is the sum over ranks of their means"
+        help_ = "transpose the labels and what they are compared with in the model, or take `reduction: mean`"
+        raise CompileError(Problem(said.where, fact, "each rank's mean is of records that follow each other", help_))
+    # An evaluation is of all its records, however they are dealt out.
+    alone = not rules.loss.per_rank_mean or program.kind is ProgramKind.EVALUATION
+    shards = 1 if alone else batch_shards(plan, rules.loss.labels)
     cut = cuts(plan, program.declared)
-    known = part_facts(model.graph, rules, program.kind, promised(program))
-    scale = plan.precision.scale if plan.precision is not None else None
-    if scale is not None and scale.dynamic:
-        rules = replace(rules, guarded=True, settings={**rules.settings, "on_nonfinite": "skip"})
-    metrics = {name: meant(model, metric, rules.where_metrics) for name, metric in rules.metrics.items()}
-    rules = replace(rules, metrics=metrics)
+    known = part_facts(model.graph, rules, program.kind, plan.dims.batch_dims, promised(program))
+    precision = plan.precision
+    if precision is not None and precision.scale is not None and precision.scale.dynamic:
+        rules = rules.model_copy(update={"on_nonfinite": "skip"})
+    metrics = {name: meant(model, metric, rules.where("metrics")) for name, metric in rules.metrics.items()}
+    rules = rules.model_copy(update={"metrics": metrics})
     written = {path: operands_of(node) for node, path in program.paths.items()}
     apart = parted(model, program.trainable) if program.kind is ProgramKind.STEP else []
-    training = add_loss_and_metrics(model, rules, list(program.trainable), cut=cut, part=program.kind, known=known)
-    training = replace(training, written=written)
-    if plan.precision is not None:
-        training = replace(training, scale=scale, messages=plan.precision.messages)
+    training = add_loss_and_metrics(
+        model, rules, list(program.trainable), cut=cut, part=program.kind, known=known, shards=shards
+    )
+    training = replace(training, written=written, precision=precision)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
     names = [str(value.name) for value in candidates(program.model)]
     idle = (
@@ -80,16 +83,23 @@ def add_training(program: Program) -> Program:
         else []
     )
     warnings = (*program.warnings, *apart, *idle)
-    return replace(program, plan=plan, paths=paths, training=training, warnings=warnings)
+    return program.into(Prepared, plan=plan, paths=paths, training=training, warnings=warnings)
 
 
 def add_loss_and_metrics(
-    model: ir.Model, rules: TrainRules, trainable: list[str], *, cut: bool, part: ProgramKind, known: Known
+    model: ir.Model,
+    rules: TrainRules,
+    trainable: list[str],
+    *,
+    cut: bool,
+    part: ProgramKind,
+    known: Known,
+    shards: int = 1,
 ) -> Training:
     """Changes `model` to compute the loss and the metrics; returns its `Training`.
 
-    `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: what is promised of inputs' dims.
-    CompileError for patterns that match nothing.
+    `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: what is promised of inputs' dims;
+    `shards`: into how many a batch is dealt out that have means of their own. CompileError for patterns that match nothing.
     """
     graph = model.graph
     split_sequences(model)
@@ -111,40 +121,29 @@ def add_loss_and_metrics(
         statistics.update(dict.fromkeys(running_statistics(graph)))
         statistics.update(modes.statistics)
         scalars += [STEP] if modes.needs_step else []
-        if modes.needs_step and STEP in (rules.loss.labels, *(metric.labels for metric in rules.metrics.values())):
+        labels = (rules.loss.labels, *(getattr(metric, "labels", None) for metric in rules.metrics.values()))
+        if modes.needs_step and STEP in labels:
             raise CompileError(_taken(STEP))
-    loss = add_loss(model, rules.loss, rules.where_loss, known)
+    loss = add_loss(model, rules.loss, rules.where("loss"), known, shards)
     metrics = [
-        add_metric(model, name, metric, rules.where_metrics, rules.loss, known)
+        add_metric(model, name, metric, rules.where("metrics"), rules.loss, known)
         for name, metric in rules.metrics.items()
     ]
     told = () if part is ProgramKind.TOTALS else (loss, *metrics)
     denominators = {one: one.meta[DENOMINATOR] for one in told if DENOMINATOR in one.meta}
     graph.outputs[:] = list(dict.fromkeys([loss, *metrics, *denominators.values()]))
-    _drop_unread(graph, {value for value in statistics.values() if value is not None})
+    drop_unread(graph, {value for value in statistics.values() if value is not None})
     kept = {graph.initializers[name]: one for name, one in how.items() if name in graph.initializers}
     training = Training(
-        loss=loss,
-        optimizer=rules.optimizer,
-        parameters=kept,
-        statistics=statistics,
+        rules,
+        loss,
+        kept,
+        statistics,
         metrics=tuple(str(value.name) for value in metrics),
         denominators={str(one.name): str(made.name) for one, made in denominators.items()},
-        sums=(str(loss.name),) if rules.loss.reduction == "sum" else (),
-        formulas={name: metric.formula for name, metric in rules.metrics.items() if metric.formula},
-        bucket_bytes=rules.bucket_bytes,
-        clip_norm=rules.clip_norm,
-        clip_value=rules.clip_value,
-        per_rank_mean=rules.per_rank_mean,
-        shard=rules.shard,
         scalars=tuple(scalars),
-        schedule=rules.schedule,
-        settings=rules.settings,
-        accumulate=rules.accumulate,
-        guarded=rules.guarded,
-        pieces=rules.loss.pieces,
-        shared=tuple(one.text(own) for one, own in shared),
-        part=part,
+        records=BatchRecords(shards=shards),
+        notes=TrainingNotes(shared=tuple(one.text(own) for one, own in shared)),
     )
     made = ({*training.fed} - {STEP}) | ({PART} if scalars and rules.accumulate > 1 else set[str]())
     if taken := [_taken(str(value.name)) for value in graph.inputs if value.name in made]:
@@ -168,7 +167,7 @@ def _taken(name: str) -> Problem:
 
 def _shared_by(rules: TrainRules) -> Callable[[str], bool | None]:
     """Tells by a weight's name whether the plan keeps it one parameter: the last matching rule wins; a frozen one stays."""
-    patterns = [(rule, compile_pattern(rule.pattern)) for rule in rules.parameters]
+    patterns = [(rule, compile_pattern(pattern)) for pattern, rule in rules.parameters.items()]
 
     def said(name: str) -> bool | None:
         hit = [rule for rule, pattern in patterns if pattern.matches(name)]
@@ -183,22 +182,22 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
 
     One of the `others` becomes a parameter by a rule of its whole name that says `frozen: false`.
     """
-    freed = {rule.pattern for rule in rules.parameters if rule.frozen is False}
+    freed = {pattern for pattern, rule in rules.parameters.items() if rule.frozen is False}
     found: dict[str, dict[str, Any]] = {
         name: {"frozen": False, "weight_decay": None, "lr": 1.0, "optimizer": None, "staleness": 0}
         for name in (*names, *(name for name in others if name in freed))
     }
     places = {name: dict[str, str]() for name in found}
     problems = [*_rates_without_base(rules)]
-    for rule in rules.parameters:
-        hit, kept = _matching(rule, list(found)), _matching(rule, others)
+    for pattern, rule in rules.parameters.items():
+        hit, kept = _matching(pattern, list(found)), _matching(pattern, others)
         keys = ("frozen", "weight_decay", "lr", "optimizer", "staleness")
         said = {key: value for key in keys if (value := getattr(rule, key)) is not None}
         for name in hit:
             found[name] |= said
-            places[name] |= dict.fromkeys(said, rule.where)
-        if not hit and not (kept and rule.frozen) and (kept or not _is_open(rule.pattern)):
-            problems.append(_unmatched(rule, list(found), kept))
+            places[name] |= dict.fromkeys(said, rules.where("parameters", pattern))
+        if not hit and not (kept and rule.frozen) and (kept or not _is_open(pattern)):
+            problems.append(_unmatched(rules, pattern, list(found), kept))
     problems += _still(rules, found)
     problems += _late(rules, found, places)
     if problems:
@@ -208,22 +207,25 @@ def _parameter_options(rules: TrainRules, names: list[str], others: list[str]) -
 
 def _rates_without_base(rules: TrainRules) -> Iterator[Problem]:
     """The rules whose optimizer has a rate in no proportion to that of the schedule."""
-    for rule in rules.parameters:
+    for pattern, rule in rules.parameters.items():
         own = rule.optimizer
         if own is not None and own.is_scheduled and own.lr > 0 and rules.optimizer.lr == 0:
-            fact = f"'{rule.pattern}': the optimizer's 'lr' is {own.lr:g}, and that of train.optimizer 0"
+            fact = f"'{pattern}': the optimizer's 'lr' is {own.lr:g}, and that of train.optimizer 0"
             law = "a schedule gives the rate of train.optimizer, which others follow in proportion of their 'lr'"
             yield Problem(
-                rule.where, fact, law, "give train.optimizer an 'lr' above 0, and freeze what it must not change"
+                rules.where("parameters", pattern),
+                fact,
+                law,
+                "give train.optimizer an 'lr' above 0, and freeze what it must not change",
             )
 
 
 def _begin_anew(graph: ir.Graph, rules: TrainRules, names: list[str]) -> None:
     """Gives parameters the first values that the plan says; the later matching rule wins."""
-    for rule in rules.parameters:
+    for pattern, rule in rules.parameters.items():
         if rule.initial is None:
             continue
-        matches = compile_pattern(rule.pattern).matches
+        matches = compile_pattern(pattern).matches
         for name in names:
             value = graph.initializers[name]
             if matches(name) and value.dtype is not None and value.shape is not None and value.shape.is_static():
@@ -241,7 +243,7 @@ def _still(rules: TrainRules, found: Mapping[str, Mapping[str, Any]]) -> Iterato
         optimizer: Optimizer = said["optimizer"] or rules.optimizer
         if not optimizer.is_scheduled and optimizer.lr * said["lr"] == 0 and not said["frozen"]:
             law = f"{optimizer.type} divides by its rate"
-            yield Problem(rules.where, f"the learning rate of '{name}' is 0", law, f"write {name}: {{frozen: true}}")
+            yield Problem(rules.where(), f"the learning rate of '{name}' is 0", law, f"write {name}: {{frozen: true}}")
             return
 
 
@@ -267,40 +269,30 @@ def _is_open(pattern: str) -> bool:
 
 def misnamed(rules: TrainRules, names: Sequence[str]) -> list[Problem]:
     """The rules of parameters that match none of all tensors that a module has; for whoever knows them before the model is exported."""
-    wrong = [rule for rule in rules.parameters if not _is_open(rule.pattern) and not _matching(rule, names)]
-    return [_unmatched(rule, list(names), []) for rule in wrong]
+    wrong = [pattern for pattern in rules.parameters if not _is_open(pattern) and not _matching(pattern, names)]
+    return [_unmatched(rules, pattern, list(names), []) for pattern in wrong]
 
 
 def _idle(rules: TrainRules, names: Sequence[str]) -> list[str]:
     """Warnings of rules that speak of all modules and match no parameter."""
     return [
-        f"{rule.where}: '{rule.pattern}' matches no parameter of the model, and changes nothing"
-        for rule in rules.parameters
-        if _is_open(rule.pattern) and not _matching(rule, names)
+        f"{rules.where('parameters', pattern)}: '{pattern}' matches no parameter of the model, and changes nothing"
+        for pattern in rules.parameters
+        if _is_open(pattern) and not _matching(pattern, names)
     ]
 
 
-def _matching(rule: ParameterRule, names: Sequence[str]) -> list[str]:
-    matches = compile_pattern(rule.pattern).matches
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    matches = compile_pattern(pattern).matches
     return [name for name in names if matches(name)]
 
 
-def _unmatched(rule: ParameterRule, names: list[str], kept: list[str]) -> Problem:
-    fact = f"'{rule.pattern}' matches no parameter of the model"
+def _unmatched(rules: TrainRules, pattern: str, names: list[str], kept: list[str]) -> Problem:
+    fact, where = f"'{pattern}' matches no parameter of the model", rules.where("parameters", pattern)
     if kept:
         law = f"it matches '{kept[0]}', a tensor of floats that is not trainable"
-        return Problem(rule.where, fact, law, f'"{kept[0]}": {{frozen: false}} makes it trainable')
-    close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, names))
+        return Problem(where, fact, law, f'"{kept[0]}": {{frozen: false}} makes it trainable')
+    close = ", ".join(f"'{name}'" for name in nearest(pattern, names))
     if not names:
-        return Problem(rule.where, fact, help="the model has no parameters")
-    return Problem(rule.where, fact, help=f"the nearest are {close}" if close else "`partc plan MODEL` lists all names")
-
-
-def _drop_unread(graph: ir.Graph, used: set[ir.Value]) -> None:
-    """Takes out nodes that neither the loss nor a metric nor running statistics need, and then inputs that nobody reads."""
-    used = {*graph.outputs, *used}
-    for node in reversed(list(graph)):
-        if not any(out in used or out.uses() for out in node.outputs):
-            take_out(graph, node)
-    for value in [value for value in graph.inputs if not value.uses() and value not in used]:
-        graph.inputs.remove(value)
+        return Problem(where, fact, help="the model has no parameters")
+    return Problem(where, fact, help=f"the nearest are {close}" if close else "`partc plan MODEL` lists all names")

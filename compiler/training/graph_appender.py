@@ -13,20 +13,21 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import unnamed
 from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.analysis.records import OF_PIECES
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
 from partc.compiler.ir.graph import graphs_of
 from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.training.graph_nodes import FLOATS, Dims
 
-FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8)
 OLDEST_OPSET = 18
 DENOMINATOR = "partc.denominator"
 """The key by which a number's value has that of what it is divided by."""
 
-Dims = tuple[int | ir.SymbolicDim, ...]
+_PASSED = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")
+_BOUNDS = ("Clip", "Max")
 
 
 class GraphAppender:
@@ -110,6 +111,42 @@ class GraphAppender:
             dim for k, dim in enumerate(dims) if not isinstance(dim, int) and (k or str(dim.value) not in records)
         ]
         return self.divided(number, self.op("positions", "Size", each)) if uneven else number
+
+    def by_shard(self, shards: int, x: ir.Value, word: str) -> ir.Value:
+        """The sums of x over the records of each shard of the batch."""
+        pieces = self.op(f"{word}.pieces", "Reshape", x, self.constant(f"{word}.by_rank", [shards, -1]))
+        node = pieces.producer()
+        assert node is not None
+        node.meta[OF_PIECES] = True
+        return self.op(word, "ReduceSum", pieces, self.constant(f"{word}.records", [1]), keepdims=0)
+
+    def own_scalar(self, name: str) -> ir.Value:
+        """The model's output of a name, which must be one float."""
+        found = self.output(name)
+        if (found.dtype is not None and found.dtype not in FLOATS) or (
+            found.shape is not None and any(dim != 1 for dim in found.shape.dims)
+        ):
+            shape = "" if found.shape is None else str(found.shape)
+            raise self.error(
+                f"the output '{name}' is {found.dtype.name.lower() if found.dtype else ''}{shape}",
+                "a loss or metric of the model's own is one float",
+                "take its mean in the model, or say by `type` how it is compared with labels",
+            )
+        return self._divided(found)
+
+    def _divided(self, number: ir.Value) -> ir.Value:
+        """A number of the model's own; the sum that it is divided by, as a mean over the labels that count is, is its denominator."""
+        node = _made(number)
+        if node is None or node.op_type != "Div" or DENOMINATOR in number.meta:
+            return number
+        total = node.inputs[1]
+        under = _made(total)
+        while under is not None and under.op_type in _BOUNDS:  # a bound from below, for a batch without any
+            total = under.inputs[0]
+            under = _made(total)
+        if total is None or under is None or under.op_type != "ReduceSum" or not _is_given(under, self.graph):
+            return number
+        return self.divided(number, self.op("total", "Reshape", total, self.constant("no_dims", np.zeros(0, np.int64))))
 
     def output(self, name: str) -> ir.Value:
         """The graph's output of a name. Raises CompileError with the nearest names where there is none."""
@@ -206,3 +243,25 @@ def _fits(have: Dims, want: Dims) -> bool:
 
 def _text(dims: Dims) -> str:
     return f"[{', '.join(str(dim) if isinstance(dim, int) else str(dim.value or '?') for dim in dims)}]"
+
+
+def _made(value: ir.Value | None) -> ir.Node | None:
+    """The node that makes a value, past those that change its form alone."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in _PASSED:
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    return node
+
+
+def _is_given(node: ir.Node, graph: ir.Graph) -> bool:
+    """Whether what a node makes depends on an input of the graph."""
+    todo, seen, given = [node], {node}, {*graph.inputs}
+    while todo:
+        for value in todo.pop().inputs:
+            if value in given:
+                return True
+            producer = None if value is None else value.producer()
+            if producer is not None and producer not in seen:
+                seen.add(producer)
+                todo.append(producer)
+    return False

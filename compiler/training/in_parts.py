@@ -12,81 +12,80 @@ What brings records of different parts together in another way is named in a war
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.analysis.part_symbols import training_records
-from partc.compiler.analysis.record_dims import Rows
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import take_out
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.graph import drop_unread, take_out
+from partc.compiler.ir.program import Annotated, Placed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import ValueInfo
-from partc.compiler.ops.families.dropout import DROPOUT, PARTS, RECORDS_DIM
+from partc.compiler.ops.families.neural.dropout import DROPOUT, PARTS, RECORDS_DIM
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.plan.rules import FULL_BATCH, Dataset, DatasetSpec, OutputRule
+from partc.compiler.sharding.flow import OWN, SUM, Flow
 from partc.compiler.training.labels import labels_of
-from partc.compiler.training.spread import EVERY, OWN, SUM, Spread, needed_for, spread
 
 PART = "part"
 """The graph's input that says which part of a batch it is, counted from 0."""
 
 
-def in_parts(program: Program) -> Program:
-    """Fills `training.totals`, `summed` and `fixed`, and changes the graph of a part; warns of what mixes records of several."""
+def in_parts(program: Annotated) -> Annotated:
+    """Fills `training.records`, and changes the graph of a part; warns of what mixes records of several."""
     training = program.training
     if training is None:
         return program
-    records = training_records(program)
-    fixed = tuple(str(value.name) for value in program.model.graph.inputs if value not in records)
+    fixed = tuple(str(value.name) for value in program.model.graph.inputs if value not in program.batch_dims)
     fixed = tuple(name for name in fixed if name not in training.scalars)
-    training = replace(training, fixed=fixed, labels=labels_of(program))
+    known = replace(training.records, fixed=fixed, labels=labels_of(program))
+    training = replace(training, records=known)
     program = _arriving_whole(program, fixed)
-    if training.accumulate == 1 or training.part is ProgramKind.EVALUATION:
+    if training.rules.accumulate == 1 or program.kind is ProgramKind.EVALUATION:
         return replace(program, training=training)
-    found = spread(program, records)
-    training = replace(training, totals=tuple(str(value.name) for value in found.totals))
-    if training.part is ProgramKind.TOTALS:
+    found = Flow(program, training.rules.accumulate)
+    known = replace(known, totals=tuple(str(value.name) for value in found.totals))
+    training = replace(training, records=known)
+    if program.kind is ProgramKind.TOTALS:
         return replace(program, training=training)
     divisors = {divisor.outputs[0] for divisor in program.means}
     summed = [
         str(value.name)
         for value in program.model.graph.outputs  # a part's number of positions is its own, and a term of the batch's
-        if found.state(value) is SUM or (found.state(value) is OWN and value in divisors)
+        if found.state(value) == SUM or (found.state(value) is OWN and value in divisors)
     ]
-    summed += [str(value.name) for value in found.totals if found.states[value] is SUM]
-    training = replace(training, summed=frozenset(summed))
+    summed += [str(value.name) for value in found.totals if found.states[value] == SUM]
+    training = replace(training, records=replace(known, summed=frozenset(summed)))
     paths, values = dict(program.paths), dict(program.values)
     _give_totals(program, found, values)
-    _take_shares(found, training.accumulate, paths, values)
-    if _place_masks(program.model.graph, found, training.accumulate, values):
+    _take_shares(found, training.rules.accumulate, paths, values)
+    if _place_masks(program.model.graph, found, training.rules.accumulate, values):
         training = replace(training, scalars=(*training.scalars, PART))
     used = [value for value in training.statistics.values() if value is not None]
-    _drop_unread(program.model.graph, used)
+    drop_unread(program.model.graph, used)
     there = {*program.model.graph}
     paths = {node: path for node, path in paths.items() if node in there}
-    program = _arriving_whole(program, training.totals)
+    program = _arriving_whole(program, training.records.totals)
     if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics is None:
         raise CompileError(_refused(program, found))
     warnings = (*program.warnings, *_told(program, found))
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
 
 
-def only_totals(program: Program) -> Program:
+def only_totals(program: Placed) -> Placed:
     """Of the program that makes the whole batch's numbers, what makes them; every rank gets them."""
     training = program.training
-    if training is None or training.part is not ProgramKind.TOTALS:
+    if training is None or program.kind is not ProgramKind.TOTALS:
         return program
     graph = program.model.graph
     made = {value.name: value for node in graph for value in node.outputs}
-    outputs = [made[name] for name in training.totals]
-    needed = {*needed_for(outputs, program)}
+    outputs = [made[name] for name in training.records.totals]
+    needed = {*_needed_for(outputs, program)}
     graph.outputs[:] = outputs
     for node in reversed([node for node in graph if node not in needed]):
         take_out(graph, node)
-    _drop_unread(graph, ())
+    drop_unread(graph)
     everyone = tuple(range(program.plan.ranks))
     plan = replace(program.plan, sharding=(), outputs=(OutputRule("**", everyone, training.loss.name or ""),))
     specs = {name: spec for name, spec in plan.dataset.specs.items() if any(one.name == name for one in graph.inputs)}
@@ -100,7 +99,16 @@ def only_totals(program: Program) -> Program:
     )
 
 
-def _arriving_whole(program: Program, names: Iterable[str]) -> Program:
+def _needed_for(values: Sequence[ir.Value], program: Annotated) -> Iterator[ir.Node]:
+    """The nodes that some values depend on, from the last to the first."""
+    wanted = {*values}
+    for node in reversed(list(program.model.graph)):
+        if not wanted.isdisjoint(node.outputs):
+            wanted.update(program.reads[node])
+            yield node
+
+
+def _arriving_whole(program: Annotated, names: Iterable[str]) -> Annotated:
     """The program where these inputs are whole on every rank, also where records are dealt out."""
     dataset = program.plan.dataset
     dims = {value.name: len(value.shape) for value in program.model.graph.inputs if value.shape is not None}
@@ -110,7 +118,7 @@ def _arriving_whole(program: Program, names: Iterable[str]) -> Program:
     return replace(program, plan=replace(program.plan, dataset=replace(dataset, specs={**whole, **dataset.specs})))
 
 
-def _give_totals(program: Program, found: Spread, values: dict[ir.Value, ValueInfo]) -> None:
+def _give_totals(program: Annotated, found: Flow, values: dict[ir.Value, ValueInfo]) -> None:
     """Makes the whole batch's numbers inputs."""
     graph = program.model.graph
     for value in found.totals:
@@ -121,7 +129,7 @@ def _give_totals(program: Program, found: Spread, values: dict[ir.Value, ValueIn
         values[given] = values[value]
 
 
-def _take_shares(found: Spread, count: int, paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]) -> None:
+def _take_shares(found: Flow, count: int, paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]) -> None:
     """What every part has alike, and is added to terms, counts in each part by its share."""
     for node, k in found.shares:
         value, graph = node.inputs[k], node.graph
@@ -144,12 +152,13 @@ def _take_shares(found: Spread, count: int, paths: dict[ir.Node, str], values: d
         values[number.outputs[0]] = ValueInfo(values[value].type, (), values[value].item_bytes)
 
 
-def _place_masks(graph: ir.Graph, found: Spread, count: int, values: dict[ir.Value, ValueInfo]) -> bool:
+def _place_masks(graph: ir.Graph, found: Flow, count: int, values: dict[ir.Value, ValueInfo]) -> bool:
     """Has dropouts draw the masks of the part's records; whether there are any."""
     which: ir.Value | None = None
     for node in graph:
-        state = found.state(node.inputs[0]) if node.inputs and node.inputs[0] is not None else EVERY
-        if node.domain != OWN_OPS or node.op_type != DROPOUT or not isinstance(state, Rows):
+        data = node.inputs[0] if node.domain == OWN_OPS and node.op_type == DROPOUT else None
+        shard = found.shard(data) if data is not None else None
+        if shard is None:
             continue
         if which is None:
             which = ir.Value(name=PART, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
@@ -158,20 +167,11 @@ def _place_masks(graph: ir.Graph, found: Spread, count: int, values: dict[ir.Val
         node.resize_inputs(3)
         node.replace_input_with(2, which)
         node.attributes.add(ir.AttrInt64(PARTS, count))
-        node.attributes.add(ir.AttrInt64(RECORDS_DIM, state.dim))
+        node.attributes.add(ir.AttrInt64(RECORDS_DIM, shard.dim))
     return which is not None
 
 
-def _drop_unread(graph: ir.Graph, used: Iterable[ir.Value]) -> None:
-    kept = {*graph.outputs, *used}
-    for node in reversed(list(graph)):
-        if not any(out in kept or out.uses() for out in node.outputs):
-            take_out(graph, node)
-    for value in [value for value in graph.inputs if not value.uses() and value not in kept]:
-        graph.inputs.remove(value)
-
-
-def _refused(program: Program, found: Spread) -> Problem:
+def _refused(program: Annotated, found: Flow) -> Problem:
     """What a pipeline cannot do: a microbatch does not know the records of the others."""
     assert program.plan.pipeline is not None
     named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in found.mixing.items()]
@@ -184,7 +184,7 @@ def _refused(program: Program, found: Spread) -> Problem:
     )
 
 
-def _told(program: Program, found: Spread) -> list[str]:
+def _told(program: Annotated, found: Flow) -> list[str]:
     """One warning of all nodes that see the records of a part where they would see those of the batch."""
     if not found.mixing:
         return []
@@ -192,6 +192,6 @@ def _told(program: Program, found: Spread) -> list[str]:
     more = f", and {len(named) - 3} more nodes do" if len(named) > 3 else ""
     assert program.training is not None
     return [
-        f"with `accumulate: {program.training.accumulate}` these see the records of one part of a batch at a time: "
+        f"with `accumulate: {program.training.rules.accumulate}` these see the records of one part of a batch at a time: "
         f"{'; '.join(named[:3])}{more}"
     ]

@@ -6,13 +6,14 @@ The labels of an auc are 0 and 1, also where they are floats.
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Prepared
+from partc.compiler.plan.training.loss import ClassLabels
 from partc.runtime.artifact.format import LabelRecord
 
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 
 
-def labels_of(program: Program) -> dict[str, LabelRecord]:
+def labels_of(program: Prepared) -> dict[str, LabelRecord]:
     """Maps each label input to its number of classes (0 if only a run tells) and its ignored labels."""
     train = program.plan.train
     if train is None:
@@ -23,22 +24,25 @@ def labels_of(program: Program) -> dict[str, LabelRecord]:
     found: dict[str, LabelRecord] = {}
 
     def add(labels: str, scores: ir.Value | None, axis: int | None, ignored: int | None) -> None:
-        found[labels] = _joined(found.get(labels, LabelRecord(classes=0)), _classes(scores, axis), ignored)
+        known, classes = found.get(labels, LabelRecord(classes=0)), _classes(scores, axis)
+        more = [] if ignored is None or ignored in known.ignored else [ignored]
+        found[labels] = LabelRecord(
+            classes=0 if classes is None else max(known.classes, classes), ignored=[*known.ignored, *more]
+        )
 
-    loss = train.loss
-    if loss.type == "softmax_cross_entropy" and not loss.probabilities:
-        add(loss.labels, values.get(loss.output), loss.axis, loss.ignore_index)
+    if (own := train.loss.class_labels) is not None:
+        add(str(own.labels), values.get(own.output), own.axis, own.ignored)
     for node in graph:
         if node.domain in ("", "ai.onnx") and node.op_type in _LOSSES:
             scores, labels = node.inputs[:2]
             if labels is not None and labels.is_graph_input():
                 add(str(labels.name), scores, 1, node.attributes.get_int("ignore_index", None))
-    for metric in train.metrics.values():
-        if metric.type in ("accuracy", "top_k") and not metric.probabilities and metric.labels not in (None, *found):
-            add(str(metric.labels), values.get(metric.output), metric.axis, metric.ignore_index)
     for name, metric in train.metrics.items():
-        if metric.type == "auc":
-            found[metric.labels or loss.labels] = LabelRecord(classes=2, metric=name)
+        match metric.class_labels:
+            case ClassLabels(of, count=int(count)) if count:
+                found[of or train.loss.labels] = LabelRecord(classes=count, metric=name)
+            case ClassLabels(str(of), output, axis, ignored) if of not in found:
+                add(of, values.get(output), axis, ignored)
     return {name: one for name, one in found.items() if name in inputs}
 
 
@@ -47,9 +51,3 @@ def _classes(scores: ir.Value | None, axis: int | None) -> int | None:
     dims = scores.shape.dims if scores is not None and scores.shape is not None else ()
     size = dims[axis if axis is not None else 1 if len(dims) > 3 else -1] if dims else 0
     return size if isinstance(size, int) else None
-
-
-def _joined(known: LabelRecord, classes: int | None, ignored: int | None) -> LabelRecord:
-    """Joins the label records of two readers of one input."""
-    more = [] if ignored is None or ignored in known.ignored else [ignored]
-    return LabelRecord(classes=0 if classes is None else max(known.classes, classes), ignored=[*known.ignored, *more])

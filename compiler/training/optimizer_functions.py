@@ -31,9 +31,9 @@ import onnx
 import onnx.parser
 from partc.compiler.plan.training.optimizer_kind import ByRows, Form, OptimizerKind
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
-from partc.compiler.training.whole_functions import PARTS
+from partc.compiler.training.whole_functions import PARTS, Family
 from partc.runtime.artifact.format import OPTIMIZER
-from partc.runtime.artifact.row_function import IDS, MERGE, ROWS, merge_function
+from partc.runtime.artifact.graph.row_function import IDS, MERGE, ROWS, merge_function
 
 DOMAIN = OPTIMIZER
 DOMAIN_VERSION = 1
@@ -42,27 +42,6 @@ _VARIANTS = ("Scaled", "Clipped", "Decayed", "Double")
 _FED = ("lr", "scale", "bias1", "bias2", "forget", "bound")
 _NEXT = "_next"
 _LITERALS = {"0": ("zero", "0.0"), "1": ("one", "1.0"), "small": ("tiny", "1e-6")}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A function in all its variants; `coupled`: weight decay is added to the gradient, and the body need not speak of it.
-
-    `tables`: the inputs of which rows are updated, where the gradient comes as rows; `looked_up`: the body is that of these rows.
-    """
-
-    doc: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    body: str
-    coupled: bool = False
-    tables: tuple[str, ...] = ()
-    looked_up: bool = False
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay makes it another function."""
-        return self.coupled or any(line.lstrip().startswith("+ ") for line in self.body.splitlines())
 
 
 _PAIR = ("parameter", "gradient")
@@ -88,7 +67,7 @@ def _of_rows(kind: OptimizerKind, form: Form) -> Family:
 _FORMS = [(kind, form) for kind in OPTIMIZERS.values() if kind.by_rows is not ByRows.LAZY for form in kind.forms]
 _WHOLE = {form.function: _of(kind, form) for kind, form in _FORMS if form.body}
 _BY_ROWS = {f"{form.function}Rows": _of_rows(kind, form) for kind, form in _FORMS if form.body or kind.rows}
-FAMILIES = {**_WHOLE, **_BY_ROWS, **{name: Family(*part) for name, part in PARTS.items()}}
+FAMILIES = {**_WHOLE, **_BY_ROWS, **PARTS}
 """By name: the function of each optimizer, the parts of those that are several, and the clipping of gradients by their norm."""
 
 
@@ -120,13 +99,6 @@ def functions(op_types: Iterable[str], opset: int = OPSET) -> list[onnx.Function
     return [function(op_type, opset) for op_type in sorted(set(op_types))]
 
 
-def _place_of_scale(inputs: list[str]) -> int:
-    """Behind the rate, else before the other numbers."""
-    if "lr" in inputs:
-        return inputs.index("lr") + 1
-    return next((at for at, name in enumerate(inputs) if name in _FED), len(inputs))
-
-
 @dataclass
 class _Writer:
     """A family's body on its way to one function's text."""
@@ -143,7 +115,9 @@ class _Writer:
         scaled, clipped, decayed = ("Scaled" in self.asked, "Clipped" in self.asked, "Decayed" in self.asked)
         inputs = list(self.row.inputs)
         if scaled:
-            inputs.insert(_place_of_scale(inputs), "scale")
+            # behind the rate, else before the other numbers
+            before = next((at for at, name in enumerate(inputs) if name in _FED), len(inputs))
+            inputs.insert(inputs.index("lr") + 1 if "lr" in inputs else before, "scale")
         if "Double" in self.asked:
             for name in _FED:
                 if name in inputs:

@@ -18,7 +18,7 @@ from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.optimizer_kind import ByRows
 from partc.compiler.training.optimizer_functions import DOMAIN, FAMILIES, function, variant
 from partc.compiler.training.whole_updates import WHOLE_UPDATES, Step, WholeUpdate
-from partc.runtime.artifact.row_function import IDS, MERGE, ROWS, adds_up
+from partc.runtime.artifact.graph.row_function import IDS, MERGE, ROWS, adds_up
 
 
 def update_steps(
@@ -114,14 +114,10 @@ def _check_type(parameter: ir.Value) -> None:
 
 
 def _numbers(optimizer: Optimizer, weight_decay: float, lr_multiplier: float, clip_value: float) -> dict[str, float]:
-    own = {"weight_decay": weight_decay, "lr_multiplier": lr_multiplier, "clip_value": clip_value}
-    return {**_attributes(optimizer), **own, "rate": optimizer.lr * lr_multiplier}
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, float]:
     rest = {f"one_minus_{name}": 1 - value for name, value in optimizer.hyper.items()}
     negated = {f"minus_{name}": -value for name, value in optimizer.hyper.items()}
-    return {**optimizer.hyper, **rest, **negated}
+    own = {"weight_decay": weight_decay, "lr_multiplier": lr_multiplier, "clip_value": clip_value}
+    return {**optimizer.hyper, **rest, **negated, **own, "rate": optimizer.lr * lr_multiplier}
 
 
 _PLAIN = frozenset(("LambSquares", "AdafactorSquares", "AdafactorTotal"))

@@ -21,18 +21,17 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PINNED, SERVED
-from partc.compiler.ir.program import Program
-from partc.compiler.matching import given_to_roles, matched_nodes, modules_of, of_the_whole
+from partc.compiler.ir.program import Typed
+from partc.compiler.matching import is_unused_in_training, matched_nodes, modules_of, placed_on_roles
 from partc.compiler.ops.registry import looks_up_rows
 from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.rules import PlacementRule, ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
-from partc.compiler.training.trainable import trainable_names
 
 _LISTED = "`partc plan MODEL` lists modules with their parameters"
 
 
-def serve(program: Program) -> Program:
+def serve(program: Typed) -> Typed:
     """Gives parameters to the ranks that serve them; the program itself where none are. CompileError for patterns that match nothing."""
     served = _served(program)
     if not served:
@@ -48,11 +47,13 @@ def serve(program: Program) -> Program:
     return rewriting.done(plan=plan)
 
 
-def _served(program: Program) -> dict[ir.Value, PlacementRule]:
+def _served(program: Typed) -> dict[ir.Value, PlacementRule]:
     """By parameter, in the model's order, the rule that gives it to servers: of those that match it or its readers the last one."""
-    rules = [*given_to_roles(program), *program.plan.placement]
+    rules = [*placed_on_roles(program), *program.plan.placement]
     if not any(rule.serves for rule in rules):
         return {}
+    from partc.compiler.training.trainable import trainable_names
+
     graph, training = program.model.graph, program.training
     names = [] if training is not None else trainable_names(program.model)
     owned = {*training.parameters} if training is not None else {graph.initializers[name] for name in names}
@@ -69,7 +70,7 @@ def _served(program: Program) -> dict[ir.Value, PlacementRule]:
         by_name = [value for value in order if matches(value.name or "")]
         named.update(dict.fromkeys(by_name, k))
         if not by_name and not any(value in owned for node in hit for value in node.inputs):
-            if not hit and of_the_whole(program, rule.pattern):
+            if not hit and is_unused_in_training(program, rule.pattern):
                 continue
             readers = [path for node, path in program.paths.items() if any(value in owned for value in node.inputs)]
             paths = [*modules_of(readers), *readers, *(str(value.name) for value in order)]
@@ -94,13 +95,12 @@ class _Home:
     shards: int
 
 
-class _Serving(Rewriting):
-    def __init__(self, program: Program) -> None:
+class _Serving(Rewriting[Typed]):
+    def __init__(self, program: Typed) -> None:
         super().__init__(program)
         self.placement: list[PlacementRule] = []
         self.sharding: list[ShardingRule] = []
         self.bytes: dict[int, int] = {}
-        self.names = {*program.own_names}
 
     def serve(self, value: ir.Value, rule: PlacementRule) -> None:
         """Gives a parameter to the servers of a rule."""
@@ -110,10 +110,7 @@ class _Serving(Rewriting):
             self._look_up(value, readers, rule)
             return
         home = self._home(value, rule.ranks)
-        name = f"{value.name}.pulled"
-        while name in self.names:
-            name += "'"
-        self.names.add(name)
+        name = self.free(f"{value.name}.pulled")
         pulled = self.like(value, name)
         value.replace_all_uses_with(pulled)
         node = ir.Node("", "Identity", [value], outputs=[pulled], name=name)

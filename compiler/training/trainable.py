@@ -57,10 +57,14 @@ _LARGE, _BEGINNING = 1e4, 4096
 def trainable_names(model: ir.Model) -> list[str]:
     """The weights that training changes: what the model's modules say is trainable; of a file, what the law above says."""
     weights = candidates(model)
-    declared = any(
-        isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in model.graph.initializers.values()
-    )
+    declared = declares_trainable(model)
     return [str(value.name) for value in weights if (_is_declared(value) if declared else _is_likely(value))]
+
+
+def declares_trainable(model: ir.Model) -> bool:
+    """Whether the model's modules say which weights are trainable."""
+    weights = model.graph.initializers.values()
+    return any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights)
 
 
 def candidates(model: ir.Model) -> list[ir.Value]:
@@ -89,7 +93,7 @@ def _is_likely(value: ir.Value) -> bool:
     uses = [(use.node, use.idx) for use in value.uses()]
     if value.metadata_props.get(_TORCH_KIND, _PARAMETER) != _PARAMETER:
         return False
-    if not shape or not any(_lets_through(node, k) for node, k in uses):
+    if not shape or not any(not stops_gradient(node) and k not in _SETTINGS.get(node.op_type, ()) for node, k in uses):
         return False
     if any(_is_of_layer(node, k) for node, k in uses):
         return True
@@ -103,10 +107,6 @@ def _is_of_layer(node: ir.Node, k: int) -> bool:
         producer = other.producer() if other is not None else None
         return producer is not None and producer.op_type in _PRODUCTS
     return k in _LAYERS.get(node.op_type, ())
-
-
-def _lets_through(node: ir.Node, k: int) -> bool:
-    return not stops_gradient(node) and k not in _SETTINGS.get(node.op_type, ())
 
 
 def _is_mask(value: ir.Value, shape: tuple[int, ...]) -> bool:

@@ -5,19 +5,30 @@ Bodies are written as in `plan/training/optimizer_table.py`. What is made of sha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from partc.compiler.plan.training.optimizer_table import APPLY, CORRECTED, MEAN, RATE, SQUARE
 
 
-class Part(NamedTuple):
-    """A function: its formula, inputs, outputs and body; `coupled`: weight decay is added to the gradient."""
+@dataclass(frozen=True)
+class Family:
+    """A function in all its variants; `coupled`: weight decay is added to the gradient, and the body need not speak of it.
+
+    `tables`: the inputs of which rows are updated, where the gradient comes as rows; `looked_up`: the body is that of these rows.
+    """
 
     doc: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
     coupled: bool = False
+    tables: tuple[str, ...] = ()
+    looked_up: bool = False
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay makes it another function."""
+        return self.coupled or any(line.lstrip().startswith("+ ") for line in self.body.splitlines())
 
 
 _SQUARES = "the sums of the squares of both, as one vector of 2; of a cut parameter they are terms of a sum"
@@ -53,7 +64,7 @@ _DIRECTION = """
 """
 
 PARTS = {
-    "ClipScale": Part(
+    "ClipScale": Family(
         "what gradients are multiplied with so that their norm, of which `total` is the square, is at most max_norm, "
         "as torch.nn.utils.clip_grad_norm_",
         ("total",),
@@ -65,7 +76,7 @@ PARTS = {
         scale = Min (quotient, @1)
         """,
     ),
-    "LambDirection": Part(
+    "LambDirection": Family(
         "d = m'/bias1 / (sqrt(v'/bias2) + eps) + weight_decay w, the direction of LAMB (You et al. 2020, algorithm 2)",
         ("parameter", "gradient", *_MOMENTS, "bias1", "bias2"),
         ("direction", "exp_avg_next", "exp_avg_sq_next"),
@@ -76,8 +87,8 @@ PARTS = {
         + direction = Add (corrected, decay)
         """,
     ),
-    "LambSquares": Part(_SQUARES, ("parameter", "direction"), ("squares",), _squares("direction")),
-    "LambRatio": Part(
+    "LambSquares": Family(_SQUARES, ("parameter", "direction"), ("squares",), _squares("direction")),
+    "LambRatio": Family(
         "|w| / |d|, 1 where either is 0, at most max_ratio",
         ("squares",),
         ("ratio",),
@@ -86,7 +97,7 @@ PARTS = {
         quotient = Min (unbounded, @max_ratio)
         {_IF_BOTH}""",
     ),
-    "LambApply": Part(
+    "LambApply": Family(
         "w' = w - lr ratio d",
         ("parameter", "direction", "ratio", "lr"),
         ("parameter_next",),
@@ -96,8 +107,8 @@ PARTS = {
         parameter_next = Sub (parameter, change)
         """,
     ),
-    "LarsSquares": Part(_SQUARES, ("parameter", "gradient"), ("squares",), _squares("g")),
-    "LarsRatio": Part(
+    "LarsSquares": Family(_SQUARES, ("parameter", "gradient"), ("squares",), _squares("g")),
+    "LarsRatio": Family(
         "trust_coefficient |w| / (|g| + weight_decay |w| + eps), 1 where |w| or |g| is 0 (You et al. 2017)",
         ("squares",),
         ("ratio",),
@@ -110,7 +121,7 @@ PARTS = {
         quotient = Div (trusted, divisor)
         {_IF_BOTH}""",
     ),
-    "LarsApply": Part(
+    "LarsApply": Family(
         "m' = momentum m + lr ratio (g + weight_decay w); w' = w - m'",
         ("parameter", "gradient", "momentum", "ratio", "lr"),
         ("parameter_next", "momentum_next"),
@@ -124,7 +135,7 @@ PARTS = {
         """,
         coupled=True,
     ),
-    "RowAdagradMeans": Part(
+    "RowAdagradMeans": Family(
         "the mean of the squares of each row; of a cut row they are terms of it",
         ("parameter", "gradient"),
         ("row_means",),
@@ -138,7 +149,7 @@ PARTS = {
         """,
         coupled=True,
     ),
-    "RowAdagradSum": Part(
+    "RowAdagradSum": Family(
         "s' = s + means, which is at least 0; `current` is the same for those that read it in this step",
         ("sum", "means"),
         ("current", "sum_next"),
@@ -147,7 +158,7 @@ PARTS = {
         sum_next = Max (current, @0)
         """,
     ),
-    "RowAdagradDirection": Part(
+    "RowAdagradDirection": Family(
         "d = g / (sqrt(s') + eps), s' being one number a row",
         ("parameter", "gradient", "current"),
         ("direction",),
@@ -160,7 +171,7 @@ PARTS = {
         """,
         coupled=True,
     ),
-    "RowAdagradApply": Part(
+    "RowAdagradApply": Family(
         "w' = w - lr d",
         ("parameter", "direction", "lr"),
         ("parameter_next",),
@@ -169,7 +180,7 @@ PARTS = {
         parameter_next = Sub (parameter, change)
         """,
     ),
-    "AdafactorMeans": Part(
+    "AdafactorMeans": Family(
         "the means of the squares of each row and of each column, the last two dims; of a cut parameter they are terms of these",
         ("gradient",),
         ("row_means", "column_means"),
@@ -182,7 +193,7 @@ PARTS = {
         column_means = Div (column_sums, @rows)
         """,
     ),
-    "AdafactorMoment": Part(
+    "AdafactorMoment": Family(
         "v' = v + forget (means - v), which is at least 0; `current` is the same for those that read it in this step",
         ("moment", "means", "forget"),
         ("current", "moment_next"),
@@ -193,7 +204,7 @@ PARTS = {
         moment_next = Max (current, @0)
         """,
     ),
-    "AdafactorTotal": Part(
+    "AdafactorTotal": Family(
         "the sum over rows; of a cut parameter a term of it",
         ("row_var",),
         ("total",),
@@ -202,7 +213,7 @@ PARTS = {
         total = ReduceSum <keepdims: int = 1> (row_var, last_but_one)
         """,
     ),
-    "AdafactorDirection": Part(
+    "AdafactorDirection": Family(
         "d = g / sqrt(max(r c / max(mean of r, eps1), eps1 eps1)), as torch.optim.Adafactor",
         ("gradient", "row_var", "col_var", "total"),
         ("direction",),
@@ -213,7 +224,7 @@ PARTS = {
         estimate = MatMul (share, col_var)
         {_DIRECTION}""",
     ),
-    "AdafactorVector": Part(
+    "AdafactorVector": Family(
         "v' = v + forget (g g - v); d = g / sqrt(max(v', eps1 eps1)), as torch.optim.Adafactor for what is no matrix",
         ("gradient", "variance", "forget"),
         ("direction", "variance_next"),
@@ -224,8 +235,8 @@ PARTS = {
         variance_next = Add (variance, moved)
         {_DIRECTION.replace("estimate", "variance_next")}""",
     ),
-    "AdafactorSquares": Part(_SQUARES, ("parameter", "direction"), ("squares",), _squares("direction")),
-    "AdafactorRatio": Part(
+    "AdafactorSquares": Family(_SQUARES, ("parameter", "direction"), ("squares",), _squares("direction")),
+    "AdafactorRatio": Family(
         "max(eps2, rms of w) / max(1, rms of d / d), as torch.optim.Adafactor",
         ("squares",),
         ("ratio",),
@@ -240,7 +251,7 @@ PARTS = {
         ratio = Squeeze (quotient)
         """,
     ),
-    "AdafactorApply": Part(
+    "AdafactorApply": Family(
         "w' = w (1 - lr weight_decay) - min(lr, bound) ratio d",
         ("parameter", "direction", "ratio", "lr", "bound"),
         ("parameter_next",),

@@ -12,13 +12,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, BY_NAME
 
 from .dim_expression import parse
-from .dtypes import BY_NAME
+
+if TYPE_CHECKING:
+    from onnx import TensorProto
 
 _Factors = tuple[str, ...]
 _SHOWN = 4
-"""So many sums of which none is always the largest are told."""
+"""The most sums that are printed where none is always the largest."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +59,20 @@ class ByteCount:
 
     def __str__(self) -> str:
         ordered = sorted(self.terms.items(), key=lambda one: (not one[0], one[0]))
-        return " + ".join(_term(factors, number) for factors, number in ordered) or "0"
+        return " + ".join(_product_text(factors, number) for factors, number in ordered) or "0"
 
 
 ZERO = ByteCount({})
 
 
-def _term(factors: _Factors, number: Fraction) -> str:
+def _product_text(factors: _Factors, number: Fraction) -> str:
     above = [str(number.numerator)] if number.numerator != 1 or not factors else []
     above += [name if times == 1 else f"{name}**{times}" for name, times in Counter(factors).items()]
     return "*".join(above) + (f"/{number.denominator}" if number.denominator != 1 else "")
 
 
 def of_value(type: str, shape: Sequence[int | str] | None) -> ByteCount | None:
-    """The bytes of a tensor; None where its type or shape does not tell."""
+    """The bytes of a tensor; None where its type or shape is unknown."""
     dtype = BY_NAME.get(type.removeprefix("tensor(").removesuffix(")")) if type.startswith("tensor(") else None
     if dtype is None or shape is None:
         return None
@@ -77,6 +82,25 @@ def of_value(type: str, shape: Sequence[int | str] | None) -> ByteCount | None:
         number *= times
         factors += more
     return ByteCount({tuple(sorted(factors)): number} if number else {})
+
+
+def of_text(text: str) -> ByteCount:
+    """The sum that a text such as `28*batch + 32` is."""
+    found, pending = ZERO, [ast.parse(text, mode="eval").body]
+    while pending:
+        match pending.pop():
+            case ast.BinOp(left, ast.Add(), right):
+                pending += [right, left]
+            case term:
+                number, factors = _factors(term)
+                found += ByteCount({tuple(sorted(factors)): number} if number else {})
+    return found
+
+
+def of_tensor(tensor: TensorProto) -> int:
+    """The bytes of a weight, of strings those of their texts."""
+    dtype = BY_CODE.get(tensor.data_type)
+    return sum(map(len, tensor.string_data)) if dtype is None else dtype.bytes_of(tuple(tensor.dims))
 
 
 def _product(dim: str) -> tuple[Fraction, list[str]]:
@@ -101,6 +125,10 @@ def _factors(node: ast.expr) -> tuple[Fraction, list[str]]:
         case ast.BinOp(left, ast.Div(), ast.Constant(value=int(number))) if number:
             first, some = _factors(left)
             return first / number, some
+        case ast.BinOp(ast.Name(id=name), ast.Pow(), ast.Constant(value=int(times))):
+            return Fraction(1), [name] * times
+        case ast.Call():
+            return Fraction(1), [ast.unparse(node)]
         case _:
             return Fraction(1), [f"({ast.unparse(node)})"]
 

@@ -67,7 +67,7 @@ class Expression:
     term: _Term
 
     def __call__(self, bindings: Bindings) -> int:
-        """The dim; ValueError where it is no whole number or cannot be computed."""
+        """The dim; ValueError where it is not an integer or cannot be computed."""
         value = self.exact(bindings)
         if value != int(value):
             raise ValueError(f"'{self.text}' is {value}, not a whole number")
@@ -88,9 +88,17 @@ class Expression:
 def parse(dim: int | str, symbols: Collection[str] = ()) -> Expression:
     """The expression of a dim; a text that is exactly a symbol's name is that symbol, whatever characters it has.
 
-    ValueError where the text is no expression of the kind above.
+    ValueError where the text is not an expression of the kind above.
     """
     return _symbol(dim) if isinstance(dim, str) and dim in symbols else _parse(dim)
+
+
+def symbols_in(dim: int | str, symbols: Collection[str]) -> Collection[str]:
+    """The symbols in a dim; a text that is not an expression counts as a symbol that nothing binds."""
+    try:
+        return parse(dim, symbols).names
+    except ValueError:
+        return (str(dim),)
 
 
 @cache
@@ -106,7 +114,7 @@ def _parse(dim: int | str) -> Expression:
         raise ValueError(f"a dim of {len(dim)} characters is longer than {_LONGEST}")
     names: set[str] = set()
     try:
-        term = _term(ast.parse(dim.strip(), mode="eval").body, names)
+        term = _compiled(ast.parse(dim.strip(), mode="eval").body, names)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"'{dim}' is not an expression over dims") from None
     except ValueError as error:
@@ -114,7 +122,7 @@ def _parse(dim: int | str) -> Expression:
     return Expression(dim, frozenset(names), term)
 
 
-def _term(node: ast.expr, names: set[str]) -> _Term:
+def _compiled(node: ast.expr, names: set[str]) -> _Term:
     match node:
         case ast.Constant(value=bool()):
             pass
@@ -127,13 +135,13 @@ def _term(node: ast.expr, names: set[str]) -> _Term:
             names.add(name)
             return lambda bindings: bindings[name]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            binary, first, second = _BINARY[type(op)], _term(left, names), _term(right, names)
+            binary, first, second = _BINARY[type(op)], _compiled(left, names), _compiled(right, names)
             return lambda bindings: binary(first(bindings), second(bindings))
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
-            unary, inner = _UNARY[type(sign)], _term(operand, names)
+            unary, inner = _UNARY[type(sign)], _compiled(operand, names)
             return lambda bindings: unary(inner(bindings))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-            return _call(name, [_term(argument, names) for argument in args])
+            return _call(name, [_compiled(argument, names) for argument in args])
     raise ValueError(f"'{ast.unparse(node)}' is not known")
 
 

@@ -33,7 +33,7 @@ which do the same share one file. A collective over p ranks of a list:
 A program of several microbatches has a function of the domain `partc.task` for each task of the rank: `F0`, `B0` and `W0` are the forward
 pass, the backward pass and the weights' gradients of stage 0. The main graph is the rank's row of calls, each with the attribute
 `microbatch` and named as schedules write it (`0F3`), with messages between them. In the call for microbatch k an event of the body has the
-tag `tag + k`, and a value v of the body that is no output of it is called `v.k`.
+tag `tag + k`, and a value v of the body that is not an output of it is called `v.k`.
 
 What differs by rank besides weights is a constant, and the file says by which law, so that it is the same on all ranks:
 
@@ -52,16 +52,20 @@ is known only when the step runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
+from partc.runtime.artifact.port import Dim, Port, Shape
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from partc.runtime.artifact.training.scalars import OptimizerRecord
+from partc.runtime.artifact.training.train_settings import LoopSettings
+from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["MOST_RANKS", "Box", "IdsRecord", "LabelRecord", "Law"]
-FORMAT = 2
+__all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape"]
+FORMAT = 3
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
 TASKS = "partc.task"
@@ -123,13 +127,13 @@ RULE = "partc.rule"
 CAUSE = "partc.cause"
 TASK = "partc.task"
 PHASE = "partc.phase"
-"""Of a node that computes, in a program that trains: `backward` or `update`, with the reduction of the gradients; else it is forward."""
+"""The phase of a compute node in a training program: `backward` or `update`, which includes reducing gradients; absent for forward."""
 BYTES = "partc.bytes"
 CUT = "partc.cut"
 TARGET = "partc.target"
-"""Of a node that computes: which of the rank's devices runs it."""
+"""Which of the rank's devices runs a compute node."""
 RECOMPUTED = "partc.recomputed"
-"""Of a forward node that is repeated in the backward pass: the line of the plan for which it is. A segment begins before it."""
+"""The plan line of a recomputation: stands on a forward node that is repeated in the backward pass. A segment begins before it."""
 
 # rules of nodes that run wherever they are read: on several groups, on each in the form that fits there
 CONSTANT = "constant"
@@ -185,12 +189,8 @@ def inside(path: str) -> str:
     return path
 
 
-Dim: TypeAlias = int | str
-Shape: TypeAlias = list[Dim] | None
-
-
 class Record(BaseModel):
-    """A part of the manifest: no field is unknown, and none changes."""
+    """A part of the manifest, or of a checkpoint's index: no field is unknown, and none changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -202,26 +202,6 @@ class SymbolRecord(Record):
     max: int | None = None
     divisor: int = Field(1, ge=1)
     remainder: int = Field(0, ge=0)
-
-
-class Port(Record):
-    """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
-
-    The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it. `labels`:
-    the numbers that an input of labels may have; `ids`: the tables whose rows an input names.
-    """
-
-    name: str
-    type: str
-    shape: Shape
-    ranks: Ranks
-    boxes: Boxes = None
-    labels: LabelRecord | None = None
-    ids: list[IdsRecord] = []
-
-    def box(self, rank: int) -> Box | None:
-        """The shard that a rank reads or gets; None where it has the whole value."""
-        return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
 
 class Transfer(Record):
@@ -240,7 +220,7 @@ class Transfer(Record):
 class LayoutRecord(Record):
     """How a value lies on ranks (`0-3,8`, in order): they are a grid of the sizes `mesh`, row-major, the last axis fastest.
 
-    `cuts`: by dim the axes that cut it, the first is the major one. `partial`: axes along which ranks have terms, with what reduces them.
+    `cuts`: by dim the axes that shard it, major first. `partial`: axes along which ranks have partial values, with what reduces them.
     """
 
     ranks: str
@@ -269,6 +249,8 @@ class Collective(Record):
     made: LayoutRecord | None = None
 
 
+GRADIENT_NORM = "gradient_norm"
+"""The output of a step that is the norm of its gradients, where the plan reports it."""
 SCALE = "scale"
 """The kind of state that a step replaces also where it changes nothing else: the scale of the loss, and its count of steps."""
 
@@ -294,7 +276,7 @@ class TensorRecord(Record):
     initial: float | Law = 0.0
 
     def box(self, rank: int) -> Box | None:
-        """The shard that a rank holds; None where it holds the whole tensor."""
+        """The shard that a rank holds; None where it holds the global tensor."""
         return None if self.boxes is None else self.boxes[self.ranks.index(rank)]
 
     def shard(self, rank: int) -> Box:
@@ -319,12 +301,14 @@ class TrainingRecord(Record):
     """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
 
     `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
-    from the number of the step. `settings` are those of the loop (data, batch, epochs), as the plan has them. `fixed`: inputs that hold
-    no records, but one value for all. `guard`: an output that every rank has before it updates anything; where it is no finite number
-    the step replaces nothing of what is kept. `formulas`: of a metric whose output are sums the formula that makes the number of those of
-    all batches (`artifact/metric_formula.py`). The others are numbers of a batch: those in `sums` are sums over its records, others means;
-    `denominators` names the output that says what a mean is divided by, where that does not follow from the records. `sum_over_ranks`:
-    gradients are those of the sum over the batch's shards of their means.
+    from the number of the step. `settings` are the keys of the plan that the loop reads; their paths are relative to `folder`, the
+    plan's, as the artifact sees it; empty: to the artifact. `fixed`: inputs that hold no records, but one value for all. `guard`: an output
+    that every rank has before it updates anything; where it is not finite the step replaces nothing of what is kept.
+
+    `formulas`: of a metric whose output are sums the formula that makes one number of those of all batches
+    (`training/metric_formula.py`). The others are numbers of a batch: those in `sums` are sums over its records, others means;
+    `denominators` names the output that says what a mean is divided by, where that does not follow from the records.
+    `sum_over_ranks`: gradients are those of the sum over the batch's shards of their means.
     """
 
     loss: str
@@ -334,9 +318,9 @@ class TrainingRecord(Record):
     sums: list[str] = []
     sum_over_ranks: bool = False
     scalars: list[str] = []
-    optimizer: dict[str, JsonValue] = {}
-    schedule: dict[str, JsonValue] = {}
-    settings: dict[str, JsonValue] = {}
+    optimizer: OptimizerRecord
+    settings: LoopSettings = LoopSettings()
+    folder: str = ""
     fixed: list[str] = []
     guard: str = ""
 
@@ -355,17 +339,28 @@ class SourceRecord(Record):
     sha256: str
 
 
-class Manifest(Record):
+class ArtifactRecord(Record):
+    """What all programs of an artifact have in common: who wrote it of what, for how many ranks, and the files of all of them."""
+
+    partc: str
+    ranks: int = Field(ge=1, le=MOST_RANKS)
+    files: dict[str, FileRecord]
+    model: SourceRecord
+    plan: SourceRecord | None
+
+
+class Manifest(ArtifactRecord):
     """The index of an artifact as one of its programs needs it: what all have in common, and what is its own.
 
     `name` is the program's; `is_main`: whether it is the artifact's first, which has the state's first values. `groups`: by name
     disjoint lists of ranks. `state`: what its ranks keep from step to step; `training` is there where its steps train.
+
+    Types, shapes and causes of messages stand in rank files, too: a rank reads its own file alone, and must know what the others
+    send it, and reports and checks of the whole artifact need not open all files. The checker holds the two against each other.
     """
 
     name: str = INFER
     is_main: bool = True
-    partc: str
-    ranks: int = Field(ge=1, le=MOST_RANKS)
     symbols: dict[str, SymbolRecord]
     inputs: list[Port]
     outputs: list[Port]
@@ -375,9 +370,6 @@ class Manifest(Record):
     rank_files: Programs = []
     state: list[StateRecord] = []
     training: TrainingRecord | None = None
-    files: dict[str, FileRecord]
-    model: SourceRecord
-    plan: SourceRecord | None
 
     @property
     def prefix(self) -> str:
@@ -392,6 +384,13 @@ class Manifest(Record):
     def program(self, rank: int) -> str:
         """The file that holds a rank's program."""
         return self.rank_files[rank] if self.rank_files else rank_file(rank, self.prefix)
+
+    def by_file(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """These ranks by the file that holds their program."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.program(rank), []).append(rank)
+        return found
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By group the list of ranks that holds this rank; groups without it are left out."""

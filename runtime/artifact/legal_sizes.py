@@ -10,16 +10,13 @@ from collections.abc import Iterator
 from .format import Manifest, SymbolRecord
 
 
-def wrong_batch(batch: object, manifest: Manifest) -> Iterator[str]:
+def wrong_batch(batch: int, manifest: Manifest) -> Iterator[str]:
     """What keeps a training's inputs from having so many records, which are their first dims; of each symbol once."""
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        yield f"the batch is {batch!r}, which is no number of records"
-        return
     record = manifest.training
     own = {*record.fixed, *record.scalars} if record is not None else set[str]()
     told = set[int | str]()
     for port in (port for port in manifest.inputs if port.name not in own and port.shape):
-        dim = (port.shape or [""])[0]
+        dim = (port.shape or {0: ""})[port.batch_dim]
         law = manifest.symbols.get(dim) if isinstance(dim, str) else None
         if law is not None and dim not in told and not is_legal(batch, law):
             told.add(dim)
@@ -33,6 +30,12 @@ def is_legal(size: int, law: SymbolRecord) -> bool:
     least = law.divisor + law.remainder if law.divisor > 1 else law.remainder
     fits = (size - law.remainder) % law.divisor == 0 and size >= least
     return fits and size >= law.min and (law.max is None or size <= law.max)
+
+
+def largest_legal(size: int, law: SymbolRecord) -> int:
+    """The largest legal size up to `size`, which is no less than one that is legal."""
+    last = size if law.max is None else min(size, law.max)
+    return last - (last - law.remainder) % law.divisor
 
 
 def refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:

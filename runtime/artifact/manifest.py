@@ -12,22 +12,23 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.graph.onnx_graph import model_tensors, read_model
+from partc.runtime.artifact.graph.rank_constants import bound
 from pydantic import ValidationError
 
 from ..errors import ArtifactError, breaks_lines, one_line
 from ..files import counted
 from ..files.counted import LISTED_RANKS, Budget
-from ..files.regular import fault, lies_outside, open_regular, read_regular
+from ..files.regular import fault, is_outside, open_regular, read_regular
 from . import dim_expression as expression
-from .format import FORMAT, MANIFEST, Manifest, Port, Shape, stays_inside
-from .lookup_ops import GROUP_OPS
+from .format import FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, stays_inside
 from .manifest_file import ManifestFile
-from .onnx_graph import model_tensors, read_model
-from .rank_constants import bound
+from .ranks import Grid
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -79,15 +80,19 @@ class Artifact:
 
         ArtifactError where any file it needs is not what it was.
         """
+        from google.protobuf.message import DecodeError
+        from onnx import TensorProto
+
         name = self.manifest.program(rank)
         self._check([name])
         try:
             model = read_model(self.folder / name)
-        except _decode_error():
+        except DecodeError:
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
         if broken := next(filter(breaks_lines, _all_names(model)), None):
             raise ArtifactError(f"{self.folder / name}: the name '{one_line(broken)}' has a line end\n  {_AGAIN}")
-        regions = [(tensor.name, *_region(tensor)) for tensor in model_tensors(model) if _is_external(tensor)]
+        outside = (one for one in model_tensors(model) if one.data_location == TensorProto.EXTERNAL)
+        regions = [(tensor.name, *_region(tensor)) for tensor in outside]
         self._check(dict.fromkeys(path for _, path, _, _ in regions))
         problems = [
             f"{self.folder / name}: weight '{weight}' lies at bytes {offset} to {offset + length} of {path}, which has "
@@ -100,14 +105,14 @@ class Artifact:
         return bound(model, self.manifest.groups_of(rank), rank, str(self.folder / name))
 
     def text(self, name: str) -> str:
-        """A text of the artifact, such as `ir/schedule.txt`; ArtifactError where the file is not what it was, or is no text."""
+        """A text of the artifact, such as `ir/schedule.txt`; ArtifactError where the file is not what it was, or is not text."""
         self._check([name])
         try:
             return counted.read_text(self.folder / name, counted.SCHEDULE_BYTES)
         except OSError as error:
             raise ArtifactError(f"{self.folder / name}: {error.strerror}\n  {_AGAIN}") from None
         except UnicodeDecodeError as error:
-            raise ArtifactError(f"{self.folder / name}: is no UTF-8 text: {error}\n  {_AGAIN}") from None
+            raise ArtifactError(f"{self.folder / name}: is not UTF-8 text: {error}\n  {_AGAIN}") from None
 
     def _check(self, names: Iterable[str]) -> None:
         problems = [problem for name in names if name not in self._checked for problem in self._violations(name)]
@@ -119,7 +124,7 @@ class Artifact:
     def _violations(self, name: str) -> Iterator[str]:
         file = self.folder / name
         record = self.manifest.files.get(name)
-        if not stays_inside(name) or lies_outside(file, self.folder):
+        if not stays_inside(name) or is_outside(file, self.folder):
             yield f"{self.folder}: the path '{name}' leaves the folder\n  a file of an artifact lies inside its folder"
         elif record is None:
             yield f"{file}: is needed, but the manifest does not list it"
@@ -145,14 +150,6 @@ def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = 
     return artifact
 
 
-def _decode_error() -> type[Exception]:
-    """What protobuf raises for bytes that are no message."""
-    from google.protobuf import message
-
-    found: type[Exception] = message.DecodeError
-    return found
-
-
 def sha256(file: Path) -> str:
     """The SHA-256 of a file's contents, in hexadecimal."""
     with open_regular(file) as stream:
@@ -176,7 +173,7 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
     if not os.path.lexists(file):
         raise ArtifactError(f"{folder}: has no {MANIFEST}\n  help: give the folder that `partc compile` wrote")
     try:
-        if lies_outside(file, folder):
+        if is_outside(file, folder):
             raise ArtifactError(f"{folder}: the path '{MANIFEST}' leaves the folder\n  help: put the file itself there")
         text = read_regular(file, counted.MANIFEST.bytes)
         data = counted.parse_json(text, counted.MANIFEST)
@@ -188,7 +185,7 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
         fact = f"a text in it has a line end, at byte {found.start()}"
         raise ArtifactError(f"{file}: {fact}\n  {_AGAIN}")
     if isinstance(data, dict) and (version := data.get("format")) != FORMAT:
-        again = "compile again with this partc" + (", its checkpoints stay valid" if version == 1 else "")
+        again = "compile again with this partc" + (", its checkpoints stay valid" if version in (1, 2) else "")
         raise ArtifactError(
             f"{file}: is of format {version!r}, this partc reads format {FORMAT}\n"
             f"  help: {again}; or install the one that wrote it ({data.get('partc')})"
@@ -216,7 +213,7 @@ def _wrong_programs(index: ManifestFile) -> Iterator[str]:
                 yield f"{where}{len(names)} outputs take the place of the state '{one}', which has {values[one]} records"
                 return
         yield from (f"{where}{problem}" for problem in _contradictions(index.manifest(name)))
-        yield from (f"{where}it keeps '{one}', which is no state" for one in program.kept if one not in values)
+        yield from (f"{where}it keeps '{one}', which is not a state" for one in program.kept if one not in values)
         if name == main:
             yield from (
                 f"the program '{main}' does not keep the state '{one}'"
@@ -234,15 +231,18 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     if manifest.rank_files and len(manifest.rank_files) != manifest.ranks:
         yield f"it names {len(manifest.rank_files)} rank files for {manifest.ranks} ranks"
         return
-    missing = next((rank for rank in range(manifest.ranks) if manifest.program(rank) not in manifest.files), None)
+    named = manifest.rank_files or [rank_file(rank, manifest.prefix) for rank in range(manifest.ranks)]
+    missing = next((rank for rank, name in enumerate(named) if name not in manifest.files), None)
     if missing is not None:
         yield f"it lists no file {manifest.program(missing)} for rank {missing} of {manifest.ranks}"
         return
     tags: set[int] = set()
-    known: dict[int, bool] = {}
+    known: dict[int, bool] = {}  # lists of the manifest are shared: the answer of each by its identity
     for kind, ports in (("input", manifest.inputs), ("output", manifest.outputs)):
         for port in ports:
-            if not _are_ranks(port.ranks, last, known):
+            if id(port.ranks) not in known:
+                known[id(port.ranks)] = not port.ranks or 0 <= min(port.ranks) <= max(port.ranks) <= last
+            if not known[id(port.ranks)]:
                 wrong = next(rank for rank in port.ranks if not 0 <= rank <= last)
                 yield f"{kind} '{port.name}' names rank {wrong}: the ranks are 0 to {last}"
             yield from (f"{kind} '{port.name}': {problem}" for problem in _bad_dims(port.shape, manifest))
@@ -257,13 +257,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: another transfer has the same tag"
         tags.add(transfer.tag)
         yield from (f"{where}: {problem}" for problem in _bad_dims(transfer.shape, manifest))
-
-
-def _are_ranks(ranks: list[int], last: int, known: dict[int, bool]) -> bool:
-    """Whether all are from 0 to `last`; `known` has the answers for lists of the manifest, which are shared, by their identity."""
-    if id(ranks) not in known:
-        known[id(ranks)] = not ranks or 0 <= min(ranks) <= max(ranks) <= last
-    return known[id(ranks)]
 
 
 def _bad_collectives(manifest: Manifest) -> Iterator[str]:
@@ -301,12 +294,14 @@ def _bad_boxes(port: Port) -> Iterator[str]:
         yield "only a tensor of known dims can be cut"
     elif len(port.boxes) != len(port.ranks):
         yield f"it has {len(port.boxes)} boxes for {len(port.ranks)} ranks"
-    elif any(len(box) != dims or any(not _is_cut(cut) for cut in box) for box in port.boxes):
+    elif isinstance(port.boxes, Grid):
+        if len(port.boxes.cuts) != dims:
+            yield f"its grid cuts {len(port.boxes.cuts)} dims, and it has {dims}"
+    elif any(
+        len(box) != dims or any(not (len(cut) == 3 and 0 <= cut[0] < cut[1] <= cut[2]) for cut in box)
+        for box in port.boxes
+    ):
         yield f"its boxes must be {dims} times begin, end, denominator with 0 <= begin < end <= denominator"
-
-
-def _is_cut(cut: Sequence[int]) -> bool:
-    return len(cut) == 3 and 0 <= cut[0] < cut[1] <= cut[2]
 
 
 def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
@@ -317,7 +312,7 @@ def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
             yield str(error)
         else:
             yield from (
-                f"the dim '{dim}' needs '{name}', which is no symbol"
+                f"the dim '{dim}' needs '{name}', which is not a symbol"
                 for name in sorted(names - manifest.symbols.keys())
             )
 
@@ -357,10 +352,3 @@ def _region(tensor: TensorProto) -> tuple[str, int, int]:
         raise ArtifactError(
             f"weight '{tensor.name}' has external data that is not at a number of bytes\n  {_AGAIN}"
         ) from None
-
-
-def _is_external(tensor: TensorProto) -> bool:
-    """Whether the bytes of a tensor are in another file."""
-    from onnx import TensorProto
-
-    return bool(tensor.data_location == TensorProto.EXTERNAL)

@@ -1,11 +1,11 @@
 """The file `manifest.json`: what is common to all programs of an artifact, and what is of each; `Manifest` is what one of them needs.
 
-    {"format": 2, "ranks": 2, "symbols": {...}, "groups": {...},
+    {"format": 3, "ranks": 2, "symbols": {...}, "groups": {...},
      "programs": {"train": {"inputs": [...], ..., "kept": {"w": "w.next"}},
                   "evaluate": {"inputs": [...], ..., "kept": {"w": ""}}},
      "state": [{"value": "w", ...}], "training": {...}, "files": {...}, ...}
 
-Of a list of records the first that is wrong is told: a short list of empty ones would make a thousand times as many messages.
+Only the first wrong record of a list is reported: a short list of empty ones would make a thousand times as many messages.
 
 The first program is the main one. Its rank files have the first values of the state, and it alone replaces anything of it.
 """
@@ -21,6 +21,7 @@ from pydantic import AfterValidator, FailFast, Field
 from ..files.counted import MOST_PROGRAMS
 from .format import (
     MOST_RANKS,
+    ArtifactRecord,
     Collective,
     FileRecord,
     Manifest,
@@ -36,7 +37,7 @@ from .format import (
 )
 from .ranks import Programs, Ranks
 
-_COMMON = ("partc", "ranks", "files", "model", "plan")
+_COMMON = tuple(ArtifactRecord.model_fields)
 _OWN = ("inputs", "outputs", "transfers", "collectives", "rank_files")
 
 
@@ -67,7 +68,7 @@ class ProgramRecord(Record):
 class ManifestFile(Record):
     """The schema of the file."""
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     partc: str
     ranks: int = Field(ge=1, le=MOST_RANKS)
     symbols: dict[str, SymbolRecord]
@@ -117,7 +118,7 @@ class ManifestFile(Record):
             groups=groups,
             programs={
                 one.name: ProgramRecord.model_construct(
-                    kept=_kept(one.state),
+                    kept=_next_by_value(one.state),
                     symbols={name: law for name, law in one.symbols.items() if main.symbols.get(name) != law},
                     groups={name: lists for name, lists in one.groups.items() if groups[name] != lists},
                     **{key: getattr(one, key) for key in _OWN},
@@ -133,7 +134,7 @@ class ManifestFile(Record):
         )
 
 
-def _kept(state: Sequence[StateRecord]) -> dict[str, str | list[str]]:
+def _next_by_value(state: Sequence[StateRecord]) -> dict[str, str | list[str]]:
     """By tensor of the state the output that takes its place, or its names in the order of the tensor's records."""
     found: dict[str, list[str]] = {}
     for record in state:

@@ -12,7 +12,7 @@ class _Law(BaseModel):
 
 
 class LabelRecord(_Law):
-    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: only a run tells how many), and the `ignored` ones.
+    """The numbers that an input of labels may have: 0 to `classes` - 1 (0: known only at run time), and the `ignored` ones.
 
     `metric`: the one that takes no others, where a loss may.
     """
@@ -23,7 +23,7 @@ class LabelRecord(_Law):
 
 
 class IdsRecord(_Law):
-    """Of an input that holds ids: those at `places` along `axis`, everywhere if there are none, name one of the `rows` of a `table`."""
+    """The ids of an input: those at `places` along `axis`, or everywhere if none are given, name one of the `rows` of a `table`."""
 
     table: str
     rows: int = Field(ge=1)
@@ -32,7 +32,7 @@ class IdsRecord(_Law):
 
 
 class Law(_Law):
-    """First values by element: `offset + factor * d`, d by `draw` from the `stream` (`artifact/law.py`); rows in `zero_rows` are zeros."""
+    """First values by element: `offset + factor * d`, d by `draw` from the `stream` (`tensors/law.py`); rows in `zero_rows` are zeros."""
 
     draw: Literal["constant", "uniform", "normal", "truncated_normal"]
     stream: str = ""

@@ -25,7 +25,7 @@ class _Record(BaseModel):
 
 
 class RankTimes(_Record):
-    """Of one rank the seconds of each step: `step` from its first action to its last, `tasks` by cell, `waits` inside of a task.
+    """The seconds of each step of one rank: `step` from its first action to its last, `tasks` by cell, `waits` inside of a task.
 
     `kinds`: of `compute`, `update`, `begin` (of communication) and `wait`. `arena`: the bytes planned for values between segments.
     Where several targets compute, `targets`: the seconds in which each computed or copied; `overlap`: those in which more than one did.
@@ -87,10 +87,12 @@ def read_profile(path: Path) -> Profile:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{path}: it is no profile: {place}: {first['msg']}\n  help: use a file that --profile has written"
+            f"{path}: it is not a profile: {place}: {first['msg']}\n  help: use a file that --profile has written"
         ) from None
     except ValueError as error:
-        raise UsageError(f"{path}: it is no profile: {error}\n  help: use a file that --profile has written") from None
+        raise UsageError(
+            f"{path}: it is not a profile: {error}\n  help: use a file that --profile has written"
+        ) from None
     for one in found.ranks:
         columns = [one.step, *one.tasks.values(), *one.waits.values(), *one.kinds.values(), *one.targets.values()]
         columns += [one.overlap] if one.targets else []

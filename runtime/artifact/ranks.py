@@ -73,11 +73,11 @@ def _order_text(ranks: tuple[int, ...]) -> str:
 
 
 def ranks_of(text: str, count: Callable[[int], None] = lambda number: None) -> list[int]:
-    """The ranks that `order_text` wrote; ValueError where it is none such. `count` is told of ranks before they are made."""
+    """The ranks that `order_text` wrote; ValueError for any other text. `count` is called with the number of ranks before they are made."""
     found: list[int] = []
     for span in filter(None, text.split(",")):
         if (match := _SPAN.fullmatch(span)) is None:
-            raise ValueError(f"'{span}' are no ranks; ranks are written as '3', '0-7' or '0-56:8'")
+            raise ValueError(f"'{span}' is not a list of ranks; ranks are written as '3', '0-7' or '0-56:8'")
         first, last, step = match.groups()
         row = range(int(first), int(last or first) + 1, int(step or 1))
         if len(row) + len(found) > MOST_RANKS:
@@ -238,7 +238,7 @@ def _read_programs(value: Any, info: ValidationInfo) -> list[str]:
         if by_rank.keys() != {*range(len(by_rank))}:
             raise ValueError("its ranks are not those from 0 on")
         value = [by_rank[rank] for rank in range(len(by_rank))]
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not {*map(type, value)} <= {str}:
         raise ValueError("it should be a list of files, or by file its ranks")
     return value
 

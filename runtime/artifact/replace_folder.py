@@ -22,7 +22,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..files import counted
 from ..files.regular import kind_of
-from ..files.removal import FOLDER, exchange, move_folder, remove_listed, remove_made
+from ..files.removal import FOLDER, exchange, move_folder, remove_hidden, remove_listed
 from ..files.replace import (
     OLD,
     WriteError,
@@ -33,7 +33,7 @@ from ..files.replace import (
     new_beside,
     new_folder,
     remove_left,
-    told,
+    write_errors,
 )
 from .format import MANIFEST, stays_inside
 
@@ -56,9 +56,11 @@ def replacing_folder(out: Path) -> Iterator[Path]:
     """
     refuse_obstacle(out)
     place = Path(os.path.abspath(out))
-    with told(out):
+    with write_errors(out):
         place.parent.mkdir(parents=True, exist_ok=True)
-        _restore(place)
+        for left in left_beside(place):  # where a writer died between two renames
+            if left.name.endswith(OLD) and not os.path.lexists(place) and is_left(left):
+                move_folder(left, place)
         remove_left(place, remove_own)
         hidden, handle = make_beside(place, new_folder)
         try:
@@ -93,7 +95,7 @@ def obstacle(out: Path) -> Obstacle | None:
         return None
     named = ", ".join(found[:_NAMED]) + (f", and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
     if listed is None:
-        fact = f"exists and is no artifact of partc, so it is not replaced; it has {named}"
+        fact = f"exists and is not an artifact of partc, so it is not replaced; it has {named}"
         return Obstacle(fact, "choose another folder with -o, or remove it")
     fact = f"is not replaced: it has what partc did not write there, {named}"
     return Obstacle(fact, "move that out of the folder, or choose another one with -o")
@@ -106,7 +108,7 @@ def refuse_obstacle(out: Path) -> None:
 
 
 def listed_files(folder: Path) -> frozenset[str] | None:
-    """The files of an artifact by its manifest, of whatever version, and the manifest; None where it is no artifact."""
+    """The files of an artifact by its manifest, of whatever version, and the manifest; None where it is not an artifact."""
     try:
         data = counted.read_json(folder / MANIFEST, counted.MANIFEST)
     except (OSError, ValueError):
@@ -120,7 +122,7 @@ def listed_files(folder: Path) -> frozenset[str] | None:
 
 
 def _strangers(folder: Path, listed: frozenset[str]) -> list[str]:
-    """What is in the folder besides these files; of a folder without any of them its name alone. Links are no files."""
+    """What is in the folder besides these files; of a folder without any of them its name alone. Links do not count as files."""
     around = {parent.as_posix() for name in listed for parent in Path(name).parents}
     found = []
     for root, folders, files in os.walk(folder):
@@ -143,7 +145,7 @@ def remove_own(folder: Path) -> None:
     """
     listed = listed_files(folder)
     if listed is None:
-        remove_made(folder)
+        remove_hidden(folder)
         return
     remove_listed(folder, listed.__contains__, MANIFEST)
 
@@ -190,10 +192,3 @@ def _swap(hidden: Path, place: Path) -> Path | None:
         return old
     finally:
         os.close(handle)
-
-
-def _restore(place: Path) -> None:
-    """Gives an old artifact its name back, where a writer died between two renames."""
-    for hidden in left_beside(place):
-        if hidden.name.endswith(OLD) and not os.path.lexists(place) and is_left(hidden):
-            move_folder(hidden, place)

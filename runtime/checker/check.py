@@ -11,11 +11,11 @@ from pathlib import Path
 
 from partc.runtime.artifact.byte_count import largest_text
 from partc.runtime.artifact.format import MANIFEST, StateRecord
+from partc.runtime.artifact.graph.targets import forget_copies
 from partc.runtime.artifact.manifest import Artifact, stamp
-from partc.runtime.artifact.named import Named, outside
 from partc.runtime.artifact.ranks import ranks_text
-from partc.runtime.artifact.saved import saved
-from partc.runtime.artifact.targets import forget_copies
+from partc.runtime.artifact.tasks.saved import saved
+from partc.runtime.artifact.training.named import Named, outside
 from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, SOUND, TRAINING, Check, Run
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.declared import declared_types
@@ -23,7 +23,7 @@ from partc.runtime.checker.graph.rank_file import read_rank
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 
-__all__ = ["Checked", "Kept", "Violation", "check", "check_artifact"]
+__all__ = ["Checked", "RowsMemory", "Violation", "check", "check_artifact"]
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Checked:
     copied: int = 0
     copies: int = 0
     named: Sequence[Named] = ()
-    kept: Sequence[Kept] = ()
+    kept: Sequence[RowsMemory] = ()
     microbatches: int = 0
 
 
 @dataclass(frozen=True)
-class Kept:
+class RowsMemory:
     """The most that the rows of some ranks keep for backward passes: microbatches, and bytes as an expression in the symbols.
 
-    Of `unknown` values only a run tells the size.
+    The size of `unknown` values is known only at run time.
     """
 
     ranks: str
@@ -113,14 +113,11 @@ class _Run:
     def _read(self) -> None:
         """Reads and checks each rank file once; a file that is not the manifest's is not read."""
         subject = self.subject
-        files: dict[str, list[int]] = {}
-        for rank in range(subject.manifest.ranks):
-            files.setdefault(subject.manifest.program(rank), []).append(rank)
         kept: dict[int, list[StateRecord]] = {}
         for record in subject.manifest.state:
             for rank in record.ranks:
                 kept.setdefault(rank, []).append(record)
-        for file, ranks in files.items():
+        for file, ranks in subject.manifest.by_file(range(subject.manifest.ranks)).items():
             if file in subject.wrong:
                 continue
             one, failed = replace(subject, file=file, kept=kept.get(ranks[0], ())), set[str]()
@@ -143,7 +140,7 @@ class _Run:
         """Whether a check finds something. One that stumbles over files that are wrong has nothing to add."""
         try:
             found = [*dict.fromkeys(run(subject))]
-        except Exception as error:  # whatever bytes a file has, the user is told that the artifact is not proven sound
+        except Exception as error:  # whatever bytes a file has, the artifact counts as not proven sound
             kind = f"{type(error).__name__}: {error}".splitlines()[0]
             fact = f"{proves} cannot be proven: the check itself failed with {kind}"
             self.found += (
@@ -169,22 +166,19 @@ def _checked(run: _Run) -> Checked:
         sum(len(model.graph.node) for model in subject.models.values()),
         len(manifest.transfers),
         len(manifest.collectives),
-        subject.in_place,
-        subject.copied,
-        subject.copies,
+        subject.counts.in_place,
+        subject.counts.copied,
+        subject.counts.copies,
         named,
-        [] if run.found else _kept(subject),
+        [] if run.found else _rows_memory(subject),
         max((1 + task.microbatch for row in subject.rows.values() for task in row.tasks if task), default=0),
     )
 
 
-def _kept(subject: Subject) -> list[Kept]:
+def _rows_memory(subject: Subject) -> list[RowsMemory]:
     """What rows keep, ranks that keep the same together."""
-    files: dict[str, list[int]] = {}
-    for rank in subject.rows:
-        files.setdefault(subject.manifest.program(rank), []).append(rank)
     found: dict[tuple[float, str, int], list[int]] = {}
-    for ranks in files.values():
+    for ranks in subject.manifest.by_file(subject.rows).values():
         most = saved(subject.rows[ranks[0]], declared_types(subject.models[ranks[0]]))
         found.setdefault((most.microbatches, largest_text(most.bytes), most.unknown), []).extend(ranks)
-    return [Kept(ranks_text(ranks), *most) for most, ranks in found.items()]
+    return [RowsMemory(ranks_text(ranks), *most) for most, ranks in found.items()]

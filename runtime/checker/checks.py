@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from partc.runtime.artifact.named import carried_code
+from partc.runtime.artifact.training.named import carried_code
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.microbatches import check_microbatches
 from partc.runtime.checker.across.ordering import check_order

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from partc.runtime.artifact.format import MANIFEST, FileRecord, Manifest
 from partc.runtime.artifact.manifest import Artifact, open_artifact, sha256
-from partc.runtime.artifact.safetensors_stream import sound_header
+from partc.runtime.artifact.tensors.safetensors_stream import sound_header
 from partc.runtime.errors import ArtifactError, Violation
-from partc.runtime.files.regular import fault
+from partc.runtime.files.regular import fault, unlisted
 
 _COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
 
@@ -29,7 +28,9 @@ def read_artifact(folder: Path) -> tuple[Artifact | None, list[Violation]]:
 def check_folder(folder: Path, manifest: Manifest) -> list[Violation]:
     """What differs between the folder's files and the manifest's list of them; a file that is not the manifest's is not read further."""
     changed = [one for name, record in sorted(manifest.files.items()) for one in _check_file(folder, name, record)]
-    return [*changed, *_unlisted(folder, manifest)]
+    others = unlisted(folder, {*manifest.files, MANIFEST})
+    unknown = (Violation(name, "the manifest does not list it", help="remove it from the folder") for name in others)
+    return [*changed, *unknown]
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violation]:
@@ -54,13 +55,3 @@ def _check_file(folder: Path, name: str, record: FileRecord) -> Iterator[Violati
             sound_header(path)
         except ValueError as error:
             yield Violation(name, str(error), help=_COMPILE_AGAIN)
-
-
-def _unlisted(folder: Path, manifest: Manifest) -> Iterator[Violation]:
-    known = {*manifest.files, MANIFEST}
-    for root, folders, files in os.walk(folder):
-        folders.sort()
-        for file in sorted(files):
-            name = (Path(root) / file).relative_to(folder).as_posix()
-            if name not in known:
-                yield Violation(name, "the manifest does not list it", help="remove it from the folder")

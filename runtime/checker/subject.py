@@ -8,8 +8,20 @@ from pathlib import Path
 
 from onnx import ModelProto
 from partc.runtime.artifact.format import Manifest, StateRecord
-from partc.runtime.artifact.rows import Row
+from partc.runtime.artifact.tasks.rows import Row
 from partc.runtime.errors import Violation
+
+
+@dataclass
+class StateCounts:
+    """Tensors of the state, of all ranks."""
+
+    in_place: int = 0
+    """Those that are replaced in place."""
+    copied: int = 0
+    """Those that are replaced by a copy when a step ends."""
+    copies: int = 0
+    """Shards that several ranks hold, and that are proven to stay equal there."""
 
 
 @dataclass
@@ -34,9 +46,4 @@ class Subject:
     """What the ranks of a single rank file keep."""
     rows: dict[int, Row] = field(default_factory=dict)
     """By rank the row of tasks, of those whose files have tasks."""
-    in_place: int = 0
-    """Tensors of all ranks that are replaced in place."""
-    copied: int = 0
-    """Tensors of all ranks that are replaced by a copy when a step ends."""
-    copies: int = 0
-    """Shards that several ranks hold, and that are proven to stay equal there."""
+    counts: StateCounts = field(default_factory=StateCounts)

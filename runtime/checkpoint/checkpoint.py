@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from partc.runtime.artifact.boxes import Region, intersection, whole
-from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.format import StateRecord
+from partc.runtime.artifact.tensors.boxes import Region, full_region, intersection
+from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.tensors.safetensors_stream import STORED, read_header, tensor_in
 
-from ..artifact.safetensors_stream import STORED, read_header, tensor_in
 from ..errors import CheckpointError, DamagedError
-from .index import FORMAT, CheckpointFile, CheckpointIndex, ShardRecord, TensorRecord
-from .newest import take_whole
-from .ownership import held_by
+from .index import EMA, FORMAT, CheckpointFile, CheckpointIndex, ShardRecord, TensorRecord
+from .newest import take_newest_intact
+from .ownership import region_of_rank
 from .shard_files import ShardFiles
 
 _AT_ONCE = 1 << 26
@@ -45,7 +45,7 @@ class Checkpoint(ShardFiles):
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
         """The checkpoint in a folder, or the newest of a folder of checkpoints that is whole at first sight."""
-        return take_whole(Path(path), cls.at)[1]
+        return take_newest_intact(Path(path), cls.at)[1]
 
     @classmethod
     def of_file(cls, file: str | Path) -> Checkpoint:
@@ -60,7 +60,7 @@ class Checkpoint(ShardFiles):
             ) from None
         tensors = {}
         for name, stored in header.items():
-            box = whole(stored.shape)
+            box = full_region(stored.shape)
             piece = ShardRecord(file=path.name, key=name, begin=box.begin, end=box.end)
             tensors[name] = TensorRecord(
                 dtype=stored.dtype.shown, shape=stored.shape, kind="parameter", pieces=(piece,) if box.count else ()
@@ -68,6 +68,19 @@ class Checkpoint(ShardFiles):
         files = {path.name: CheckpointFile(bytes=path.stat().st_size)}
         index = CheckpointIndex(format=FORMAT, partc="", step=0, ranks=1, meta={}, tensors=tensors, files=files)
         return cls(path, index)
+
+    def averaged(self) -> Checkpoint:
+        """The same with the moving averages of parameters in the place of these; CheckpointError where it has none."""
+        held = self.index.tensors
+        averages = {
+            one.parameter: one.model_copy(update={"kind": "parameter"}) for one in held.values() if one.kind == EMA
+        }
+        if not averages:
+            raise CheckpointError(
+                f"{self.path}: has no moving averages\n  help: train with ema: {{decay: 0.999}}, or leave out --ema"
+            )
+        tensors = {name: averages.get(name, one) for name, one in held.items() if one.kind != EMA}
+        return type(self)(self.path, self.index.model_copy(update={"tensors": tensors}))
 
     def read(self, tensor: str, begin: Sequence[int] | None = None, end: Sequence[int] | None = None) -> Array:
         """The box of a tensor from `begin` up to and without `end`, in new memory; by default the whole of it."""
@@ -89,8 +102,8 @@ class Checkpoint(ShardFiles):
             yield self.read(tensor, begin, end)
 
     def load_into(self, record: StateRecord, rank: int, array: Array) -> None:
-        """Puts the rank's piece of the record's tensor into its array."""
-        box = held_by(record, rank)
+        """Puts the rank's shard of the record's tensor into its array."""
+        box = region_of_rank(record, rank)
         found = self._record(record.tensor)
         if (found.dtype, found.shape) != (array.dtype.name, tuple(record.shape)) or array.shape != box.shape:
             raise CheckpointError(
@@ -137,6 +150,6 @@ class Checkpoint(ShardFiles):
                 filled += shared.count
         if filled != box.count:
             raise DamagedError(
-                [f"{self.path}: the pieces of '{tensor}' have {filled} of the {box.count} elements of {box}"]
+                [f"{self.path}: the shards of '{tensor}' have {filled} of the {box.count} elements of {box}"]
             )
         return found

@@ -11,8 +11,8 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import StateRecord
+from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.errors import CheckpointError, UsageError
 
 from .checkpoint import Checkpoint
@@ -32,7 +32,9 @@ def check_compatible(checkpoint: Checkpoint, records: Sequence[StateRecord], opt
     """
     wanted = {record.tensor: record for record in records}
     held = checkpoint.index.tensors
-    ours, theirs = _slots(records), _held_slots(held)
+    # what an optimizer keeps of each parameter: the names of its tensors without the parameter's
+    ours = sorted({one.tensor.removeprefix(f"{one.parameter}.") for one in records if one.kind == "optimizer"})
+    theirs = sorted({name.removeprefix(f"{one.parameter}.") for name, one in held.items() if one.kind == "optimizer"})
     problems = list(_weight_problems(checkpoint, wanted, strict=True))
     remedy = "give the checkpoint of a run of this model, or start from its weights alone with --init PATH"
     if ours != theirs:
@@ -67,7 +69,7 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
     problems = list(_weight_problems(source, wanted, strict, statistics=False))
     found = frozenset(name for name in wanted if name in held and held[name].kind in _WEIGHTS)
     if not found and not problems:
-        like = _nearest(next(iter(wanted), ""), held)
+        like = nearest(next(iter(wanted), ""), held)
         problems.append(f"{source.path}: none of its {len(held)} tensors has the name of one of the program's{like}")
     if problems:
         help = "names, shapes and types must be the program's" if strict else "shapes and types must be the program's"
@@ -88,11 +90,11 @@ def _weight_problems(
     foreign_entries = [name for name in theirs if name not in ours]
     if strict:
         for at, name in enumerate(absent):
-            like = _nearest(name, foreign_entries) if at < _SUGGESTED else ""
+            like = nearest(name, foreign_entries) if at < _SUGGESTED else ""
             yield f"{where}: has no '{name}' {_text(ours[name])}{like}"
         for at, name in enumerate(foreign_entries):
-            like = _nearest(name, absent) if at < _SUGGESTED else ""
-            yield f"{where}: has '{name}' {_held_text(theirs[name])}, which the program lacks{like}"
+            like = nearest(name, absent) if at < _SUGGESTED else ""
+            yield f"{where}: has '{name}' {_saved_text(theirs[name])}, which the program lacks{like}"
     for name, record in ours.items():
         if name in theirs:
             yield from _difference(checkpoint, record, theirs[name])
@@ -110,12 +112,12 @@ def _slot_problems(checkpoint: Checkpoint, wanted: Mapping[str, StateRecord]) ->
             yield f"{checkpoint.path}: has no '{name}' {_text(record)}"
     for name, found in held.items():
         if found.kind == "optimizer" and name not in wanted and (not found.parameter or found.parameter in wanted):
-            yield f"{checkpoint.path}: has '{name}' {_held_text(found)}, which the program lacks"
+            yield f"{checkpoint.path}: has '{name}' {_saved_text(found)}, which the program lacks"
 
 
 def _difference(checkpoint: Checkpoint, record: StateRecord, held: TensorRecord) -> Iterator[str]:
-    if _text(record) != _held_text(held):
-        yield f"{checkpoint.path}: '{record.tensor}' is {_held_text(held)}; the program's is {_text(record)}"
+    if _text(record) != _saved_text(held):
+        yield f"{checkpoint.path}: '{record.tensor}' is {_saved_text(held)}; the program's is {_text(record)}"
 
 
 def _text(record: StateRecord) -> str:
@@ -123,19 +125,8 @@ def _text(record: StateRecord) -> str:
     return f"{dtype.shown if dtype else record.type} {record.shape}"
 
 
-def _held_text(held: TensorRecord) -> str:
+def _saved_text(held: TensorRecord) -> str:
     return f"{held.dtype} {list(held.shape)}"
-
-
-def _slots(records: Iterable[StateRecord]) -> list[str]:
-    """What an optimizer keeps of each parameter: the names of its tensors without the parameter's."""
-    own = (record for record in records if record.kind == "optimizer")
-    return sorted({record.tensor.removeprefix(f"{record.parameter}.") for record in own})
-
-
-def _held_slots(held: Mapping[str, TensorRecord]) -> list[str]:
-    own = ((name, tensor.parameter) for name, tensor in held.items() if tensor.kind == "optimizer")
-    return sorted({name.removeprefix(f"{parameter}.") for name, parameter in own})
 
 
 def _optimizer(name: str, slots: Sequence[str]) -> str:
@@ -146,7 +137,7 @@ def _optimizer(name: str, slots: Sequence[str]) -> str:
     return f"the optimizer '{name}', which keeps {keeps}" if name else f"an optimizer that keeps {keeps}"
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """The names most like one, as the end of a message; those that end alike first, since prefixes differ most often."""
     last = name.rpartition(".")[2]
     some = list(names)

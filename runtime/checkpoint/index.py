@@ -7,7 +7,7 @@
         rank_0001.safetensors
       step_00000140/
 
-The index is written last: a folder without one is no checkpoint. Its last line is the hash of the lines before it, and a file's header
+The index is written last: a folder without one is not a checkpoint. Its last line is the hash of the lines before it, and a file's header
 has the hashes of its tensors: so one hash vouches for the whole, and each part can be checked alone.
 
 While something is done to a checkpoint its folder is hidden: `.step_00000160.saving` is being written, `.step_00000120.removed` is being
@@ -26,18 +26,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from partc.runtime.artifact.boxes import Region, overlap
-from partc.runtime.artifact.format import stays_inside
+from partc.runtime.artifact.format import Record, inside
+from partc.runtime.artifact.tensors.boxes import Region, overlap
+from partc.runtime.artifact.tensors.safetensors_stream import STORED, is_shape
 from partc.runtime.errors import CheckpointError, DamagedError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from ..artifact.safetensors_stream import STORED, is_shape
 from ..files.counted import CHECKPOINT_INDEX, parse_json
 from ..files.regular import read_regular
 
 INDEX = "checkpoint.json"
 NONFINITE = "nonfinite"
 """Key of `meta`: the checkpoint holds numbers that are not finite."""
+SKIPPED = "skipped"
+"""Key of `meta`: how many of its steps changed nothing."""
 FORMAT: Literal[2] = 2
 _FORMATS = (1, FORMAT)
 """Format 1 has a hash of each file as a whole, and none of the index."""
@@ -49,23 +51,15 @@ _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(saving|old|removed)")
 SAVING, OLD, REMOVED = "saving", "old", "removed"
 
-Kind = Literal["parameter", "optimizer", "statistics", "scale"]
+Kind = Literal["parameter", "optimizer", "statistics", "scale", "ema"]
+EMA: Literal["ema"] = "ema"
+"""The kind of the moving average of a parameter, and the last part of its name."""
 
 
-def _inside(path: str) -> str:
-    if not stays_inside(path):
-        raise ValueError(f"the path '{path}' leaves the folder")
-    return path
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ShardRecord(_Record):
+class ShardRecord(Record):
     """A stored shard of a tensor: its file, and its key in that file."""
 
-    file: Annotated[str, AfterValidator(_inside)]
+    file: Annotated[str, AfterValidator(inside)]
     key: str
     begin: tuple[int, ...]
     end: tuple[int, ...]
@@ -76,7 +70,7 @@ class ShardRecord(_Record):
         return Region(self.begin, self.end)
 
 
-class TensorRecord(_Record):
+class TensorRecord(Record):
     """A tensor: its numpy dtype and global shape. `parameter`: the parameter to which an optimizer's tensor belongs."""
 
     dtype: str
@@ -87,7 +81,7 @@ class TensorRecord(_Record):
 
     @property
     def bytes(self) -> int:
-        """The size of the whole tensor."""
+        """The size of the global tensor."""
         return STORED[self.dtype].bytes_of(self.shape)
 
     @property
@@ -96,7 +90,7 @@ class TensorRecord(_Record):
         return math.prod(self.shape)
 
 
-class CheckpointFile(_Record):
+class CheckpointFile(Record):
     """A file: its size, and the SHA-256 of its header; in format 1 of the whole."""
 
     bytes: int = Field(ge=0)
@@ -104,7 +98,7 @@ class CheckpointFile(_Record):
     sha256: str = ""
 
 
-class CheckpointIndex(_Record):
+class CheckpointIndex(Record):
     """What a checkpoint holds; `ranks` wrote it, `meta` is whatever the training run wants back."""
 
     format: Literal[1, 2]
@@ -113,7 +107,7 @@ class CheckpointIndex(_Record):
     ranks: int = Field(ge=1)
     meta: dict[str, JsonValue]
     tensors: dict[str, TensorRecord]
-    files: dict[Annotated[str, AfterValidator(_inside)], CheckpointFile]
+    files: dict[Annotated[str, AfterValidator(inside)], CheckpointFile]
 
     def text(self) -> str:
         """The index as JSON, a line for each tensor and file, so that it can be compared; the last is the hash of those before."""
@@ -240,20 +234,20 @@ def _contradictions(index: CheckpointIndex) -> Iterator[str]:
             continue
         for piece in tensor.pieces:
             if piece.file not in index.files:
-                yield f"tensor '{name}' has a piece in {piece.file}, which is not listed"
-        outside = [piece for piece in tensor.pieces if not _lies_in(piece, tensor.shape)]
+                yield f"tensor '{name}' has a shard in {piece.file}, which is not listed"
+        outside = [piece for piece in tensor.pieces if not _is_inside(piece, tensor.shape)]
         for piece in outside:
-            yield f"tensor '{name}' of {list(tensor.shape)} has a piece {list(piece.begin)} to {list(piece.end)}"
+            yield f"tensor '{name}' of {list(tensor.shape)} has a shard {list(piece.begin)} to {list(piece.end)}"
         if outside:
             continue
         count = sum(piece.region.count for piece in tensor.pieces)
         if count != tensor.count:
-            yield f"tensor '{name}' has {tensor.count} elements, and its pieces {count}"
+            yield f"tensor '{name}' has {tensor.count} elements, and its shards {count}"
         elif (twice := overlap([piece.region for piece in tensor.pieces])) is not None:
-            yield f"tensor '{name}' has the elements {twice} in two pieces"
+            yield f"tensor '{name}' has the elements {twice} in two shards"
 
 
-def _lies_in(piece: ShardRecord, shape: tuple[int, ...]) -> bool:
+def _is_inside(piece: ShardRecord, shape: tuple[int, ...]) -> bool:
     if not len(piece.begin) == len(piece.end) == len(shape):
         return False
     return all(0 <= begin < end <= dim for begin, end, dim in zip(piece.begin, piece.end, shape, strict=True))

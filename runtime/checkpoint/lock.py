@@ -74,7 +74,10 @@ class Lock:
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.stat(self._file, follow_symlinks=False), os.fstat(handle)):
                         os.ftruncate(handle, 0)
-                        os.pwrite(handle, f"{_myself()}\n".encode(), 0)
+                        since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+                        os.pwrite(
+                            handle, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0
+                        )
                         return handle
             except OSError as error:
                 os.close(handle)
@@ -138,10 +141,6 @@ def _in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
-
-
-def _myself() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _text(handle: int) -> str:

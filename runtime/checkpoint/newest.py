@@ -1,7 +1,7 @@
 """Which checkpoint a path means: itself, or the newest whole one of a folder of checkpoints.
 
 A checkpoint is known to be whole only when all of it was read and hashed. So of a folder the newest is tried, and where it turns out
-to be damaged the next: `take_whole`. Of ranks, rank 0 alone looks into the folder, and all try the same one.
+to be damaged the next: `take_newest_intact`. Of ranks, rank 0 alone looks into the folder, and all try the same one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def latest(folder: str | Path) -> Path | None:
     return next((place for place in candidates(Path(folder)) if not _first_sight(place)), None)
 
 
-def take_whole(
+def take_newest_intact(
     path: Path, act: Callable[[Path], Result], option: str = "", rank: int = 0, share: Share = alone
 ) -> tuple[Path, Result]:
     """Does something with the newest whole checkpoint that a path means; which one, and the result.
@@ -80,7 +80,10 @@ def take_whole(
                 damaged.append(error)
             continue
         if damaged and rank == 0:
-            lines = (f"damaged and skipped: {error.problems[0]}{_more(error)}" for error in damaged)
+            lines = []
+            for one in damaged:
+                more = f", and {len(one.problems) - 1} more" if len(one.problems) > 1 else ""
+                lines.append(f"damaged and skipped: {one.problems[0]}{more}")
             print(printable(f"warning: {place} is used, the newest intact one; {'; '.join(lines)}"), file=sys.stderr)
         return place, result
 
@@ -91,10 +94,6 @@ def _untried(path: Path) -> Iterator[Path]:
     while (place := next((one for one in candidates(path) if one not in tried), None)) is not None:
         tried.add(place)
         yield place
-
-
-def _more(error: DamagedError) -> str:
-    return f", and {len(error.problems) - 1} more" if len(error.problems) > 1 else ""
 
 
 def _agreed(path: Path, places: Iterator[Path], damaged: Sequence[DamagedError], share: Share) -> Path:
@@ -118,14 +117,14 @@ def _offer(path: Path, option: str) -> str:
     """The remedy for a damaged checkpoint: the newest whole one beside it."""
     try:
         for place in candidates(path.parent):
-            if place != path and not _whole(place):
+            if place != path and not _problems_of(place):
                 return f"the newest intact one is {place}" + (f": {option} {place}" if option else "")
     except UsageError:
         pass
     return f"no other checkpoint in {path.parent} is intact; copy the whole folder again, or start over"
 
 
-def _whole(place: Path) -> list[str]:
+def _problems_of(place: Path) -> list[str]:
     try:
         with Verification(ShardFiles.at(place)) as proof:
             return proof.problems()

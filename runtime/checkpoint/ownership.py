@@ -2,7 +2,7 @@
 
 The list of all records says it alone, so that every rank comes to the same answer without a word. A tensor may have several
 records, one for each way in which it lies: a later layout adds what the boxes before leave out. Boxes of one record are
-equal or disjoint, as a layout's pieces are.
+equal or disjoint, as a layout's shards are.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from partc.runtime.artifact.boxes import Region, region, remaining, whole
-from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import Box, StateRecord
 from partc.runtime.artifact.ranks import Grid
-
-from ..artifact.safetensors_stream import STORED
+from partc.runtime.artifact.tensors.boxes import Region, full_region, region, remaining
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.artifact.tensors.safetensors_stream import STORED
 
 
 @dataclass(frozen=True)
@@ -29,17 +28,17 @@ class Owned:
     held: Region
 
 
-def held_by(record: StateRecord, rank: int) -> Region:
+def region_of_rank(record: StateRecord, rank: int) -> Region:
     """The region of a record's tensor that a rank has; ValueError where its edges are not whole numbers."""
     return _region(record, record.box(rank))
 
 
 def _region(record: StateRecord, box: Box | None) -> Region:
-    return whole(record.shape) if box is None else region(box, record.shape)
+    return full_region(record.shape) if box is None else region(box, record.shape)
 
 
 def owners(records: Sequence[StateRecord]) -> dict[str, list[Owned]]:
-    """By tensor, in the order of the records, its pieces and who writes each; ValueError with all that makes it impossible."""
+    """The shards of each tensor, in the order of the records, and who writes each; ValueError with all that makes it impossible."""
     by_tensor: dict[str, list[StateRecord]] = {}
     for record in records:
         by_tensor.setdefault(record.tensor, []).append(record)
@@ -49,7 +48,7 @@ def owners(records: Sequence[StateRecord]) -> dict[str, list[Owned]]:
         wrong = list(_contradictions(tensor, some))
         if not wrong:
             try:
-                found[tensor] = _pieces(some)
+                found[tensor] = _assigned(some)
             except ValueError as error:
                 wrong = [f"'{tensor}': {error}"]
         problems += wrong
@@ -71,7 +70,7 @@ def _contradictions(tensor: str, records: Sequence[StateRecord]) -> Iterator[str
         yield f"'{tensor}' is {first.type}, which the safetensors format lacks"
 
 
-def _pieces(records: Sequence[StateRecord]) -> list[Owned]:
+def _assigned(records: Sequence[StateRecord]) -> list[Owned]:
     candidates = sorted(
         (rank, at, held) for at, record in enumerate(records) for held, rank in _distinct(record).items()
     )
@@ -91,7 +90,7 @@ def _pieces(records: Sequence[StateRecord]) -> list[Owned]:
 def _distinct(record: StateRecord) -> dict[Region, int]:
     """The boxes of a record, each with the lowest rank that has it."""
     if record.boxes is None:
-        return {whole(record.shape): min(record.ranks)}
+        return {full_region(record.shape): min(record.ranks)}
     found: dict[tuple[tuple[int, ...], ...], tuple[int, Box]] = {}
     pairs: Iterable[tuple[int, Box]] = zip(record.ranks, record.boxes, strict=True)
     if isinstance(record.boxes, Grid) and record.ranks == sorted(record.ranks):

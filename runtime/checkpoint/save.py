@@ -2,7 +2,7 @@
 
 Each rank writes what it owns into a hidden folder beside the place where the checkpoint will be, and waits for the disk. When all
 have, rank 0 writes the index, and renames the folder: before the rename there is no new checkpoint, after it there is a whole
-one. What ranks tell one another is a line of text each: the size and hash of a file, or why there is none. A rank that fails makes
+one. Ranks send one another a line of text: the size and hash of a file, or why there is none. A rank that fails makes
 all fail, with what went wrong on each.
 """
 
@@ -12,15 +12,16 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from partc.runtime.artifact.dtypes import Array, dense
 from partc.runtime.artifact.format import StateRecord
+from partc.runtime.artifact.tensors.dtypes import Array, dense
+from partc.runtime.artifact.tensors.safetensors_stream import Stored, write_tensors
 from pydantic import JsonValue
 
 from ..artifact.release import release
-from ..artifact.safetensors_stream import Stored, write_tensors
 from ..errors import CheckpointError, PartcError
 from ..files.removal import Identity, make_folder, move_folder, own_folder, remove_inside
 from ..files.writers import new_file
@@ -39,12 +40,87 @@ from .index import (
 )
 from .lock import Lock
 from .ownership import Owned, owners
-from .written import add, clear, discard, foreign_entries, prune, written
+from .run_list import add, clear, discard, foreign_entries, listed_checkpoints, prune
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""
 _DONE, _FAILED = "+", "-"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class Save:
+    """The save of a step as one rank does it: `begin`, `write` and `commit`, each once it has ended on all ranks.
+
+    `pieces` are the rank's; all else is the same on every rank. `lock` is rank 0's lock of the folder, which else is taken until `release`;
+    `goes_on`: whether the run is the one that wrote there before. `keep` newest stay, and the one of the step `best`.
+    """
+
+    folder: Path
+    step: int
+    rank: int
+    pieces: Sequence[tuple[StateRecord, Array]]
+    records: Sequence[StateRecord]
+    meta: Mapping[str, JsonValue]
+    keep: int | None = None
+    lock: Lock | None = None
+    goes_on: bool = True
+    best: int | None = None
+    owned: dict[str, list[Owned]] = field(default_factory=dict)
+    _made: list[Identity] = field(default_factory=list)
+    _own: Lock | None = None
+
+    @property
+    def target(self) -> Path:
+        """The checkpoint's place."""
+        return self.folder / step_folder(self.step)
+
+    @property
+    def scratch(self) -> Path:
+        """The hidden folder that is written."""
+        return self.folder / hidden_folder(self.target.name, SAVING)
+
+    def begin(self) -> str:
+        """Makes the hidden folder, on rank 0."""
+        self.owned.update(owners(self.records))
+        if self.rank == 0:
+            if self.lock is None:
+                self._own = Lock(self.folder)
+            clear(self.folder)
+            refuse_others(self.target)
+            self._made.append(make_folder(self.scratch))
+        return ""
+
+    def find(self) -> str:
+        """Takes the hidden folder as this rank sees it."""
+        self._made.append(own_folder(self.scratch))
+        return ""
+
+    def write(self) -> str:
+        """Writes what this rank owns; what rank 0 needs to know of the file."""
+        record = _write(self.scratch / rank_tensors(self.rank), self.rank, self.pieces, self.owned)
+        return "" if record is None else record.model_dump_json(exclude={"sha256"})
+
+    def commit(self, said: Sequence[str]) -> str:
+        """Makes a checkpoint of what all ranks have written, on rank 0."""
+        if self.rank == 0:
+            index = _index(self.step, self.records, self.owned, self.meta, said)
+            _commit(self.scratch, self._made[0], self.target, index, self.goes_on, self.keep, self.best)
+        return ""
+
+    def discard(self) -> None:
+        """Removes what this save made, and only that: the name may be that of a link, or of a folder of somebody else."""
+        for one in self._made[:1]:
+            with contextlib.suppress(OSError):
+                remove_inside(self.scratch, rank_tensors(self.rank).__eq__, one)
+            if self.rank == 0:
+                discard(self.scratch, one)
+
+    def release(self) -> None:
+        """Releases the lock that was taken for this save alone."""
+        if self._own is not None:
+            self._own.release()
+            self._own = None
 
 
 def save(
@@ -58,73 +134,54 @@ def save(
     keep: int | None = None,
     lock: Lock | None = None,
     goes_on: bool = True,
+    best: int | None = None,
 ) -> Path:
     """Writes the checkpoint of a step into `folder`, which all ranks share, and removes the run's oldest beyond `keep`; its path.
 
-    Every rank calls it, with its own `pieces` and with the same other arguments. `lock` is rank 0's lock of the folder, which else is
-    taken for this save alone; `goes_on`: whether the run is the one that wrote there before. When it returns, on any rank, the
-    checkpoint is whole. CheckpointError is raised on all ranks alike; the checkpoints that were there are then as they were.
+    Every rank calls it, with the arguments of a `Save`. When it returns, on any rank, the checkpoint is whole. CheckpointError is raised on
+    all ranks alike; the checkpoints that were there are then as they were.
     """
-    target = folder / step_folder(step)
-    scratch = folder / hidden_folder(target.name, SAVING)
-    owned: dict[str, list[Owned]] = {}
-    own: list[Lock] = []
-    made: list[Identity] = []
-
-    def begin() -> str:
-        owned.update(owners(records))
-        if rank == 0:
-            if lock is None:
-                own.append(Lock(folder))
-            clear(folder)
-            refuse_others(target)
-            made.append(make_folder(scratch))
-        return ""
+    one = Save(folder, step, rank, pieces, records, meta, keep, lock, goes_on, best)
 
     def write() -> str:
-        made.append(own_folder(scratch))
-        record = _write(scratch / rank_tensors(rank), rank, pieces, owned)
-        return "" if record is None else record.model_dump_json(exclude={"sha256"})
-
-    def commit() -> str:
-        if rank == 0:
-            _commit(scratch, made[0], target, _index(step, records, owned, meta, said), goes_on, keep)
-        return ""
+        one.find()
+        return one.write()
 
     try:
-        _on_all_ranks(target, share, begin)
-        said = _on_all_ranks(target, share, write)
-        _on_all_ranks(target, share, commit)
+        on_all_ranks(one.target, share, one.begin)
+        said = on_all_ranks(one.target, share, write)
+        on_all_ranks(one.target, share, lambda: one.commit(said))
     except CheckpointError:
-        # What this save has not made is not its to remove: the name may be that of a link, or of a folder of somebody else.
-        for one in made[:1]:
-            with contextlib.suppress(OSError):
-                remove_inside(scratch, rank_tensors(rank).__eq__, one)
-            if rank == 0:
-                discard(scratch, one)
+        one.discard()
         raise
     finally:
-        for lock_of_this in own:
-            lock_of_this.release()
-    return target
+        one.release()
+    return one.target
 
 
 def refuse_others(target: Path) -> None:
-    """Raises ValueError where something is in the place of a checkpoint that is none, or holds what partc has not put there."""
+    """Raises ValueError where the place of a checkpoint holds something else, or files that partc did not write."""
     if os.path.lexists(target) and (found := foreign_entries(target)):
-        what = f"holds '{found[0]}', which partc has not written" if found != ["."] else "is no folder"
+        what = f"holds '{found[0]}', which partc has not written" if found != ["."] else "is not a folder"
         raise ValueError(f"{target.name} exists and {what}: move it away")
 
 
-def _on_all_ranks(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
+def on_all_ranks(target: Path, share: Share, act: Callable[[], str]) -> list[str]:
     """The texts that `act` returns, by rank; CheckpointError on all ranks where it raises on any. Collective."""
-    failure: Exception | None = None
+    text, failure = outcome(act)
+    return succeeded(target, share(text), failure)
+
+
+def outcome(act: Callable[[], str]) -> tuple[str, Exception | None]:
+    """What `act` returns, or why it raises, as a text for other ranks; the exception."""
     try:
-        text = _DONE + act()
+        return _DONE + act(), None
     except Exception as error:
-        failure = error
-        text = _FAILED + _reason(error)
-    said = share(text)
+        return _FAILED + _reason(error), error
+
+
+def succeeded(target: Path, said: Sequence[str], failure: Exception | None = None) -> list[str]:
+    """What the outcomes of all ranks say; CheckpointError where one is a failure."""
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(said):
         if not one.startswith(_DONE):
@@ -169,7 +226,7 @@ def _write(
             dtype = dense(record.type)
             if dtype is None or array.dtype != dtype.numpy or array.shape != one.held.shape:
                 problems.append(
-                    f"'{tensor}' was given as {array.dtype.name} {list(array.shape)}; the rank's piece is "
+                    f"'{tensor}' was given as {array.dtype.name} {list(array.shape)}; the rank's shard is "
                     f"{record.type} {list(one.held.shape)}"
                 )
                 continue
@@ -180,8 +237,8 @@ def _write(
         return None
     types = {key: dense(arrays[one.value][0].type) for key, (one, _) in mine.items()}
     stored = {key: Stored(dtype, mine[key][0].region.shape) for key, dtype in types.items() if dtype is not None}
-    written = write_tensors(path, stored, lambda key: [mine[key][1][mine[key][0].region.inside(mine[key][0].held)]])
-    return CheckpointFile(bytes=written.bytes, header=written.header)
+    file = write_tensors(path, stored, lambda key: [mine[key][1][mine[key][0].region.inside(mine[key][0].held)]])
+    return CheckpointFile(bytes=file.bytes, header=file.header)
 
 
 def _key(tensor: str, owned: Owned, shape: Sequence[int]) -> str:
@@ -223,7 +280,13 @@ def _index(
 
 
 def _commit(
-    scratch: Path, made: Identity, target: Path, index: CheckpointIndex, goes_on: bool, keep: int | None
+    scratch: Path,
+    made: Identity,
+    target: Path,
+    index: CheckpointIndex,
+    goes_on: bool,
+    keep: int | None,
+    best: int | None,
 ) -> None:
     """Gives the written folder its name, and removes the run's oldest."""
     for name, record in index.files.items():
@@ -241,7 +304,7 @@ def _commit(
         os.fsync(out.fileno())
     _sync_folder(scratch)
     folder = target.parent
-    listed = add(folder, written(folder) if goes_on else {}, target.name, text)
+    listed = add(folder, listed_checkpoints(folder) if goes_on else {}, target.name, text)
     old = target.with_name(hidden_folder(target.name, OLD))
     if target.exists():
         move_folder(target, old)
@@ -254,7 +317,7 @@ def _commit(
     _sync_folder(folder)
     discard(old)
     if keep is not None:
-        prune(folder, target, listed, keep)
+        prune(folder, target, listed, keep, "" if best is None else step_folder(best))
 
 
 def _sync_folder(folder: Path) -> None:

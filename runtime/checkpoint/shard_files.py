@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from ..artifact.dtypes import Bytes
-from ..artifact.safetensors_stream import MappedFile, Stored, read_header
+from partc.runtime.artifact.tensors.dtypes import Bytes
+from partc.runtime.artifact.tensors.safetensors_stream import MappedFile, Stored, read_header
+
 from ..errors import DamagedError
 from .index import CheckpointIndex, ShardRecord, read_index
 
@@ -49,7 +50,7 @@ class ShardFiles:
         return found
 
     def stored(self, tensor: str, piece: ShardRecord) -> Stored:
-        """Where a piece of a tensor lies in its file; DamagedError where the file is not sound, or has it otherwise than the index says."""
+        """The location of a shard in its file; DamagedError where the file is not sound or contradicts the index."""
         return self._piece(tensor, piece)[0]
 
     @cached_property

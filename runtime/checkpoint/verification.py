@@ -1,9 +1,9 @@
 """Sums up a checkpoint in threads, while programs are loaded or its tensors are read, and compares with what was written.
 
 Each byte is summed once in the job, not once by every rank that reads it: of all tensors, put one behind the other, each rank takes an
-equal run of parts, and opens the files of these only. A checkpoint is whole or it is not used: what nobody reads is summed, too.
+equal run of parts, and opens the files of these only. A checkpoint is whole or it is not used: unread parts are verified, too.
 
-Who reads a checkpoint compares CRC-32s, which tell every flipped bit and any other damage but one in four billion, at 5 GB/s on a core;
+Who reads a checkpoint compares CRC-32s, which detect every flipped bit and other damage but one in four billion, at 5 GB/s on a core;
 SHA-256 takes three times as long, and far longer where the processor has no instructions for it.
 `partc checkpoint verify` compares SHA-256s. Neither holds against someone who writes another index, too.
 
@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..artifact.safetensors_stream import PART, STORED
+from partc.runtime.artifact.tensors.safetensors_stream import PART, STORED
+
 from ..errors import DamagedError
 from ..files.regular import open_regular
 from ..job.machine import usable_cores

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..artifact.safetensors_stream import Stored, read_header
+from partc.runtime.artifact.tensors.safetensors_stream import Stored, read_header
+
 from ..errors import CheckpointError, printable
+from ..files.regular import unlisted
 from .checkpoint import Checkpoint
 from .index import INDEX, CheckpointIndex, read_index
 from .verification import Verification
@@ -31,11 +32,12 @@ def verify(folder: Path) -> list[str]:
     if not problems:
         with Verification(checkpoint, thorough=True) as proof:
             problems = proof.problems()
-    problems += _pieces(folder, index, headers)
-    return [*problems, *_unlisted(folder, index)]
+    problems += _shards(folder, index, headers)
+    others = unlisted(folder, {*index.files, INDEX})
+    return [*problems, *(printable(f"{folder / name}: is not in the index") for name in others)]
 
 
-def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, Stored]]) -> Iterator[str]:
+def _shards(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, Stored]]) -> Iterator[str]:
     listed: dict[str, set[str]] = {name: set() for name in headers}
     for name, tensor in index.tensors.items():
         for piece in tensor.pieces:
@@ -56,13 +58,3 @@ def _pieces(folder: Path, index: CheckpointIndex, headers: dict[str, dict[str, S
                 yield f"{where}: is {have}; the index says {wanted}"
     for name, keys in listed.items():
         yield from (f"{folder / name}: '{key}' is not in the index" for key in headers[name] if key not in keys)
-
-
-def _unlisted(folder: Path, index: CheckpointIndex) -> Iterator[str]:
-    known = {*index.files, INDEX}
-    for root, folders, files in os.walk(folder):
-        folders.sort()
-        for file in sorted(files):
-            path = Path(root) / file
-            if path.relative_to(folder).as_posix() not in known:
-                yield printable(f"{path}: is not in the index")

@@ -1,6 +1,6 @@
 """A ReduceScatter or AllGather of several values as one message: packed side by side, and taken apart when it has come.
 
-All values are cut along axis 0, where the pieces of one follow each other. For values a and b and ranks 0 and 1:
+All values are sharded along axis 0, where the shards of one follow each other. For values a and b and ranks 0 and 1:
 
     ReduceScatter   [a0 a1] [b0 b1]   --packed-->   [a0 b0 | a1 b1]   --reduced-->    rank 0 has [a0 b0]
     AllGather       [a0] [b0]         --packed-->   [a0 b0]           --gathered-->   [a0 b0 | a1 b1]   --apart-->   [a0 a1] [b0 b1]
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+from partc.runtime.artifact.comm.collective_node import CollectiveCall
+from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
+from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ..artifact.comm_node import CollectiveCall
-from ..artifact.dtypes import Bytes, Dtype
-from ..artifact.tensor import Tensor
 from .collective import Action, BoundCollective, CollectivePlan
 from .transport import Transport
 
@@ -58,7 +58,7 @@ class CoalescedCollective:
 
 
 def _rows(values: Sequence[Bytes], together: Bytes, ranks: int, apart: bool = False) -> list[tuple[Bytes, Bytes]]:
-    """Pairs of memory, from where to where: each value's pieces beside the others' of one rank, or `apart` the other way."""
+    """Pairs of memory, from where to where: each value's shards beside the others' of one rank, or `apart` the other way."""
     row, at = len(together) // ranks, 0
     table = together.reshape(ranks, row)
     found = []

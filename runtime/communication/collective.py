@@ -13,11 +13,11 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, Shape, place_of, result_shape
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes, Dtype
+from partc.runtime.artifact.tensors.tensor import Tensor, aligned
 
-from ..artifact.comm_node import CollectiveCall, Shape, place_of, result_shape
-from ..artifact.dtypes import BY_NAME, Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_TO_ALL
-from ..artifact.tensor import Tensor, aligned
 from ..errors import RankError, StepError
 from .packing import as_moved, is_front, moved_bytes, reduced, split, store, view_as
 from .transport import GATHER, CollectiveArgs, Request, Transport
@@ -58,7 +58,9 @@ class CollectivePlan:
         narrow = dtype.bits < 8 and kind.root != "gives"
         self._from = place_of(call.axis, shape) if kind.splits else 0
         self._into = place_of(call.join_axis, self.result) if kind.joins else 0
-        self.piece = self._piece()
+        self.piece = shape  # what one rank gives to one other
+        if kind.splits:
+            self.piece = (*shape[: self._from], shape[self._from] // len(ranks), *shape[self._from + 1 :])
         moved = moved_bytes(dtype, shape)
         alone = len(ranks) == 1
         self.packed = moved if not alone and (narrow or not is_front(shape, self._from)) else 0
@@ -92,8 +94,10 @@ class CollectivePlan:
             result = result or source
             given = result.data if place == self.call.root and result else NOTHING
         taken = landing if self.landing else result.data if result else NOTHING
+        gathered = GATHER if self.kind.root == "takes" else ALL_GATHER
+        movement = self.call.op if self.native else ALL_TO_ALL if self.kind.splits else gathered
         args = CollectiveArgs(
-            self._movement(),
+            movement,
             self.ranks,
             self.tag,
             given,
@@ -105,19 +109,6 @@ class CollectivePlan:
         )
         after = self._placing(landing, result) if self.landing and result else None
         return BoundCollective(self.transport.prepare(args), before, after)
-
-    def _movement(self) -> str:
-        """The transport's primitive: the op itself, or what brings here all that is reduced here."""
-        if self.native:
-            return self.call.op
-        return ALL_TO_ALL if self.kind.splits else GATHER if self.kind.root == "takes" else ALL_GATHER
-
-    def _piece(self) -> Shape:
-        """The shape of what one rank gives to one other."""
-        if not self.kind.splits:
-            return self.shape
-        size = self.shape[self._from] // len(self.ranks)
-        return (*self.shape[: self._from], size, *self.shape[self._from + 1 :])
 
     def _packing(self, source: Tensor, packed: Bytes) -> Action:
         if not self.kind.splits:
@@ -156,14 +147,14 @@ def dynamic_collective(
         told = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in zip(ranks, shapes, strict=True))
         raise StepError(f"rank {transport.rank} failed in {what()}: the shapes do not fit together: {told}")
     if len(set(lengths)) == 1:
-        return _whole(call, ranks, tag, source, transport, what)
+        return _run_at_once(call, ranks, tag, source, transport, what)
     longest = max(lengths)
     wide = list(source.shape)
     wide[axis] = longest
     elements = np.zeros(wide, source.dtype.numpy)
     elements[tuple(slice(size) for size in source.shape)] = source.array()
     filled = Tensor.of(elements, source.dtype)
-    everything = _whole(call, ranks, tag, filled, transport, what).array()
+    everything = _run_at_once(call, ranks, tag, filled, transport, what).array()
     kept = [
         np.take(everything, range(index * longest, index * longest + length), axis)
         for index, length in enumerate(lengths)
@@ -171,7 +162,7 @@ def dynamic_collective(
     return Tensor.of(np.concatenate(kept, axis), source.dtype)
 
 
-def _whole(
+def _run_at_once(
     call: CollectiveCall, ranks: tuple[int, ...], tag: int, source: Tensor, transport: Transport, what: What
 ) -> Tensor:
     work = CollectivePlan(call, ranks, source.shape, source.dtype, transport, tag)

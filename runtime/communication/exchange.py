@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, Shape, Shard
+from partc.runtime.artifact.tensors.boxes import slices
+from partc.runtime.artifact.tensors.dtypes import Array, Bytes, Dtype
+from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ..artifact.boxes import slices
-from ..artifact.comm_node import CollectiveCall, Shape, Shard
-from ..artifact.dtypes import Array, Bytes, Dtype
-from ..artifact.tensor import Tensor
 from ..errors import RankError
 from .packing import as_moved, moved_bytes, store, view_as
 from .transport import Request, Transport
@@ -49,9 +49,12 @@ class Redistribution:
         self.dtype = dtype
         self.transport = transport
         self.tag = tag
-        self.gives, self.packed = _parts(call.gives, given, dtype, transport.rank)
-        self.takes, self.landing = _parts(call.takes, taken, dtype, transport.rank)
-        self._keeps = _pairs(self.gives, self.takes, transport.rank)
+        self.gives, self.packed = _memory_boxes(call.gives, given, dtype, transport.rank)
+        self.takes, self.landing = _memory_boxes(call.takes, taken, dtype, transport.rank)
+        kept = [[part for part in parts if part.peer == transport.rank] for parts in (self.gives, self.takes)]
+        if [part.shape for part in kept[0]] != [part.shape for part in kept[1]]:
+            raise RankError(f"rank {transport.rank} does not keep the boxes that it gives to itself")
+        self._keeps = list(zip(*kept, strict=True))  # the k-th box given to itself is the k-th taken from itself
 
     @property
     def gives_shape(self) -> Shape:
@@ -63,7 +66,9 @@ class Redistribution:
     ) -> tuple[list[Request], list[Request], Callable[[], None]]:
         """Post, send and keep: the requests of what leaves, those of what comes, and what to do when it has come."""
         transport, rank, tag = self.transport, self.transport.rank, self.tag
-        target = None if result is None else _elements(result)
+        target: Array | None = None
+        if result is not None:
+            target = np.empty(result.shape, np.uint8) if result.dtype.bits < 8 else as_moved(result)
         coming: list[Request] = []
         later: list[tuple[Array, Array]] = []
         if target is not None:
@@ -103,14 +108,7 @@ class Redistribution:
         return view_as(data, self.dtype, part.shape), data
 
 
-def _elements(result: Tensor) -> Array:
-    """Where the elements of a result come together."""
-    if result.dtype.bits < 8:
-        return np.empty(result.shape, np.uint8)
-    return as_moved(result)
-
-
-def _parts(shards: Sequence[Shard], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[MemoryBox], int]:
+def _memory_boxes(shards: Sequence[Shard], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[MemoryBox], int]:
     """The parts of a value, and the bytes of the scratch that they need."""
     found: list[MemoryBox] = []
     scratch = 0
@@ -119,22 +117,10 @@ def _parts(shards: Sequence[Shard], shape: Shape | None, dtype: Dtype, rank: int
         at = slices(shard.box, shape)
         size = tuple(one.stop - one.start for one in at)
         count = moved_bytes(dtype, size)
-        inside = dtype.bits >= 8 and _contiguous(size, shape)
+        # one block of memory: below the first dim of more than 1 it is whole
+        first = next((axis for axis, extent in enumerate(size) if extent != 1), len(size))
+        inside = dtype.bits >= 8 and size[first + 1 :] == shape[first + 1 :]
         kept = shard.peer == rank or inside
         found.append(MemoryBox(shard.peer, at, size, count, None if kept else scratch))
         scratch += 0 if kept else -(-count // 64) * 64
     return found, scratch
-
-
-def _contiguous(part: Shape, whole: Shape) -> bool:
-    """Whether a box of this shape is one block of memory: below the first dim of more than 1 it is whole."""
-    first = next((axis for axis, size in enumerate(part) if size != 1), len(part))
-    return part[first + 1 :] == whole[first + 1 :]
-
-
-def _pairs(gives: Sequence[MemoryBox], takes: Sequence[MemoryBox], rank: int) -> list[tuple[MemoryBox, MemoryBox]]:
-    """What the rank keeps: the k-th box that it gives to itself is the k-th that it takes from itself."""
-    given, taken = ([part for part in parts if part.peer == rank] for parts in (gives, takes))
-    if [part.shape for part in given] != [part.shape for part in taken]:
-        raise RankError(f"rank {rank} does not keep the boxes that it gives to itself")
-    return list(zip(given, taken, strict=True))

@@ -16,11 +16,11 @@ from threading import Condition
 from typing import TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 
-from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_TO_ALL, BROADCAST
 from ..errors import RankError
-from ..job.machine import usable_cores
+from ..job.machine import core_limit
 from .transport import AGREEMENT, GATHER, Agreements, CollectiveArgs, Request, Transport, Vector, stalled
 
 _Key = tuple[int, int, int]
@@ -175,7 +175,7 @@ class LocalTransport:
         self.rank = self.place = rank
         self.size = world.size
         self.stall = world.stall
-        self.cores = max(1, len(usable_cores()) // world.size)
+        self.cores = max(1, core_limit() // world.size)
         self.shares_host = world.size > 1
         self.single_host, self.has_own_core = True, False
         self._agreements = 0

@@ -1,10 +1,10 @@
-"""A rank that leaves while others expect it tells them, whatever ends it: an error that nobody catches, sys.exit, the end of the script.
+"""A rank that leaves while others expect it informs them, whatever ends it: an uncaught error, sys.exit, the end of the script.
 
     with partc.runtime.load("build") as program:
         program(x=images)
         serve(program)      # raises on rank 1: the next step of the others is a RankError that names it
 
-What ended it is told with the line of the user's file that it comes from. A rank that leaves between two steps fails nobody's step: only
+The message names the line of the user's file that ended it. A rank that leaves between two steps fails no other step: only
 who waits for what it never takes part in is told.
 """
 
@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Protocol
 
 from ..errors import PartcError
-from ..user_code import told
+from ..user_code import user_error
 
 
 class Leaving(Protocol):
-    """What can tell the other ranks that this one leaves."""
+    """Can inform the other ranks that this one leaves."""
 
     rank: int
 
@@ -39,15 +39,15 @@ def expected(transport: Leaving) -> None:
         _excepthooks.append(sys.excepthook)
         sys.excepthook = _raised
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_expected.clear)  # a fork is no rank: its end tells nobody
+            os.register_at_fork(after_in_child=_expected.clear)  # a fork is not a rank: its end is not reported
     _expected.add(transport)
 
 
-def said(rank: int, error: BaseException) -> str:
+def leaving_message(rank: int, error: BaseException) -> str:
     """The message about a rank that an error ends: the text of partc's own errors; of others the rank, the error and its line."""
     if isinstance(error, PartcError):
         return str(error)
-    return f"rank {rank} has left the job: {told(error, 'its script').head}"
+    return f"rank {rank} has left the job: {user_error(error, 'its script').head}"
 
 
 _expected: weakref.WeakSet[Leaving] = weakref.WeakSet()
@@ -61,7 +61,7 @@ def _leave_all(why: str) -> None:
 
 
 def _raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    _leave_all(told(error, "its script").head)
+    _leave_all(user_error(error, "its script").head)
     hook = _excepthooks[0]
     if callable(hook):
         hook(kind, error, trace)

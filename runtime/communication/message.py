@@ -1,6 +1,6 @@
 """Encoding of values whose bytes the receiver cannot foresee: unknown shapes, strings, sequences, optionals and maps.
 
-Such a value is two messages of one tag: a header of fixed size, then the payload whose kind and size the header tells. A tensor's
+Such a value is two messages of one tag: a header of fixed size, then the payload whose kind and size the header states. A tensor's
 payload is its bytes, uncopied. Everything else is packed into one self-describing block, all counts as
 little-endian 64-bit integers:
 
@@ -19,9 +19,8 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-
-from ..artifact.dtypes import BY_CODE, Bytes, by_numpy
-from ..artifact.tensor import Tensor, Value
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, by_numpy
+from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
 _TENSOR, _STRINGS, _SEQUENCE, _NONE, _MAP = 1, 2, 3, 4, 5
 _PACKED = 0
@@ -69,7 +68,7 @@ def _pack(value: Value, block: bytearray) -> None:
                 _pack(item, block)
         case dict():
             block += _ints(_MAP)
-            _pack(np.array(list(value), object if _texts(value) else np.int64), block)
+            _pack(np.array(list(value), object if any(isinstance(key, str) for key in value) else np.int64), block)
             _pack(list(value.values()), block)
         case int() | float() | str():
             _pack(np.array(value, object if isinstance(value, str) else None), block)
@@ -82,10 +81,6 @@ def _pack(value: Value, block: bytearray) -> None:
             if dtype is None:
                 raise ValueError(f"a value of numpy type {value.dtype} cannot be sent")
             _pack(Tensor.of(value, dtype), block)
-
-
-def _texts(keys: dict[int | str, Value]) -> bool:
-    return any(isinstance(key, str) for key in keys)
 
 
 def _ints(*numbers: int) -> bytes:

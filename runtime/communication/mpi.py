@@ -1,10 +1,10 @@
 """Ranks as MPI processes, by mpi4py, on a communicator of the runtime's own.
 
-A wait tests for a moment and then sleeps, 20 microseconds first and twice as long each time, up to a tenth of a millisecond and,
-once it has lasted long, up to a whole one: ranks may outnumber cores, and a rank that spins takes its core from the one it waits
-for. While it sleeps it looks whether another rank has failed, or has left: a rank says, when it leaves, how many agreements and
-exchanges of all ranks it has taken part in, and who waits beyond those waits in vain. MPI counts in 32-bit integers, so that a longer
-message travels in pieces.
+Ranks of one host send, reduce and agree in memory that they share (`host/plane.py`); over MPI goes what crosses hosts, all where memory
+cannot be shared, and news of failures. A wait for MPI tests for a moment and then sleeps, 20 microseconds first and twice as long each
+time, up to a tenth of a millisecond and, once it has lasted long, up to a whole one, since MPI cannot wake it. Meanwhile a rank looks
+whether another one has failed, or has left: a rank says, when it leaves, how many agreements and exchanges of all ranks it has
+taken part in, and who waits beyond those waits in vain. MPI counts in 32-bit integers, so that a longer message is split into several.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ from typing import cast
 
 import numpy as np
 from mpi4py import MPI
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes, Dtype
 
-from ..artifact.dtypes import Bytes, Dtype
+from ..artifact.format import ALL_GATHER
 from ..errors import RankError
 from ..files.regular import text_of_system
-from ..job.machine import usable_cores
+from ..job.futex import Futex
+from ..job.machine import core_limit, usable_cores
 from ..job.pauses import sleeps, spins
 from ..job.progress import Progress
 from ..job.status_board import processes
 from . import mpi_calls as calls
-from . import shared_memory
+from .host.plane import DataPlane, HostAgreements, HostRequest, RankList
+from .host.segment import Segment
 from .leaving import expected
+from .mpi_arrivals import BlockingCollective
 from .mpi_group import ProcessGroup
 from .mpi_watch import Watch
 from .transport import AGREEMENT, Agreements, CollectiveArgs, Request, Vector
 
+VARIABLE = "PARTC_SHARED_MEMORY"
 _PIECE = 1 << 30
-_ALONE_SPIN = 2e-3
-_CROWDED_SPIN = 5e-5
+_SPIN = 5e-5
 _SHORTEST_SLEEP = 2e-5
 _LONGEST_SLEEP = 1e-4
 _BETWEEN_LOOKS = 2e-3
@@ -50,8 +54,8 @@ _LEFT: list[object] = []
 """What messages under way may still touch after a failure: it must outlive every user."""
 
 
-class _Pieces:
-    """A message in several pieces."""
+class _ManyRequests:
+    """A message that is sent as several."""
 
     def __init__(self, requests: list[MPI.Request]) -> None:
         self.requests = requests
@@ -79,53 +83,96 @@ class MpiTransport:
         self.notices: MPI.Intracomm | None = None
         self._processes: Mapping[int, int] = processes()
         self._watch = Watch(self.rank, stall, lambda: self._processes)
-        self._spin = _CROWDED_SPIN
+        self._plane: DataPlane | None = None
+        self._agreed: HostAgreements | None = None
+        self._everyone: RankList | None = None
+        self.mpi_alone = ""
+        """Why ranks of one host send and reduce over MPI, too; empty where they share memory, or where none share a host."""
         self._failure: str | None = None
         self._interrupted: str | None = None
         self._left: list[tuple[int, str]] = []
         self._begun = self._done = 0
         """How many agreements and exchanges of all ranks this one has begun, and has taken part in."""
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._known: set[tuple[int, ...]] = set()
+        self._groups: dict[tuple[int, ...], ProcessGroup | RankList] = {}
         self._channels: list[MPI.Intracomm] = []
         self.wait(comm.Ibarrier(), lambda: "all ranks to begin to load")
         self.comm = calls.duplicate(comm, self._watch)
         self.notices = calls.duplicate(comm, self._watch)
         # No message waits there to be received, which would end a probe before it moves others.
-        probe = partial(self.notices.Iprobe, MPI.ANY_SOURCE, _NOTICE)
-        self._progress = Progress(probe, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        self._probe = partial(self.notices.Iprobe, MPI.ANY_SOURCE, _NOTICE)
+        self._progress = Progress(self._go_on, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
         expected(self)
         self._meet()
 
     def _meet(self) -> None:
-        """Learns which ranks are on this machine, and with how many they share its cores."""
-        mine = [_machine(), os.getpid(), sorted(usable_cores()), shared_memory.wanted()]
+        """Learns which ranks are on this machine, with how many they share its cores, and shares memory with them."""
+        segment, futex, problem = _shared_memory()
+        machine = f"{platform.node()} {text_of_system('/proc/sys/kernel/random/boot_id').strip()}"
+        mine = [
+            machine,
+            os.getpid(),
+            sorted(usable_cores()),
+            core_limit(),
+            problem,
+            segment.address if segment is not None else [],
+        ]
         rows = [json.loads(text) for text in self.all_gather_text(json.dumps(mine))]
         self._machines = [row[0] for row in rows]
-        here = self._machines[self.rank]
-        near = [rank for rank, machine in enumerate(self._machines) if machine == here]
+        near = [rank for rank, one in enumerate(self._machines) if one == machine]
         self._processes = {rank: rows[rank][1] for rank in near}
-        everyone = frozenset().union(*(rows[rank][2] for rank in near))
-        self.cores = min(len(usable_cores()), max(1, len(everyone) // len(near)))
-        self._shares_memory = all(row[3] for row in rows)
+        cores = min(len(frozenset().union(*(rows[rank][2] for rank in near))), *(rows[rank][3] for rank in near))
+        self.cores = min(len(usable_cores()), max(1, cores // len(near)))
         self.place = near.index(self.rank)
         self.shares_host = len(near) > 1
         self.single_host = len(near) == self.size
-        self.has_own_core = len(near) <= len(everyone)
-        self._spin = _ALONE_SPIN if self.has_own_core else _CROWDED_SPIN
+        self.has_own_core = len(near) <= cores
+        if len(set(self._machines)) < self.size:
+            problem = next((f"rank {rank}: {row[4]}" for rank, row in enumerate(rows) if row[4]), "")
+            if segment is not None and not problem and self.place:
+                try:
+                    segment.adopt(*rows[near[0]][5])
+                except OSError as error:
+                    problem = f"rank {self.rank}: {error}"
+            self.mpi_alone = next((text for text in self.all_gather_text(problem) if text), "")
+        if segment is None or futex is None or self.mpi_alone or not self.shares_host:
+            if segment is not None:
+                segment.close()
+            return
+        place, alone = self.place, self.single_host
+        self._plane = DataPlane(segment, futex, near, place, self.has_own_core, alone, self._watch, self._look)
+        if self.single_host:
+            self._everyone = self._plane.list_of(near)
+            self._agreed = self._agreements_in_memory()
+
+    def _agreements_in_memory(self) -> HostAgreements | None:
+        """Agreements of all ranks where they are on one host; all of them make them in one order."""
+        if self._plane is None or not self.single_host:
+            return None
+        everyone = tuple(range(self.size))
+        among = self._plane.list_of(everyone)
+        return HostAgreements(among, everyone) if among is not None else None
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        if self._plane is not None and peer in self._plane.places:
+            return self._plane.isend(buffer, peer, tag)
         if buffer.size > self.piece:
-            return _Pieces([self.comm.Isend([part, MPI.BYTE], peer, tag) for part in self._parts(buffer)])
+            return _ManyRequests([self.comm.Isend([part, MPI.BYTE], peer, tag) for part in self._messages_of(buffer)])
         return self.comm.Isend([buffer, MPI.BYTE], peer, tag)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Request:
+        if self._plane is not None and peer in self._plane.places:
+            return self._plane.irecv(buffer, peer, tag)
         if buffer.size > self.piece:
-            return _Pieces([self.comm.Irecv([part, MPI.BYTE], peer, tag) for part in self._parts(buffer)])
+            return _ManyRequests([self.comm.Irecv([part, MPI.BYTE], peer, tag) for part in self._messages_of(buffer)])
         return self.comm.Irecv([buffer, MPI.BYTE], peer, tag)
 
     def wait(self, request: Request, what: Callable[[], str]) -> None:
+        if self._plane is not None and isinstance(request, HostRequest):
+            self._plane.wait(request, what)
+            return
         test: Callable[[], bool] = request.Test  # type: ignore[attr-defined]
-        for _ in spins(self._spin):
+        for _ in spins(_SPIN):
             if test():
                 return
         self._watch.begin(what)
@@ -134,11 +181,13 @@ class MpiTransport:
             for waited in sleeps(_SHORTEST_SLEEP, _LONGEST_SLEEP):
                 if test():
                     break
+                if self._plane is not None:
+                    self._plane.progress()
                 if waited >= look:
                     self._look()
                     look = waited + _BETWEEN_LOOKS
         except BaseException:
-            if isinstance(request, shared_memory.BlockingCollective):
+            if isinstance(request, BlockingCollective):
                 request.linger()
             # MPI may still write where a wait was given up.
             _LEFT.append(request)
@@ -148,17 +197,26 @@ class MpiTransport:
 
     def interrupt(self, message: str) -> None:
         self._interrupted = self._interrupted or message
+        if self._plane is not None:
+            self._plane.wake_own()
 
     def with_progress(self, action: Callable[[], object]) -> Callable[[], object]:
-        return self._progress.during(action)
+        accompanied, plane = self._progress.during(action), self._plane
+        if plane is None or not self.single_host:
+            return accompanied
+        return lambda: accompanied() if plane.under_way else action()
 
     def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         for index, ranks in enumerate(groups):
-            if self.rank in ranks and ranks not in self._groups:
-                near = self._shares_memory and len({self._machines[rank] for rank in ranks}) == 1
-                self._groups[ranks] = ProcessGroup(
-                    self.comm, ranks, index % self.tags, near, self._watch, self.wait, self._look
-                )
+            if ranks in self._known:
+                continue
+            self._known.add(ranks)
+            machines = {self._machines[rank] for rank in ranks}
+            if self._plane is not None and len(machines) == 1:
+                if machines == {self._machines[self.rank]} and (found := self._plane.list_of(ranks)) is not None:
+                    self._groups[ranks] = found
+            elif self.rank in ranks:
+                self._groups[ranks] = ProcessGroup(self.comm, ranks, index % self.tags, self._watch, self._look)
 
     def reduces(self, dtype: Dtype, reduce: str) -> bool:
         return calls.reduces(dtype, reduce)
@@ -167,17 +225,23 @@ class MpiTransport:
         return self._groups[args.ranks].prepare(args)
 
     def all_reduce_max(self, vector: Vector) -> Vector:
-        return self._begin(self.comm, vector)()
+        return self._begin(self.comm, self._agreed, vector)()
 
     def agreements(self) -> Agreements:
+        if (own := self._agreements_in_memory()) is not None:
+            return _Agreements(partial(self._begin, self.comm, own))
         comm = calls.duplicate(self.comm, self._watch)
         self._channels.append(comm)
-        return _Agreements(partial(self._begin, comm))
+        return _Agreements(partial(self._begin, comm, None))
 
-    def _begin(self, comm: MPI.Intracomm, vector: Vector) -> Callable[[], Vector]:
-        result = np.empty_like(vector)
-        request = comm.Iallreduce(vector, result, MPI.MAX)
-        told = [vector]  # MPI reads it until the wait is over, and nobody else keeps it
+    def _begin(self, comm: MPI.Intracomm, near: HostAgreements | None, vector: Vector) -> Callable[[], Vector]:
+        request: Request
+        if near is not None:
+            request, result = near.begin(vector)
+        else:
+            result = np.empty_like(vector)
+            request = comm.Iallreduce(vector, result, MPI.MAX)
+        told = [vector]  # keeps a reference: MPI reads it until the wait is over
 
         def finish() -> Vector:
             # Counted when it is waited for: a step that others are in still completes without who has left after it.
@@ -185,24 +249,30 @@ class MpiTransport:
             self.wait(request, lambda: AGREEMENT)
             self._done += 1
             told.clear()
-            return result
+            return result if near is None else result.copy()
 
         return finish
 
     def all_gather_text(self, text: str) -> list[str]:
         mine = np.frombuffer(text.encode(), np.uint8)
-        own, sizes = (
-            np.array([mine.size], np.int64),
-            np.empty(self.size, np.int64),
-        )  # which MPI reads until the wait is over
         self._begun += 1
-        self.wait(self.comm.Iallgather(own, sizes), lambda: "the exchange of messages")
+        sizes = self._gathered(np.array([mine.size], np.int64).view(np.uint8)).view(np.int64)
         longest = int(sizes.max())
-        rows = np.zeros((self.size, longest), np.uint8)
-        row = np.pad(mine, (0, longest - mine.size))
-        self.wait(self.comm.Iallgather(row, rows), lambda: "the exchange of messages")
+        rows = self._gathered(np.pad(mine, (0, longest - mine.size))).reshape(self.size, longest)
         self._done += 1
-        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def _gathered(self, own: Bytes) -> Bytes:
+        """As many bytes of every rank, in order of ranks."""
+        made = np.empty(self.size * own.size, np.uint8)
+        request: Request
+        if self._everyone is not None:
+            args = CollectiveArgs(ALL_GATHER, tuple(range(self.size)), 0, own, made, BY_NAME["uint8"])
+            request = self._everyone.prepare(args)()
+        else:
+            request = self.comm.Iallgather(own, made)
+        self.wait(request, lambda: "the exchange of messages")
+        return made
 
     def fail(self, message: str, buffers: object = None) -> None:
         if self._failure is None:
@@ -227,7 +297,10 @@ class MpiTransport:
             self._failure = "it was closed"
             self._progress.close()
             for group in self._groups.values():
-                group.free()
+                if isinstance(group, ProcessGroup):
+                    group.free()
+            if self._plane is not None:
+                self._plane.close()
             for comm in (*self._channels, self.comm):
                 calls.free(comm, self._watch)
             if self.notices is not None:
@@ -240,8 +313,16 @@ class MpiTransport:
         notice = np.frombuffer(_ROUNDS.pack(rounds) + message.encode()[:_NOTICE_BYTES], np.uint8)
         peers = (peer for peer in range(self.size) if peer != self.rank)
         _LEFT.append([notice, *(self.notices.Isend([notice, MPI.BYTE], peer, _NOTICE) for peer in peers)])
+        if self._plane is not None:
+            self._plane.wake_all()
 
-    def _parts(self, buffer: Bytes) -> list[Bytes]:
+    def _go_on(self) -> None:
+        """Lets what is under way go on."""
+        self._probe()
+        if self._plane is not None:
+            self._plane.progress()
+
+    def _messages_of(self, buffer: Bytes) -> list[Bytes]:
         return [buffer[start : start + self.piece] for start in range(0, buffer.size, self.piece)]
 
     def _look(self) -> None:
@@ -259,6 +340,12 @@ class MpiTransport:
             raise RankError(self._interrupted or self._failure or "")
 
 
-def _machine() -> str:
-    """What tells this machine from others."""
-    return f"{platform.node()} {text_of_system('/proc/sys/kernel/random/boot_id').strip()}"
+def _shared_memory() -> tuple[Segment | None, Futex | None, str]:
+    """What this rank has to share memory with those of its host; where it has not, why."""
+    if os.environ.get(VARIABLE, "1") == "0":
+        return None, None, f"{VARIABLE}=0"
+    try:
+        futex = Futex()
+        return Segment(), futex, ""
+    except (OSError, AttributeError) as error:
+        return None, None, str(error)

@@ -14,10 +14,11 @@ import os
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
+from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 
-from ..artifact.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
+from ..job.place import refuse_alone
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
 
@@ -63,6 +64,8 @@ def begin(watch: Watch) -> MPI.Intracomm:
             library.MPI_Init_thread(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
+        name, version = MPI.get_vendor()
+        refuse_alone(os.environ, MPI.COMM_WORLD.size, " ".join((name, ".".join(map(str, version)))))
     return MPI.COMM_WORLD
 
 
@@ -200,14 +203,16 @@ def _unit(block: Bytes) -> tuple[int, MPI.Datatype]:
     """The widest of MPI's units of which a block is made."""
     width, unit = next(row for row in _UNITS if block.size % row[0] == 0)
     if block.size // width > _COUNTS:
-        raise RankError(f"a collective moves blocks of {block.size} bytes, and MPI counts to {_COUNTS} of {width}")
+        raise RankError(
+            f"a collective moves blocks of {block.size} bytes; one MPI call can count {_COUNTS} units of {width}"
+        )
     return width, unit
 
 
 def _spec(data: Bytes, kind: MPI.Datatype) -> Spec:
     count = data.size // kind.Get_size()
     if count > _COUNTS:
-        raise RankError(f"a collective reduces {count} elements, and MPI counts to {_COUNTS}")
+        raise RankError(f"a collective reduces {count} elements; one MPI call can count {_COUNTS}")
     return data, count, kind
 
 

@@ -1,4 +1,4 @@
-"""Begins MPI for a script that has not done so itself, with a watch on what may take long: ranks that have not come, or have not ended."""
+"""Begins MPI for a script that did not do so itself, with a watch on what may take long: ranks that are missing, or still run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import mpi4py
 
+from ..job.place import surrounding_job
 from ..job.status_board import processes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def started(stall: float) -> MPI.Intracomm:
@@ -25,8 +24,8 @@ def started(stall: float) -> MPI.Intracomm:
     from .mpi_calls import begin, end
     from .mpi_watch import Watch
 
-    told = next((os.environ[name] for name in _RANKS if os.environ.get(name, "").isdecimal()), "0")
-    watch = Watch(int(told), stall, processes)
+    place = surrounding_job(os.environ)
+    watch = Watch(place.rank if place is not None else 0, stall, processes)
     comm = begin(watch)
     if own:
         atexit.register(end, watch)

@@ -5,7 +5,7 @@
         ...
 
 MPI's blocking calls return only when all ranks have come, and Python's threads go on meanwhile. A wait that lasts `stall` seconds is
-told in one line on stderr, and again after twice as long; the line names the ranks of this machine that are stopped, or hang in the
+reported in one line on stderr, and again after twice as long; the line names the ranks of this machine that are stopped, or hang in the
 system. A rank whose launcher has ended is ended, too: what it waits for never comes.
 
     partc: rank 0 has waited 30 s: the agreement on the sizes of a step; rank 1 (process 4711) is stopped
@@ -126,6 +126,6 @@ def _look() -> None:
         _came.clear()
         for watch in every:
             with contextlib.suppress(Exception):
-                # A text that cannot be made, or told, must not end the thread.
+                # A text that cannot be made, or printed, must not end the thread.
                 watch.look(time.monotonic())
         every.clear()

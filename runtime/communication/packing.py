@@ -4,7 +4,7 @@ Ranks exchange packed pieces, one contiguous block for each rank. Along the firs
 such blocks already; along another axis it is copied once, with numpy. An element moves as an unsigned integer of its width, so
 that every type moves alike; a type narrower than a byte moves unpacked, one element a byte.
 
-Where the transport itself does not reduce a type, the pieces of all ranks are reduced here, in the order of the ranks: the same
+Where the transport itself does not reduce a type, the shards of all ranks are reduced here, in the order of the ranks: the same
 bits on every rank. Floats narrower than 32 bits are added in float32 and rounded once. A maximum or minimum of which any term is
 NaN is NaN.
 """
@@ -15,11 +15,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from partc.runtime.artifact.comm.collective_node import Shape
+from partc.runtime.artifact.tensors.dtypes import Array, Bytes, Dtype
+from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ..artifact.comm_node import Shape
-from ..artifact.dtypes import Array, Bytes, Dtype
 from ..artifact.format import MAX, SUM
-from ..artifact.tensor import Tensor
 
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -52,12 +52,12 @@ def store(array: Array, tensor: Tensor) -> None:
 
 
 def is_front(shape: Shape, axis: int) -> bool:
-    """Whether pieces along an axis are contiguous blocks."""
+    """Whether shards along an axis are contiguous blocks."""
     return math.prod(shape[:axis]) == 1
 
 
 def split(array: Array, axis: int, ranks: int) -> Array:
-    """A view whose first axis counts the equal pieces along `axis`, and whose others are a piece's."""
+    """A view whose first axis counts the equal shards along `axis`, and whose others are a shard's."""
     shape = array.shape
     apart = array.reshape(*shape[:axis], ranks, shape[axis] // ranks, *shape[axis + 1 :])
     return np.moveaxis(apart, axis, 0)
@@ -65,7 +65,7 @@ def split(array: Array, axis: int, ranks: int) -> Array:
 
 @np.errstate(over="ignore", invalid="ignore")
 def reduced(pieces: Sequence[Array], dtype: Dtype, reduce: str) -> Array:
-    """The element-wise reduction of pieces as they move, in their order; infinities and NaN are made without a warning, as by MPI."""
+    """The element-wise reduction of shards as they move, in their order; infinities and NaN are made without a warning, as by MPI."""
     terms = (piece.view(dtype.numpy) for piece in pieces)
     if reduce == SUM and dtype.bits < 32 and dtype.shown.startswith(("float", "bfloat")):
         total = _folded((term.astype(np.float32) for term in terms), np.add)
@@ -82,7 +82,7 @@ def _ufunc(reduce: str) -> np.ufunc:
 
 def _folded(terms: Iterable[Array], ufunc: np.ufunc) -> Array:
     rest = iter(terms)
-    total = np.array(next(rest))  # a number without dims too: its items are no arrays
+    total = np.array(next(rest))  # a number without dims too: its items are not arrays
     for term in rest:
         ufunc(total, term, out=total)
     return total

@@ -1,7 +1,7 @@
 """The ops of `partc.comm` in numpy, over any transport: a second witness of what a rank file means, for tests.
 
 `onnx.reference.ReferenceEvaluator` executes a rank file with them node by node, without onnxruntime. A collective sends every value
-whole to every rank of the list; what a rank then makes of them is the entry's `reference` (`artifact/collectives.py`).
+whole to every rank of the list; what a rank then makes of them is the entry's `reference` (`artifact/comm/collectives.py`).
 
     ReferenceEvaluator(model, new_ops=reference_ops(transport, manifest.groups_of(rank))).run(None, {"x": x})
 """
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from onnx import helper
 from onnx.reference.op_run import OpRun
+from partc.runtime.artifact.comm.collectives import COLLECTIVES, CollectiveOp
+from partc.runtime.artifact.comm.lookup_ops import LOOKUPS, LookupOp
+from partc.runtime.artifact.graph.rank_constants import constant_of
+from partc.runtime.artifact.tensors.boxes import slices, unsharded_extent
+from partc.runtime.artifact.tensors.dtypes import Array, by_numpy
+from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from ..artifact.boxes import slices, whole_size
-from ..artifact.collectives import COLLECTIVES, CollectiveOp
-from ..artifact.dtypes import Array, by_numpy
 from ..artifact.format import COPY, DOMAIN, RANK_CONSTANT, RECV, ROOT, ROW, SEND, SHAPE
-from ..artifact.lookup_ops import LOOKUPS, LookupOp
-from ..artifact.rank_constants import constant_of
-from ..artifact.tensor import Tensor, Value, aligned
 from .message import HEADER, decode, encode, payload_size
 from .transport import Transport
 
@@ -148,7 +148,7 @@ def _boxes(peers: Sequence[int], numbers: Sequence[int], rank: int) -> list[tupl
 def _joined(shards: Sequence[tuple[list[list[int]], Any]]) -> Any:
     """The value of which these are the boxes."""
     box, shard = shards[0]
-    shape = [whole_size(size, cut) for size, cut in zip(shard.shape, box, strict=True)]
+    shape = [unsharded_extent(size, cut) for size, cut in zip(shard.shape, box, strict=True)]
     value = np.empty(shape, shard.dtype)
     for box, shard in shards:
         value[slices(box, shape)] = shard
@@ -164,7 +164,7 @@ def _as_value(value: Any) -> Value:
 
 
 def _looked_up(ends: _Ends, op: LookupOp, *values: Any, group: str, tag: int, **attributes: Any) -> list[Any]:
-    """A lookup: every rank of the list tells every other one all that it gives."""
+    """A lookup: every rank of the list sends all that it gives to every other."""
     ranks, operands = list(ends.groups[group]), [*values, *[None] * 4][:4]
     for peer in ranks:
         for value in operands if peer != ends.rank else ():

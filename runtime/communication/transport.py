@@ -24,8 +24,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 
-from ..artifact.dtypes import Bytes, Dtype
 from ..errors import one_line
 
 Request: TypeAlias = object

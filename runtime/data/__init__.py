@@ -10,7 +10,8 @@ which computes a record in thirty, has. Here a record of MNIST costs about one.
     reader.py    what a rank reads of a batch    ahead.py    a thread that reads ahead    loader.py   all of it, step by step
 """
 
-from ..artifact.data_spec import Spec
+from partc.runtime.artifact.training.data_spec import Spec
+
 from .dataset import Dataset, open_data
 from .loader import Loader, open_loader
 from .reader import Reader

@@ -12,22 +12,22 @@ too; its records are then read one by one and put together, which costs what Pyt
     def to_32(batch): return {"x": resize(batch["x"]), "label": batch["label"]}
     def augmented(batch, generator): ...                 with an np.random.Generator of its own for each batch
 
-What a file or one of its functions raises is told as the user's (`user_code.py`).
+What a file or one of its functions raises becomes a user's error (`user_code.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol, TypeAlias, cast
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array
 
-from ..artifact.dtypes import Array
 from ..errors import PartcError, UsageError
 from ..user_code import UserCodeError, run_file, user_code
 from .fields import Field, Index, Ragged
@@ -53,7 +53,7 @@ class Code:
             self.module(path)
 
     def module(self, path: Path) -> ModuleType:
-        """The module of a file, which runs where it has not; UserCodeError where it has failed."""
+        """The module of a file, run at the first call; UserCodeError where it failed."""
         path = path.resolve()
         if path not in self.ran:
             try:
@@ -263,13 +263,11 @@ class Transform:
             )
         if found is None:
             raise UsageError(f"{self.where} returns a {type(made).__name__}; it must return a dict of arrays")
-        problems = list(self._problems(found, rows))
+        problems = [
+            f"{self.where}: '{name}' is {list(value.shape)} for {rows} records\n  help: its first dim counts records"
+            for name, value in found.items()
+            if not value.ndim or len(value) != rows
+        ]
         if problems:
             raise UsageError("\n".join(problems))
         return found
-
-    def _problems(self, found: Batch, rows: int) -> Iterator[str]:
-        for name, value in found.items():
-            if not value.ndim or len(value) != rows:
-                shape = list(value.shape)
-                yield f"{self.where}: '{name}' is {shape} for {rows} records\n  help: its first dim counts records"

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array, dense
+from partc.runtime.artifact.training.data_spec import Spec
 
-from ..artifact.data_spec import Spec
-from ..artifact.dtypes import Array, dense
 from ..artifact.format import Port
 from ..errors import UsageError
 from .convert import described
@@ -27,7 +27,7 @@ def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: i
         if port.name not in fixed or not port.ranks:
             continue
         try:
-            value = as_input(port, _given(spec, port.name))
+            value = as_input(port, _value_of(spec, port.name))
         except ValueError as error:
             problems.append(f"input '{port.name}': {error}")
             continue
@@ -36,7 +36,7 @@ def constants(spec: Spec, ports: Iterable[Port], fixed: Collection[str], rank: i
     for name in spec.values:
         if name not in fixed:
             known = ", ".join(f"'{one}'" for one in fixed) or "none"
-            problems.append(f"'{name}' is no input with one value for all records; they are {known}")
+            problems.append(f"'{name}' is not an input with one value for all records; they are {known}")
     if problems:
         raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
     return found
@@ -60,7 +60,7 @@ def as_input(port: Port, given: object) -> Array:
     return np.ascontiguousarray(made).reshape(array.shape)
 
 
-def _given(spec: Spec, name: str) -> object:
+def _value_of(spec: Spec, name: str) -> object:
     values: Mapping[str, object] = spec.values
     if name in values:
         return values[name]

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from partc.runtime.artifact.tensors.boxes import slices
+from partc.runtime.artifact.tensors.dtypes import Array, Dtype, by_numpy, dense
 
 from ..artifact import dim_expression as expression
-from ..artifact.boxes import slices
-from ..artifact.dtypes import Array, Dtype, by_numpy, dense
 from ..artifact.format import Dim, Port
 from ..errors import UsageError
 from .fields import Field

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.training.data_spec import Spec
 
-from ..artifact.data_spec import Spec
-from ..artifact.dtypes import Array
 from ..errors import UsageError
 from .code import Batch, Code, CodeSource, Transform
 from .fields import Column, Field, Index, Ragged, RaggedRows
@@ -146,18 +146,14 @@ def open_data(spec: Spec, apart: Collection[str] = (), code: Code | None = None)
         except UsageError as error:
             problems.append(f"transform: {error}")
     if not problems:
-        problems += _disagreements(counts)
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"'{name}' has {count}" for name, count in counts.items())
+            fact = f"its fields differ in the number of records: {listed}"
+            problems.append(f"{fact}\n  help: record i of all fields belongs together")
         problems += _unknown_files(spec, {name: one for source in sources for name, one in source.fields.items()})
     if problems:
         raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
     return Dataset(spec, min(counts.values(), default=0), sources, transform)
-
-
-def _disagreements(counts: Mapping[str, int]) -> list[str]:
-    if len(set(counts.values())) < 2:
-        return []
-    listed = ", ".join(f"'{name}' has {count}" for name, count in counts.items())
-    return [f"its fields differ in the number of records: {listed}\n  help: record i of all fields belongs together"]
 
 
 def _unknown_files(spec: Spec, fields: Mapping[str, Field]) -> list[str]:

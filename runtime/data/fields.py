@@ -18,8 +18,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from ..artifact.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array
 
 Index: TypeAlias = npt.NDArray[np.int64]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array
 
-from ..artifact.dtypes import Array
 from ..errors import UsageError
 from ..files.regular import fault, open_regular
 from .fields import Column, Joined, RaggedRows, Rows
@@ -51,14 +51,14 @@ def open_fields(path: Path, apart: Collection[str] = (), memory: Memory | None =
             f"{path}: it does not name its fields; give an .npz, a folder of .npy files or a .py file, "
             f"or say which input it is: {{x: {path.name}}}"
         )
-    with _told(path):
+    with _reading(path):
         archive = Archive(path, memory or Memory())
         return _columns(path, {name: [archive.load(name)] for name in archive if name not in apart})
 
 
 def open_value(path: Path, name: str, memory: Memory | None = None) -> Array | None:
     """The array of a name in an .npz or a folder, or that of an .npy file, whole; None where there is none."""
-    with _told(path):
+    with _reading(path):
         if path.is_dir():
             file = path / f"{name}.npy"
             return read_array(file) if os.path.lexists(file) else None
@@ -73,7 +73,11 @@ def open_field(name: str, path: Path, offsets: Path | None = None, memory: Memor
     """The field that a file, or `file.npz:member`, gives to an input of this name; ragged where it has offsets."""
     memory = memory or Memory()
     if offsets is not None:
-        return _ragged(path, open_field(name, path, None, memory), open_field(name + OFFSETS, offsets, None, memory))
+        flat, ends = open_field(name, path, None, memory), open_field(name + OFFSETS, offsets, None, memory)
+        if not isinstance(flat, Rows) or not isinstance(ends, Rows):
+            raise UsageError(f"{path}: of a field with offsets both must be one array")
+        with _reading(path):
+            return RaggedRows(flat, ends.take(np.arange(len(ends))))
     file, colon, member = str(path).rpartition(":")
     if colon and not path.exists() and file.endswith(".npz"):
         return _member(Path(file), member, memory)
@@ -81,18 +85,11 @@ def open_field(name: str, path: Path, offsets: Path | None = None, memory: Memor
         return _only(path, _columns(path, _folder(path)), name)
     _must_exist(path)
     if path.suffix == ".npz":
-        with _told(path):
+        with _reading(path):
             archive = Archive(path, memory)
         return _of_archive(path, archive, name) if name in archive else _only(path, open_fields(path, (), memory), name)
-    with _told(path):
+    with _reading(path):
         return Rows(read_array(path) if path.suffix == ".npy" else _idx(path, memory))
-
-
-def _ragged(path: Path, flat: Column, offsets: Column) -> Column:
-    if not isinstance(flat, Rows) or not isinstance(offsets, Rows):
-        raise UsageError(f"{path}: of a field with offsets both must be one array")
-    with _told(path):
-        return RaggedRows(flat, offsets.take(np.arange(len(offsets))))
 
 
 def _must_exist(path: Path) -> None:
@@ -101,7 +98,7 @@ def _must_exist(path: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except UsageError:
@@ -113,7 +110,7 @@ def _told(path: Path) -> Iterator[None]:
 
 def _member(path: Path, member: str, memory: Memory) -> Column:
     _must_exist(path)
-    with _told(path):
+    with _reading(path):
         archive = Archive(path, memory)
     if member not in archive:
         raise UsageError(f"{path}: it has no array '{member}'; its arrays are {_listed(archive.entries)}")
@@ -122,7 +119,7 @@ def _member(path: Path, member: str, memory: Memory) -> Column:
 
 def _of_archive(path: Path, archive: Archive, name: str) -> Column:
     """One field of an archive, and what its offsets are, where it has some."""
-    with _told(path):
+    with _reading(path):
         wanted = [one for one in (name, name + OFFSETS) if one in archive]
         return _columns(path, {one: [archive.load(one)] for one in wanted})[name]
 
@@ -161,7 +158,7 @@ def _folder(path: Path) -> dict[str, list[Array]]:
                 f"there are {len(numbered)}, up to {max(numbered)}"
             )
         found[name] = [numbered[number] for number in sorted(numbered)]
-    with _told(path):
+    with _reading(path):
         return {name: [read_array(files[stem]) for stem in stems] for name, stems in found.items()}
 
 
@@ -197,7 +194,7 @@ def _idx(path: Path, memory: Memory) -> Array:
             head = content.read(_IDX_HEAD)
             head += content.read(4 * head[3]) if len(head) == _IDX_HEAD else b""
             if len(head) < _IDX_HEAD or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or not head[3]:
-                raise ValueError("it is no .npy, .npz or IDX file")
+                raise ValueError("it is not a .npy, .npz or IDX file")
             begin = _IDX_HEAD + 4 * head[3]
             dtype = np.dtype(_IDX_TYPES[head[2]])
             shape = tuple(int(dim) for dim in np.frombuffer(head, ">u4", count=head[3], offset=_IDX_HEAD))

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from partc.runtime.artifact.training.data_spec import WINDOW
 
-from ..artifact.data_spec import WINDOW
 from ..errors import UsageError
 from .fields import Index
 

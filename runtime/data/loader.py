@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
-from ..artifact.data_spec import Spec
+from partc.runtime.artifact.training.data_spec import Spec
+
 from ..artifact.format import Port
 from ..errors import UsageError
 from ..user_code import UserCodeError

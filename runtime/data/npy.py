@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array
 
-from ..artifact.dtypes import Array
 from ..files.regular import open_regular
 from .memory import Memory
 

@@ -1,6 +1,6 @@
 """The length to which the ragged records of a batch are padded.
 
-The longest of the whole batch, also where a rank reads a piece, rounded up to the spec's multiple and to what a cut of the dim
+The longest of the global batch, also where a rank reads a shard, rounded up to the spec's multiple and to what a cut of the dim
 needs. Fields whose inputs name the dim alike get one length; an input whose dim is a number gets that.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from partc.runtime.artifact.tensors.boxes import divisor
 
-from ..artifact.boxes import divisor
 from ..artifact.format import Port
 from .dataset import Dataset
 from .fields import Index
@@ -43,7 +43,7 @@ def padded_lengths(
     Behind a transform it is not known which input a field becomes: each field has a length of its own, divisible by all shard counts.
     """
     inputs = {} if data.transform else {port.name: port for port in ports}
-    all_cuts = math.lcm(*(_cut(port) for port in ports)) if data.transform else 1
+    all_cuts = math.lcm(*(_shards_of_length(port) for port in ports)) if data.transform else 1
     groups: dict[str | int, list[str]] = {}
     for name in data.ragged(names):
         dim = _dim(inputs.get(name))
@@ -58,7 +58,7 @@ def padded_lengths(
                 f"input '{members[0]}' takes records of {fixed}; {int((longest > fixed).sum())} of {len(longest)} "
                 f"are longer, up to {longest.max()}\n  help: shorten them, or compile the model for a dynamic dim"
             )
-        cuts = (_cut(inputs[name]) for name in members if name in inputs)
+        cuts = (_shards_of_length(inputs[name]) for name in members if name in inputs)
         found.append(PaddedLength(tuple(members), longest, math.lcm(data.spec.multiple, all_cuts, *cuts), fixed))
     return found, problems
 
@@ -67,5 +67,5 @@ def _dim(port: Port | None) -> int | str | None:
     return port.shape[1] if port is not None and port.shape is not None and len(port.shape) > 1 else None
 
 
-def _cut(port: Port) -> int:
+def _shards_of_length(port: Port) -> int:
     return divisor(port.boxes, 1) if port.boxes and len(port.boxes[0]) > 1 else 1

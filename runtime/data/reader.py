@@ -1,7 +1,7 @@
-"""What one rank reads of a batch: the records of its piece of dim 0, transformed, then its piece of the other dims.
+"""What one rank reads of a batch: the records of its shard of dim 0, transformed, then its shard of the other dims.
 
-A transform of a batch alone sees the records of the rank's piece: it must treat each record by itself. One that takes a generator
-gets one drawn from (seed, epoch, batch) and always sees the whole batch, of which the piece is taken afterwards: so what it makes
+A transform of a batch alone sees the records of the rank's shard: it must treat each record by itself. One that takes a generator
+gets one drawn from (seed, epoch, batch) and always sees the global batch, of which the shard is taken afterwards: so what it makes
 does not depend on how the batch is cut, at the price that every rank transforms all of it. What can differ between data and
 model is said before the first batch, on every rank alike.
 """
@@ -9,11 +9,13 @@ model is said before the first batch, on every rank alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
+from partc.runtime.artifact.tensors.boxes import divisor, slices
 
-from ..artifact.boxes import divisor, slices
 from ..artifact.format import Port
+from ..artifact.tensors.dtypes import Array
 from ..errors import UsageError
 from .code import Batch
 from .convert import conversions, described
@@ -22,6 +24,7 @@ from .fields import Field, Index
 from .padding import padded_lengths
 from .sampler import Order, Position
 
+T = TypeVar("T")
 # sets a batch's generator apart from that of an epoch's permutation, whatever the numbers
 _TRANSFORM = 1
 
@@ -30,8 +33,10 @@ class Reader:
     """Reads batches for one rank; UsageError where data, order and inputs do not go together."""
 
     def __init__(self, data: Dataset, ports: Sequence[Port], rank: int, order: Order) -> None:
-        needed = [port for port in ports if port.ranks]
-        problems = [*_mismatch(data, order), *_uneven(needed, order), *_unknown(data, needed)]
+        needed = [_records_first(port) for port in ports if port.ranks]
+        problems = [*_uneven(needed, order), *_unknown(data, needed)]
+        if order.records != data.records:
+            problems.insert(0, f"the order is of {order.records} records, the data has {data.records}")
         self._data, self.rank, self._order = data, rank, order
         self._ports = [port for port in needed if rank in port.ranks]
         self._names = (
@@ -40,7 +45,7 @@ class Reader:
         self._widths, long = padded_lengths(data, needed, self._names)
         problems += long
         if not (problems and data.transform):
-            fields = self._made(order) if data.transform else data.fields
+            fields = self._transformed_fields(order) if data.transform else data.fields
             self._fits, differences = conversions(needed, fields, min(order.batch, order.places))
             problems += differences
         if problems:
@@ -60,7 +65,7 @@ class Reader:
             found: Batch = {}
             for (begin, end), names in shared.items():
                 found |= self._data.take(indices[begin:end], names, lengths)
-            return {name: self._fits[name].shard(found[name], self.rank) for name in spans}
+            return {name: self._shard(name, found[name]) for name in spans}
         first, last = min(begin for begin, _ in spans.values()), max(end for _, end in spans.values())
         if self._data.transform.random:
             first, last = 0, size
@@ -69,9 +74,13 @@ class Reader:
             if name not in made:
                 raise UsageError(f"{self._data.transform.where} returns no '{name}', which it did at first")
         return {
-            name: self._fits[name].shard(made[name][begin - first : end - first], self.rank)
-            for name, (begin, end) in spans.items()
+            name: self._shard(name, made[name][begin - first : end - first]) for name, (begin, end) in spans.items()
         }
+
+    def _shard(self, name: str, records: Array) -> Array:
+        """This rank's shard of an input, of its records."""
+        fits = self._fits[name]
+        return np.ascontiguousarray(np.moveaxis(fits.shard(records, self.rank), 0, fits.port.batch_dim))
 
     def _lengths(self, indices: Index) -> dict[str, int]:
         return {name: width.of(indices) for width in self._widths for name in width.names}
@@ -85,11 +94,23 @@ class Reader:
             generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
         return transform(self._data.take(indices, self._names, lengths), len(indices), generator)
 
-    def _made(self, order: Order) -> dict[str, Field]:
+    def _transformed_fields(self, order: Order) -> dict[str, Field]:
         """The fields that the transform makes, seen on a first batch."""
         indices = np.arange(min(order.batch, self._data.records))
         made = self._transformed(Position(), indices, self._lengths(indices))
         return {name: Field(value.dtype, value.shape[1:]) for name, value in made.items()}
+
+
+def _records_first(port: Port) -> Port:
+    """An input as data has it: with the dim of the records before the others."""
+
+    def turned(dims: Sequence[T]) -> list[T]:
+        return [dims[port.batch_dim], *dims[: port.batch_dim], *dims[port.batch_dim + 1 :]]
+
+    if not port.batch_dim or port.shape is None:
+        return port
+    boxes = None if port.boxes is None else [turned(box) for box in port.boxes]
+    return port.model_copy(update={"shape": turned(port.shape), "boxes": boxes})
 
 
 def _rows(port: Port, rank: int, size: int) -> tuple[int, int]:
@@ -106,7 +127,7 @@ def _uneven(ports: Sequence[Port], order: Order) -> Iterator[str]:
         parts = divisor(port.boxes or [], 0) if port.shape != [] else 1
         if order.places >= order.batch and order.batch % parts:
             yield (
-                f"input '{port.name}' is cut into {parts} along its batch, and batches have {order.batch} records\n"
+                f"input '{port.name}' is sharded into {parts} along its batch, and batches have {order.batch} records\n"
                 f"  help: take a multiple of {parts}"
             )
         of_one_size = port.shape is not None and port.shape[:1] == [order.batch]
@@ -114,7 +135,7 @@ def _uneven(ports: Sequence[Port], order: Order) -> Iterator[str]:
             law = (
                 f"the model takes {described(port)}"
                 if of_one_size
-                else f"input '{port.name}' is cut into {parts} along its batch"
+                else f"input '{port.name}' is sharded into {parts} along its batch"
             )
             yield (
                 f"{order.places} records in batches of {order.batch} leave {order.rest} for the last batch, and {law}\n"
@@ -127,11 +148,6 @@ def _evened(order: Order, parts: int) -> str:
     missing = -order.places % parts
     repeated = f"interleave: {parts}, which repeats {missing} of the records"
     return f"{repeated}; exact is to add {missing} to the data whose labels the loss ignores (ignore_index)"
-
-
-def _mismatch(data: Dataset, order: Order) -> Iterator[str]:
-    if order.records != data.records:
-        yield f"the order is of {order.records} records, the data has {data.records}"
 
 
 def _unknown(data: Dataset, ports: Sequence[Port]) -> Iterator[str]:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
+from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from ..artifact.dtypes import Bytes, Dtype
-from ..artifact.tensor import Tensor, Value, aligned
 from .devices import Device
 
 

@@ -116,7 +116,7 @@ def devices_from(asked: Asked | None, place: int = 0) -> Devices:
 
 
 def gpus() -> int:
-    """How many GPUs this process sees; 0 where the system does not tell."""
+    """How many GPUs this process sees; 0 where the system does not say."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is not None:
         return sum(bool(one.strip()) for one in seen.split(","))

@@ -1,4 +1,4 @@
-"""Refuses a program with targets whose device this machine has not: memory is allocated there, which says more than a list of devices."""
+"""Refuses a program with targets for a device that the machine lacks: it allocates memory there, which says more than a list of devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .devices import Device, Devices
 
 
 def refuse_missing(devices: Devices, used: Sequence[str], where: str) -> None:
-    """UsageError where a program has targets whose device this machine has not, or onnxruntime cannot use."""
+    """UsageError where a program has targets for a device that this machine lacks or onnxruntime cannot use."""
     for target in used:
         device = devices.of(target)
         if device.is_host or not (why := _missing(device)):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
 
 from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, Manifest
-from ..artifact.lookup_ops import LOOKUPS
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import CollectivePlan
 from ..communication.exchange import Redistribution
@@ -75,7 +75,7 @@ def connected(program: RankProgram, manifest: Manifest, transport: Transport) ->
     lists = {tuple(ranks) for group in used for ranks in manifest.groups[group] if len(ranks) > 1}
     transport.create_groups(sorted(lists))
     groups = manifest.groups_of(transport.rank)
-    adjacent, in_place = program.adjacent() & program.promises.keys(), program.in_place()
+    adjacent, in_place = program.adjacent() & program.messages.promises.keys(), program.in_place()
     if _waits_alike(program, manifest, transport):
         adjacent = {one.tag for one in collectives}
     flags = [
@@ -99,7 +99,7 @@ def _waits_alike(program: RankProgram, manifest: Manifest, transport: Transport)
     collectives = manifest.collectives
     waited = [step.call.tag for step in program.steps if isinstance(step, WaitCollective)]
     everyone = tuple(range(transport.size))
-    alone = transport.single_host and not manifest.transfers and program.promises.keys() >= set(waited)
+    alone = transport.single_host and not manifest.transfers and program.messages.promises.keys() >= set(waited)
     alone = alone and all(manifest.groups[one.group] == [list(everyone)] for one in collectives)
     alone = alone and not any(one.op in LOOKUPS for one in collectives)  # over when they have begun
     places = {tag: place for place, tag in enumerate(waited)}

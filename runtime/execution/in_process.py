@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Literal, Self
 
 import numpy as np
+from partc.runtime.artifact.tensors.boxes import distinct, merge
+from partc.runtime.artifact.tensors.tensor import Value
 
-from ..artifact.boxes import distinct, merge
 from ..artifact.format import Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
-from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
 from ..devices.devices import Asked
 from ..job.turn import PROGRAM, Turn
@@ -24,7 +24,7 @@ from .rank_threads import RankThreads, Result
 
 
 class LocalProgram:
-    """All ranks of an artifact as threads of this process: called with the whole model's inputs, it gives all outputs.
+    """All ranks of an artifact as threads of this process: called with the unsharded model's inputs, it gives all outputs.
 
     It may be called by any number of threads: one call is under way at a time, and the others wait (`job/turn.py`). `close` waits for
     the call under way; after it a call is a RankError. Calls from inside of a call, and in a fork of the process, are UsageErrors.
@@ -66,19 +66,18 @@ class LocalProgram:
         return self.manifest.outputs
 
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
-        """Run one step on all ranks, with whole inputs and outputs. After an InputError or a RankError it can be called again."""
+        """Run one step on all ranks, with global inputs and outputs. After an InputError or a RankError it can be called again."""
         with self.turn.taken(PROGRAM, "a step"):
-            return self._run({**(inputs or {}), **named})
+            given = {**(inputs or {}), **named}
+            for port in self.inputs:
+                if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
+                    given[port.name] = Whole(given[port.name])
+            found = self._all([partial(program, given) for program in self._ranks])
+            return {port.name: joined_output(port, found) for port in self.outputs if port.ranks}
 
     def _admits(self, thread: int) -> bool:
         """Whether a thread may call one of the ranks: their own, and who has the turn of all."""
         return thread in self._threads.identifiers or self.turn.has(thread)
-
-    def _run(self, given: dict[str, object]) -> Outputs:
-        for port in self.inputs:
-            if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
-                given[port.name] = Whole(given[port.name])
-        return self._merged(self._all([partial(program, given) for program in self._ranks]))
 
     def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """What all ranks return. Where ranks fail, the first cause is raised, and the program can be called again."""
@@ -125,11 +124,8 @@ class LocalProgram:
     ) -> None:
         self.close()
 
-    def _merged(self, found: Sequence[Outputs]) -> Outputs:
-        return {port.name: _whole(port, found) for port in self.outputs if port.ranks}
 
-
-def _whole(port: Port, found: Sequence[Outputs]) -> Value:
+def joined_output(port: Port, found: Sequence[Outputs]) -> Value:
     """An output of the model out of what the ranks got."""
     if port.boxes is None:
         return found[port.ranks[0]][port.name]

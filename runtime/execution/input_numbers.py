@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
 from ..artifact.format import IdsRecord, LabelRecord, Port
-from ..artifact.tensor import Tensor, Value
 
 
 def check_numbers(port: Port, value: Value, rank: int) -> None:
-    """ValueError for the first number of a rank's shard that is no label, or no row of the table that it is looked up in."""
+    """ValueError for the first number of a rank's shard that is not a label, or not a row of the table that it is looked up in."""
     if (port.labels is None and not port.ids) or not isinstance(value, Tensor):
         return
     array: Any = value.array()
@@ -74,7 +74,8 @@ def _place(port: Port, shape: Sequence[int], first: Sequence[int], rank: int) ->
     """Where an element of a rank's shard is in the batch."""
     if not first:
         return "it"
-    record, *rest = (at + begin for at, begin in zip(first, _begins(port, shape, rank), strict=True))
+    rest = [at + begin for at, begin in zip(first, _begins(port, shape, rank), strict=True)]
+    record = rest.pop(port.batch_dim)
     return f"record {record} of the batch" + (f" at {rest}" if rest else "")
 
 

@@ -1,18 +1,22 @@
-"""Inputs that are sharded: a caller gives a rank its shard, or the whole value, of which the runtime takes the shard."""
+"""What a caller gives a rank: its shard of an input, or the global value, of which the runtime takes the shard, as the runtime has it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from partc.runtime.artifact.tensors.boxes import divisor, slices, unsharded_extent
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Dtype, by_numpy, dense
+from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
-from ..artifact.boxes import slices
 from ..artifact.format import Port
+from .input_numbers import check_numbers
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole of an input of which a rank reads a shard: the runtime takes the shard out of it.
+    """The global value of an input of which a rank reads a shard: the runtime takes the shard out of it.
 
     A memory-mapped array is read only where the shard is.
     """
@@ -21,7 +25,7 @@ class Whole:
 
 
 def shard(port: Port, rank: int, value: object) -> object:
-    """A rank's shard of a whole input, in memory of its own; a `Whole` of it where its size does not allow that."""
+    """A rank's shard of a global input, in memory of its own; a `Whole` of it where its size does not allow that."""
     box = port.box(rank)
     if box is None:
         return value
@@ -30,3 +34,122 @@ def shard(port: Port, rank: int, value: object) -> object:
         return np.ascontiguousarray(array[slices(box, array.shape)])
     except ValueError:
         return Whole(value)
+
+
+class InputReader:
+    """Reads an input of a rank, and keeps what it was: an array of the same type and shape as the last one is not looked into again."""
+
+    __slots__ = ("_box", "_checks", "_dtype", "_kept", "_last", "name", "port", "rank", "sizes")
+
+    def __init__(self, port: Port, rank: int) -> None:
+        self.port, self.rank, self.name = port, rank, port.name
+        self.sizes: tuple[int, ...] | None = None
+        """The dims of the global value, of the last one that was a tensor."""
+        self._dtype = dense(port.type)
+        self._kept = self._dtype.numpy if self._dtype is not None else None
+        self._last: tuple[int, ...] | None = None
+        """The shape of the last array of that type, of which `sizes` are."""
+        self._box = port.box(rank)
+        self._checks = port.labels is not None or bool(port.ids)
+
+    def read_again(self, given: object, values: dict[str, Value]) -> bool:
+        """What `read` does where the value has the type and the shape of the last one, and so its sizes; False where it has not."""
+        if type(given) is not np.ndarray or given.dtype is not self._kept or given.shape != self._last:
+            return False
+        assert self._dtype is not None
+        value = values[self.name] = Tensor.of(given, self._dtype)
+        if self._checks:
+            check_numbers(self.port, value, self.rank)
+        return True
+
+    def read(self, given: object, values: dict[str, Value]) -> None:
+        """Puts the value of an input, of which this rank has a shard, among the `values`; ValueError says what is wrong with it."""
+        self.forget()
+        value = values[self.name] = self._shard(_value(self.port, given), given)
+        if type(given) is np.ndarray and given.dtype is self._kept:
+            self._last = given.shape
+        check_numbers(self.port, value, self.rank)
+
+    def forget(self) -> None:
+        """There is no last value."""
+        self.sizes = self._last = None
+
+    def _shard(self, value: Value, given: object) -> Value:
+        """What this rank has of an input, whose global dims are noted; ValueError where they are not integers."""
+        box = self._box
+        if not isinstance(value, Tensor | np.ndarray):
+            return value
+        self.sizes = value.shape
+        if box is None:
+            return value
+        if not isinstance(given, Whole):
+            self.sizes = tuple(
+                _unsharded_axis(axis, size, cut) for axis, (size, cut) in enumerate(zip(value.shape, box, strict=True))
+            )
+            return value
+        if any(size % divisor(self.port.boxes or [], axis) for axis, size in enumerate(value.shape)):
+            return value  # which is refused by all ranks, once they know the size
+        array = value.array() if isinstance(value, Tensor) else value
+        part = array[slices(box, array.shape)]
+        return Tensor.of(part, value.dtype) if isinstance(value, Tensor) else part
+
+
+def _value(port: Port, given: object) -> Value:
+    """An input as the runtime handles it; ValueError says what is wrong with it."""
+    given = given.value if isinstance(given, Whole) else given
+    dtype = dense(port.type)
+    if dtype is None and port.type != "tensor(string)":
+        return _general(given, port.type)
+    rank = None if port.shape is None else len(port.shape)
+    if dtype is not None and type(given) is np.ndarray and given.dtype is dtype.numpy and given.ndim == rank:
+        return Tensor.of(given, dtype)
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise ValueError("is not an array: its rows differ in length") from None
+    if rank is not None and array.ndim != rank:
+        shape = ", ".join(map(str, port.shape or ()))
+        raise ValueError(f"has {array.ndim} axes, shape {array.shape}; the model takes {rank}: [{shape}]")
+    if dtype is None:
+        if array.dtype.kind not in "OUST":
+            raise ValueError(f"is of {array.dtype}, the model takes strings")
+        return array.astype(object)
+    if array.dtype.newbyteorder("=") != dtype.numpy:
+        raise ValueError(
+            f"is of {array.dtype}, the model takes {dtype.numpy}\n  help: convert it: .astype('{dtype.numpy}')"
+        )
+    return Tensor.of(array.astype(dtype.numpy, copy=False), dtype)
+
+
+def _unsharded_axis(axis: int, size: int, cut: Sequence[int]) -> int:
+    try:
+        return unsharded_extent(size, cut)
+    except ValueError as error:
+        raise ValueError(f"axis {axis} of this rank's shard: {error}") from None
+
+
+def _general(given: object, text: str) -> Value:
+    """A sequence, optional or map, its element types held against the port's."""
+    head, _, rest = text.partition("(")
+    inner = rest[:-1]
+    match head:
+        case "optional":
+            return None if given is None else _general(given, inner)
+        case "seq":
+            if not isinstance(given, list | tuple):
+                raise ValueError(f"is a {type(given).__name__}, the model takes a list ({text})")
+            return [_general(item, inner) for item in given]
+        case "map":
+            if not isinstance(given, Mapping):
+                raise ValueError(f"is a {type(given).__name__}, the model takes a dict ({text})")
+            return dict(given)
+        case "tensor":
+            return _element(np.asarray(given), BY_NAME.get(inner), text)
+    raise ValueError(f"is a {text}, which cannot be given from Python")
+
+
+def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
+    fits = by_numpy(array.dtype) == dtype if dtype else array.dtype.kind in "OUST"
+    if not fits:
+        raise ValueError(f"holds an array of {array.dtype}, the model takes {text}")
+    return array if dtype else array.astype(object)

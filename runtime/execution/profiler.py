@@ -2,6 +2,7 @@
 
     profiler = program.record_times()        from the next step on
     profiler.text()                          JSON: a rank's part of what `artifact/profile.py` reads
+    profiler.trace(offset, error)            JSON: when each action of each step began, and how long it took
 
 The last steps are kept, without the first few, in which memory is touched for the first time, where there are later ones.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..program.steps import Collective, Copy, LookUp, Segment, Step, Update, WaitCollective, WaitRecv
+from .spans import spans_of
 from .step_plan import StepPlan
 from .targets.lanes import lanes_of
 from .targets.workers import Action
@@ -28,7 +30,7 @@ KINDS = (COMPUTE, UPDATE, BEGIN, WAIT)
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Action:
     """What an action is: its kind, the task to which it counts, and whether it is a wait inside of that task."""
 
     kind: str
@@ -41,11 +43,13 @@ class _Steps:
     """One step: its number, the actions as they were, their seconds, and those from the first to the last."""
 
     number: int
-    said: list[_Said]
+    said: list[_Action]
+    starts: list[float]
     seconds: list[float]
     whole: float
     targets: dict[str, float]
     overlap: float
+    plan: StepPlan
 
 
 class Profiler:
@@ -61,7 +65,7 @@ class Profiler:
 
     def watch(self, plan: StepPlan) -> None:
         """Measures the actions of a step plan."""
-        said = _said([(plan.program.steps[index], plan.is_step(at)) for at, (index, _) in enumerate(plan.actions)])
+        said = _labels([(plan.program.steps[index], plan.is_step(at)) for at, (index, _) in enumerate(plan.actions)])
         seconds, starts = [0.0] * len(said), [0.0] * len(said)
         plan.actions[:] = [
             (index, _timed(action, seconds, starts, at)) for at, (index, action) in enumerate(plan.actions)
@@ -80,16 +84,31 @@ class Profiler:
         def end() -> None:
             (begin if len(said) == 1 else ending)()
             self._count += 1
-            self._arena = int(plan.program.memory.size)
+            self._arena = int(plan.program.arenas.host.size)
             whole = time.perf_counter() - begun[0]
             spans = {
                 target: [(starts[at], starts[at] + seconds[at]) for at in places] for target, places in busy.items()
             }
             targets = {target: sum(end - begin for begin, end in some) for target, some in spans.items()}
-            self._steps.append(_Steps(self._count, said, [*seconds], whole, targets, overlap(spans.values())))
+            both = overlap(spans.values())
+            self._steps.append(_Steps(self._count, said, [*starts], [*seconds], whole, targets, both, plan))
 
         plan.actions[0] = first, begin
         plan.actions[-1] = last, end
+
+    def trace(self, offset: float = 0.0, error: float = 0.0) -> str:
+        """The last steps as JSON: by step plan its spans (`spans_of`), by step when actions began and how long they took, in seconds.
+
+        `offset`: what the clock of rank 0 is ahead of this rank's, and the largest `error` of that, in seconds.
+        """
+        plans = {id(step.plan): step.plan for step in self._steps}
+        places = {one: place for place, one in enumerate(plans)}
+        spans = [spans_of(plan) for plan in plans.values()]
+        steps = [
+            [one.number, places[id(one.plan)], [start + offset for start in one.starts], one.seconds]
+            for one in self._steps
+        ]
+        return json.dumps({"rank": self.rank, "error": error, "plans": spans, "steps": steps})
 
     def text(self) -> str:
         """What was measured as JSON."""
@@ -111,7 +130,7 @@ class Profiler:
         return json.dumps(told)
 
 
-def _said(steps: list[tuple[Step, bool]]) -> list[_Said]:
+def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
     """What actions are: those of a step, and what is done beside it, a wait for a send or the end of a value."""
     cells = [step.task if isinstance(step, Segment | Copy | Collective | LookUp) else "" for step, _ in steps]
     at = next(filter(None, cells), "")
@@ -119,11 +138,11 @@ def _said(steps: list[tuple[Step, bool]]) -> list[_Said]:
     for (step, is_step), cell in zip(steps, cells, strict=True):
         at = cell if cell and is_step else at
         if not is_step or isinstance(step, WaitRecv | WaitCollective | LookUp):
-            found.append(_Said(WAIT, at, inside=is_step and bool(cell)))
+            found.append(_Action(WAIT, at, inside=is_step and bool(cell)))
         elif isinstance(step, Segment | Copy):
-            found.append(_Said(COMPUTE, at))
+            found.append(_Action(COMPUTE, at))
         else:
-            found.append(_Said(UPDATE if isinstance(step, Update) else BEGIN, at))
+            found.append(_Action(UPDATE if isinstance(step, Update) else BEGIN, at))
     return found
 
 

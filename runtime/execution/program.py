@@ -10,19 +10,18 @@ and leaves the program usable. A failure inside a step ends it on all ranks.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.tensors.tensor import Value
 
 from ..artifact.format import Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
-from ..artifact.tensor import Value
 from ..communication.in_process import LocalWorld
-from ..communication.leaving import said
+from ..communication.leaving import leaving_message
 from ..communication.transport import Transport
 from ..devices.devices import Asked, devices_from
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
@@ -35,6 +34,7 @@ from .collective_plans import connected
 from .profiler import Profiler
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
+from .sizes.step_plans import StepPlans
 from .state import State
 from .step_plan import StepPlan
 from .symbol_bindings import Bindings, Halted
@@ -49,7 +49,6 @@ OnError: TypeAlias = Literal["raise", "abort", "recover"]
 
 RECOVER = "recover"
 CLOSED = "it was closed"
-_STEP_PLANS = 8
 
 
 class Program:
@@ -77,15 +76,16 @@ class Program:
         self._on_error = on_error
         self._settings = settings
         self._program = lower_rank_program(artifact, transport.rank, settings, state)
-        self.counts: TargetCounts = self._program.counts
+        self.counts: TargetCounts = self._program.targets.counts
         artifact.refuse_replaced()
         self._wire = wire_tags(artifact.manifest, transport.tags)
         self._at_once: frozenset[int] = frozenset()
-        self._schedules: OrderedDict[tuple[tuple[str, int], ...], StepPlan] = OrderedDict()
+        self._schedules = StepPlans(self._program, self._new_plan)
         self._board = open_board(transport.rank)
         self._step = 0
+        self._attempted: Bindings | None = None
+        """Where steps can be given up, the sizes for which all ranks have had a plan last; which others they keep may differ."""
         self.agreement = StepAgreement(self._program.binder, transport, on_error != RECOVER)
-        self._profiler: Profiler | None = None
         self._broken: str | None = None
 
     @property
@@ -96,13 +96,13 @@ class Program:
     @property
     def looked_up(self) -> dict[str, Moved]:
         """By op and path of each lookup in tables of several ranks what this rank has moved so far."""
-        return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.lookups.values()}
+        return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.messages.lookups.values()}
 
     @one_at_a_time(PROGRAM, local=True)
     def record_times(self) -> Profiler:
         """Measure every task of every step from the next one on."""
-        self._profiler = Profiler(self.rank, self._schedules.values())
-        return self._profiler
+        self._schedules.profiler = Profiler(self.rank, self._schedules.values())
+        return self._schedules.profiler
 
     @property
     def inputs(self) -> list[Port]:
@@ -134,7 +134,7 @@ class Program:
             bindings, values = self.agreement.of(inputs)
             if self._on_error == RECOVER:
                 return self._attempt(bindings, values)
-            return self._schedule(bindings).run(values, self._board, self._step)
+            return self._schedules.of(bindings).run(values, self._board, self._step)
         except (InputError, Halted):
             raise
         except BaseException as error:
@@ -153,21 +153,17 @@ class Program:
 
     def _attempt(self, bindings: Bindings, values: Mapping[str, Value]) -> Outputs:
         """A step that all ranks give up with a StepError where it fails on any."""
-        key = tuple(bindings.items())
-        if key not in self._schedules:
+        if bindings != self._attempted:
             failure = None
             try:
-                self._schedule(bindings)
+                self._schedules.of(bindings)
             except InputError:
                 raise
             except Exception as error:
                 failure = failed(self._transport, error)
-            try:
-                settle(self._transport, failure)
-            except StepError:
-                self._schedules.pop(key, None)
-                raise
-        outputs, failure = attempt(self._schedule(bindings), values, self._board, self._step)
+            settle(self._transport, failure)
+            self._attempted = dict(bindings)
+        outputs, failure = attempt(self._schedules.of(bindings), values, self._board, self._step)
         settle(self._transport, failure)
         return outputs
 
@@ -214,10 +210,10 @@ class Program:
         self._broken = self._broken or CLOSED
         self._schedules.clear()
         self._program.runners.clear()
-        if self._program.workers is not None:
-            self._program.workers.close()
-            self._program.workers = None
-        self._program.updates.clear()
+        if self._program.targets.workers is not None:
+            self._program.targets.workers.close()
+            self._program.targets.workers = None
+        self._program.replacement.updates.clear()
 
     @one_at_a_time(PROGRAM)
     def any_rank(self, flag: bool) -> bool:
@@ -231,7 +227,7 @@ class Program:
     @one_at_a_time(PROGRAM)
     def recover(self) -> None:
         """Make the program callable again after a failure; all ranks must do so, and the transport must hold no old message."""
-        self._broken = None
+        self._broken = self._attempted = None
         self.agreement.reset()
 
     def close(self) -> None:
@@ -258,30 +254,16 @@ class Program:
         """Tell the other ranks that this one takes part in nothing more, since an error has left its block."""
         if not self.turn.forked and self.turn.ended is None:
             self._broken = self._broken or "an error left its block"
-            self._transport.leave(said(self.rank, error))
+            self._transport.leave(leaving_message(self.rank, error))
 
-    def _schedule(self, bindings: Bindings) -> StepPlan:
-        key = tuple(bindings.items())
-        schedule = self._schedules.get(key)
-        if schedule is None:
-            self._program.binder.check_promises(bindings)
-            schedule = StepPlan(
-                self._program, bindings, self._transport, self._wire, self._at_once, self._on_error != RECOVER
-            )
-            self._schedules[key] = schedule
-            if self._profiler is not None:
-                self._profiler.watch(schedule)
-            if len(self._schedules) > _STEP_PLANS:
-                self._schedules.popitem(last=False)
-        else:
-            self._schedules.move_to_end(key)
-        return schedule
+    def _new_plan(self, bindings: Bindings) -> StepPlan:
+        return StepPlan(self._program, bindings, self._transport, self._wire, self._at_once, self._on_error != RECOVER)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, Exception) and not isinstance(error, PartcError):
             text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
         else:
-            text = said(self.rank, error)
+            text = leaving_message(self.rank, error)
         self._broken = text
         if self._on_error == "abort":
             self._transport.abort(text)
@@ -370,7 +352,8 @@ def _transport(
     folder: str | Path, ranks: int | None, comm: MPI.Intracomm | Transport | None, stall: float
 ) -> Transport:
     """The transport for a job of the right size, `ranks`, unless that is not known; UsageError says the right one."""
-    if comm is None and ranks in (1, None) and not _launched():
+    launched = any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if comm is None and ranks in (1, None) and not launched:
         return LocalWorld(1, stall).transport(0)
     if comm is None:
         from ..communication.mpi_start import started
@@ -386,8 +369,3 @@ def _transport(
     from ..communication.mpi import MpiTransport
 
     return MpiTransport(comm, stall)
-
-
-def _launched() -> bool:
-    """Whether an MPI launcher started this process as one of several."""
-    return any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))

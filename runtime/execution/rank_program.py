@@ -11,23 +11,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.artifact.graph.onnx_graph import read_model
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array, Bytes, element
+from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from ..artifact import dim_expression as expression
-from ..artifact.dtypes import BY_CODE, Array, Bytes, element
 from ..artifact.format import CUDA, Shape
 from ..artifact.manifest import Artifact, open_artifact
-from ..artifact.onnx_graph import read_model
-from ..artifact.tensor import Tensor, Value, aligned
 from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
 from ..devices.devices import Devices
 from ..devices.missing import refuse_missing
 from ..errors import ArtifactError
 from ..lookups.lookup import Lookup, Memory
-from ..program.copy_runs import copied_buffers
-from ..program.flat_buffers import coalesced_buffers
-from ..program.liveness import in_place_aliases, lifetimes
+from ..program.lifetimes import in_place_aliases
 from ..program.locations import locations, used_targets
-from ..program.memory_plan import Lifetime
+from ..program.ort import give_back_freed
 from ..program.rank_file import RankFile, check_ports, read_rank_file
 from ..program.segmentation import segmented
 from ..program.sessions import Builder, Runner, Settings
@@ -41,20 +38,81 @@ from ..program.value_table import (
     promised_shapes,
     sized_inputs,
     types_from_manifest,
-    value_table,
 )
-from ..updates.fusion import FusedUpdate, RowUpdate, plan_updates
+from ..updates.fusion import FusedUpdate, RowUpdate
 from ..updates.row_updater import RowUpdater
 from ..updates.updater import Updater
+from .memory.layout import lay_out
 from .state import State, check_same, make_state
-from .symbol_bindings import Binder, Bindings
+from .symbol_bindings import Binder
 from .targets.counts import TargetCounts
 from .targets.workers import Workers
 
 
 @dataclass
+class Replacement:
+    """How a step replaces what the rank keeps: by updates in place, and by copies of values that nodes make."""
+
+    updates: dict[int, list[Updater | RowUpdater]]
+    guard: str
+    """The output that must be finite for a step to replace what is kept; empty where there is none."""
+    copies: list[tuple[str, str]]
+    """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
+    always: list[tuple[str, str]]
+    """The same of what a step replaces that changes nothing else."""
+
+
+@dataclass
+class Messages:
+    """What communication knows before a step."""
+
+    promises: dict[int, Shape]
+    """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
+    lookups: dict[int, Lookup] = field(default_factory=dict)
+    """By tag each Pull and Push, and what all of them use one after the other."""
+    lookup_memory: Memory = field(default_factory=Memory)
+
+
+@dataclass
+class Targets:
+    """What runs on the kinds of devices within the rank."""
+
+    of_steps: dict[int, str] = field(default_factory=dict)
+    """By step that computes or copies its target; empty where the rank has one."""
+    counts: TargetCounts = field(default_factory=TargetCounts)
+    workers: Workers | None = None
+    """The threads of the targets, once the rank has run a step."""
+
+
+@dataclass
+class Arenas:
+    """The memory of step plans: one block on each target for all of them where it is large enough, since one runs at a time."""
+
+    memories: dict[str, DeviceMemory] = field(default_factory=dict)
+    """By target beside the host its memory."""
+    host: Bytes = field(default_factory=lambda: aligned(0))
+    blocks: dict[str, Block] = field(default_factory=dict)
+    """By target beside the host its block."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """By output of a collective, or sum of gradients, the value whose place it takes."""
+
+    def on_host(self, size: int) -> Bytes:
+        """The host's block, of at least `size` bytes; beyond the first twice what there was: what no plan touches takes no memory."""
+        if self.host.size < size:
+            self.host = aligned(max(size, 2 * self.host.size))
+        return self.host
+
+    def on(self, target: str, size: int) -> Block:
+        """The block of a target beside the host, of at least `size` bytes."""
+        block = self.blocks.get(target)
+        if block is None or block.size < size:
+            block = self.blocks[target] = self.memories[target].block(size)
+        return block
+
+
+@dataclass
 class RankProgram:
-    """Steps, sessions, values and promises of one rank."""
+    """Steps, sessions and values of one rank."""
 
     rank: int
     steps: list[Step]
@@ -62,57 +120,12 @@ class RankProgram:
     values: ValueTable
     constants: dict[str, Cell]
     outputs: list[str]
-    promises: dict[int, Shape]
-    """By tag the shape of a message that travels bare, or of a collective's input; a message without one has a header."""
     binder: Binder
     state: State
-    updates: dict[int, list[Updater | RowUpdater]]
-    guard: str
-    """The output that must be finite for a step to replace what is kept; empty where there is none."""
-    replaced: list[tuple[str, str]]
-    """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
-    replaced_always: list[tuple[str, str]]
-    """The same of what a step replaces that changes nothing else."""
-    in_place_aliases: dict[str, str] = field(default_factory=dict)
-    """By output of a collective, or sum of gradients, the value whose place in memory it takes."""
-    memory: Bytes = field(default_factory=lambda: aligned(0))
-    """The arena of the last step plan."""
-    lookups: dict[int, Lookup] = field(default_factory=dict)
-    """By tag each Pull and Push, and what all of them use one after the other."""
-    looked_up: Memory = field(default_factory=Memory)
-    step_targets: dict[int, str] = field(default_factory=dict)
-    """By step that computes or copies its target; empty where the rank has one."""
-    counts: TargetCounts = field(default_factory=TargetCounts)
-    workers: Workers | None = None
-    """The threads of its targets, once it has run a step."""
-    memories: dict[str, DeviceMemory] = field(default_factory=dict)
-    """By target beside the host its memory."""
-    blocks: dict[str, Block] = field(default_factory=dict)
-    """The arenas there, likewise."""
-
-    def evaluated(self, shape: Shape, bindings: Bindings) -> tuple[int, ...]:
-        """A known shape with the symbols bound."""
-        symbols = self.binder.manifest.symbols
-        return tuple(expression.parse(dim, symbols)(bindings) for dim in shape or ())
-
-    def block(self, size: int) -> Bytes:
-        """Memory for the arena of a step plan: one block for all of them where it is large enough, since one runs at a time."""
-        if self.memory.size < size:
-            self.memory = aligned(size)
-        return self.memory
-
-    def block_of(self, target: str, size: int) -> Block:
-        """The same in the memory of a target beside the host."""
-        block = self.blocks.get(target)
-        if block is None or block.size < size:
-            block = self.blocks[target] = self.memories[target].block(size)
-        return block
-
-    def lifetimes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Lifetime]:
-        """Size and lifetime of every place in the arena."""
-        values = self.values
-        sizes = {n: values.dtype(n).bytes_of(shape) for n, shape in shapes.items() if n not in values.flat_places}
-        return lifetimes(values.live_ranges, self.in_place_aliases, sizes)
+    replacement: Replacement
+    messages: Messages
+    targets: Targets
+    arenas: Arenas
 
     def last_uses(self) -> dict[int, list[str]]:
         """By step the values with memory of their own that nothing reads after it."""
@@ -134,11 +147,11 @@ class RankProgram:
     def in_place(self, excluded: Collection[int] = ()) -> set[int]:
         """Let collectives work in place where they can, but for the `excluded` tags; the tags of those that do."""
         values = self.values
-        self.in_place_aliases = in_place_aliases(
+        aliases = self.arenas.aliases = in_place_aliases(
             self.steps, values.live_ranges, values.slots, excluded, values.are_alike
         )
         calls = [step.call for step in self.steps if isinstance(step, StartCollective)]
-        return {call.tag for call in calls if call.in_one_buffer or call.result in self.in_place_aliases}
+        return {call.tag for call in calls if call.in_one_buffer or call.result in aliases}
 
     def explain(self, index: int, error: Exception) -> str:
         """What failed in a step."""
@@ -148,7 +161,7 @@ class RankProgram:
 
 
 def describe(steps: Sequence[Step], index: int) -> str:
-    """The text of a step as reports show it; the negative indices stand for what is no step."""
+    """The text of a step as reports show it; negative indices stand for actions outside the steps."""
     if 0 <= index < len(steps):
         return str(steps[index])
     return "the agreement on the sizes of a step" if index == -2 else "nothing (between two steps)"
@@ -174,9 +187,10 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     binder.sized = sized_inputs(file, binder.bound)
     promises = promised_shapes(file, binder.bound)
     shapes = known_shapes(file, binder.bound, promises)
-    buffers = coalesced_buffers(file, shapes)
     check_results(file, shapes, promises)
-    settings = _settings(file, settings)
+    # of several sessions idle threads of one that spin would take the cores from the next
+    several = sum(isinstance(step, Segment) for step in file.steps) > 1
+    settings = replace(settings, spinning=settings.spinning and not several, keeps=bool(file.state))
     used = used_targets(file.steps, settings.devices)
     refuse_missing(settings.devices, used, str(artifact.folder))
     targets = locations(file, settings.devices, state.targets if state is not None else None)
@@ -186,10 +200,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     types |= {name: type for name, (type, _) in weights.items()}
     check_types(file, types)
     updates: dict[int, list[Updater | RowUpdater]] = {}
+    values, plan = lay_out(file, types, shapes, promises, weights, targets, begins=state is None)
     if state is None:
-        plan = plan_updates(file, shapes, types, buffers, targets)
-        buffers += plan.gradients
-        buffers += copied_buffers(file, [*buffers, *plan.kept], shapes, types) if targets else []
         begun = file.model if file.manifest.is_main else artifact.beside().model(rank)
         there = {name: memories[target] for name, target in targets.items()}
         state = make_state(file.state, rank, plan.kept, begun, artifact.folder, there)
@@ -204,19 +216,23 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         rank=rank,
         steps=file.steps,
         runners=runners,
-        values=value_table(file, types, shapes, promises, buffers, weights, targets),
+        values=values,
         constants={**{name: value for name, (_, value) in weights.items()}, **state.tensors, **in_place},
         outputs=file.outputs,
-        promises=promises,
         binder=binder,
         state=state,
-        updates=updates,
-        guard=file.manifest.guard,
-        replaced=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],
-        replaced_always=file.replaced_always,
-        step_targets=_targets(file.steps, settings.devices) if len(used) > 1 or file.copies else {},
-        memories=memories,
-        counts=TargetCounts(device=str(settings.devices.cuda) if CUDA in used else ""),
+        replacement=Replacement(
+            updates,
+            guard=file.manifest.guard,
+            copies=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],
+            always=file.replaced_always,
+        ),
+        messages=Messages(promises),
+        targets=Targets(
+            _targets(file.steps, settings.devices) if len(used) > 1 or file.copies else {},
+            TargetCounts(device=str(settings.devices.cuda) if CUDA in used else ""),
+        ),
+        arenas=Arenas(memories),
     )
     program.in_place()
     return program
@@ -262,12 +278,6 @@ def _refuse_unsound(file: RankFile, folder: Path) -> None:
         raise ArtifactError("\n".join(map(str, problems)))
 
 
-def _settings(file: RankFile, settings: Settings) -> Settings:
-    """Of several sessions idle threads of one that spin would take the cores from the next."""
-    several = sum(isinstance(step, Segment) for step in file.steps) > 1
-    return replace(settings, spinning=settings.spinning and not several, keeps=bool(file.state))
-
-
 def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[int, Runner], dict[str, str]]:
     """By step its session, and the types of all values."""
     builder = Builder(file.model, folder, types_from_manifest(file), settings, file.where)
@@ -277,6 +287,7 @@ def _sessions(file: RankFile, folder: Path, settings: Settings) -> tuple[dict[in
             runners[index] = builder.build(step)
         elif isinstance(step, Copy):
             builder.copy(step.source, step.result)
+    give_back_freed()
     return runners, builder.types
 
 

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 from ..communication.in_process import LocalWorld
-from ..communication.leaving import said
+from ..communication.leaving import leaving_message
 from ..errors import PartcError, RankError
 
 Result = TypeVar("Result")
@@ -148,21 +148,21 @@ class RankThreads:
     def _of_rank(self, rank: int, job: Callable[[], Result]) -> Callable[[], Result]:
         """The job, with word to the others of how it ended."""
 
-        def told() -> Result:
+        def reported() -> Result:
             try:
                 return job()
             except Exception as error:
-                self.world.finish(rank, said(rank, error))
+                self.world.finish(rank, leaving_message(rank, error))
                 raise
             except BaseException as error:
                 # In a thread sys.exit ends nothing: it is a failure like any other.
-                text = said(rank, error)
+                text = leaving_message(rank, error)
                 self.world.fail(text)
                 raise RankError(text) from error
             finally:
                 self.world.finish(rank)
 
-        return told
+        return reported
 
 
 def left_behind() -> bool:

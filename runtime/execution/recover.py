@@ -4,7 +4,7 @@ Messages and collectives of a step come to an end only if every rank takes part 
 running ops: what they would have made is replaced by stand-ins, numbers of the promised shape, or where a shape is unknown an
 empty value. Nothing is then left under way. At the end of the step all ranks agree on whether one has failed, and raise the
 same StepError; without a failure that is one small AllReduce. Ops of other ranks may fail on stand-ins, too: of several
-failures the earliest in the order of communication is told, which no other one can have caused.
+failures the earliest in the order of communication is reported, which no other one can have caused.
 
 A failure to communicate, such as a rank that has ended, cannot be recovered from.
 """
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
-from ..artifact.dtypes import dense
-from ..artifact.tensor import Tensor, Value
 from ..communication.coalesced import CoalescedCollective
 from ..communication.transport import Transport
 from ..devices.device_memory import Cell, Remote, move
@@ -145,7 +145,7 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
 
 
 def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again: bool) -> None:
-    """Something to send for a value that is not there, or has not the shape that was promised."""
+    """Something to send for a value that is missing, or has another shape than was promised."""
     kind, value = schedule.program.values.storage[name], schedule.cells.get(name)
     if kind in (Storage.SLOT, Storage.CONSTANT, Storage.INPUT):
         return
@@ -154,7 +154,9 @@ def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again
         if not isinstance(value, Tensor) or value.shape != shape:
             schedule.cells[name] = _fill(Tensor.empty(dtype, shape))
     elif again or name not in schedule.cells:
-        schedule.cells[name] = Tensor.empty(dtype, (0,)) if dtype else _empty(schedule.program.values.types[name])
+        head = schedule.program.values.types[name].partition("(")[0]
+        other: Value = {"seq": [], "map": {}, "optional": None}.get(head, np.empty(0, object))
+        schedule.cells[name] = Tensor.empty(dtype, (0,)) if dtype else other
 
 
 def _refill(cell: Cell) -> None:
@@ -175,9 +177,3 @@ def _fill(value: Value) -> Value:
         else:
             value.data[:] = 0
     return value
-
-
-def _empty(type: str) -> Value:
-    """An empty value of a type that is no dense tensor."""
-    head = type.partition("(")[0]
-    return {"seq": [], "map": {}, "optional": None}.get(head, np.empty(0, object))

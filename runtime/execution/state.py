@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from partc.runtime.artifact.tensors.boxes import region
+from partc.runtime.artifact.tensors.dtypes import Array, dense
+from partc.runtime.artifact.tensors.law import fill
+from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ..artifact.boxes import region
-from ..artifact.dtypes import Array, dense
 from ..artifact.format import CUDA, Law, StateRecord
-from ..artifact.law import fill
-from ..artifact.tensor import Tensor
 from ..devices.device_memory import DeviceMemory, Placed, Remote, move, new_place, part
 from ..errors import ArtifactError
 from ..program.flat_buffers import FlatBuffer

@@ -12,29 +12,42 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Bytes
+from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
-from ..artifact.dtypes import BY_NAME, Bytes
 from ..artifact.format import CPU
-from ..artifact.tensor import Tensor, Value, aligned
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import BoundCollective, CollectivePlan, nothing
 from ..communication.exchange import Redistribution
-from ..communication.message import HEADER, decode, encode, payload_size
 from ..communication.transport import Request, Transport
 from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
 from ..program.copy_runs import copy_runs
-from ..program.memory_plan import Lifetime, assign
+from ..program.memory_plan import Lifetime
 from ..program.session_values import check_promise
-from ..program.steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Update, WaitCollective, WaitRecv
+from ..program.steps import (
+    Copy,
+    LookUp,
+    PostRecv,
+    Segment,
+    Send,
+    StartCollective,
+    Step,
+    Update,
+    WaitCollective,
+    WaitRecv,
+)
 from ..program.value_table import Storage
-from .at_large import AtLarge
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .memory.freed import Freed, fill, fills_freed
+from .memory.layout import arenas, at_sizes
 from .memory.proof import refuse_meeting
 from .memory.roles import Kind, Role
+from .moves.at_large import AtLarge
+from .moves.message_calls import MessageCalls
 from .rank_program import RankProgram
+from .sizes.reach import Reach
 from .symbol_bindings import Bindings
 from .targets.counts import switches
 from .targets.lanes import Accesses, Lanes, lanes_of
@@ -59,30 +72,45 @@ class StepPlan:
         together: bool = True,
     ) -> None:
         self.program, self.values = program, program.values
+        self.bindings = bindings
+        self.widest = bindings
+        """The sizes for which its places were made."""
+        self.reaches: dict[frozenset[str], Reach | None] = {}
         self.transport = transport
-        self.wire = wire
-        self.at_once = at_once
-        self.shapes = {name: program.evaluated(shape, bindings) for name, shape in program.values.shapes.items()}
-        self.promises = {tag: program.evaluated(shape, bindings) for tag, shape in program.promises.items()}
+        self.wire, self.at_once = wire, at_once
+        symbols = program.binder.manifest.symbols
+        self.shapes = {name: at_sizes(shape, symbols, bindings) for name, shape in program.values.shapes.items()}
+        self.promises = {tag: at_sizes(shape, symbols, bindings) for tag, shape in program.messages.promises.items()}
         kept = {name: tensor.shape for name, tensor in program.state.tensors.items()}
         self.works = plan_collectives(program.steps, self.values, kept, self.promises, self.shapes, transport, wire)
         self.cells: dict[str, Cell] = dict(program.constants)
+        self.shown: dict[str, Array] = {}
+        """By output that stays where it is its memory as an array."""
         self.sessions = SessionCalls(program, self.cells)
         self.at_large = AtLarge(program, transport, wire, self.promises, self.cells)
-        self.transient = [name for name, kind in program.values.storage.items() if self._passes(name, kind)]
+        # cells of no use after the step, which hold memory that is not the schedule's
+        self.transient = [
+            name
+            for name, kind in program.values.storage.items()
+            if kind is Storage.INPUT or (kind in (Storage.TENSOR, Storage.OBJECT) and name in self.program.outputs)
+        ]
         self.requests: list[Request] = [None] * len(program.steps)
+        self.messages = MessageCalls(program, transport, wire, self.promises, self.cells, self.requests)
         self.scratch: dict[tuple[int, str], Bytes] = {}
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
-        self.posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, PostRecv)}
-        self.headers = {tag: aligned(HEADER) for tag in self.posts if tag not in self.promises}
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
+        self.places: dict[int, int] = {}
+        self.beside = beside_messages(program.steps, at_once)
+        self.runs = {run[-1]: run for run in copy_runs(program.steps)}
         self.roles: list[Role] = []
-        self.switches = switches(program.step_targets, program.steps)
+        self.switches = switches(program.targets.of_steps, program.steps)
         self.lanes: Lanes | None = None
         self.freed: Freed | None = None
         lanes = lanes_of(program) if together else {}
-        lives = [*program.lifetimes(self.shapes), *scratch_lifetimes(program.steps, self.works)]
+        lives = self.values.lifetimes(program.arenas.aliases, self.shapes)
+        lives += scratch_lifetimes(program.steps, self.works)
+        self.capacity = {life.name: life.bytes for life in lives}
         waits = self._lay_out(lives)
         accesses = Accesses(program, lanes, self.cells, lives, self.scratch) if lanes else None
         self._plan(waits, accesses)
@@ -121,39 +149,42 @@ class StepPlan:
 
     def give(self) -> dict[str, Value]:
         """The outputs of a step that has run, with what it makes in place of what is kept."""
-        replaced = self.program.replaced if self._may_replace() else []
-        for kept, made in (*replaced, *self.program.replaced_always):
-            move(self.sessions.place(made), self.sessions.place(kept))
-        self.program.counts.add_step(self.switches)
-        outputs = {name: self._delivered(name) for name in self.program.outputs}
+        replacement = self.program.replacement
+        if replacement.copies or replacement.always:
+            replaced = replacement.copies if self._may_replace() else []
+            for kept, made in (*replaced, *replacement.always):
+                move(self.sessions.place(made), self.sessions.place(kept))
+        self.program.targets.counts.add_step(self.switches)
+        shown = self.shown
+        outputs = {
+            name: shown[name].copy() if name in shown else self._delivered(name) for name in self.program.outputs
+        }
         for name in self.transient:
             del self.cells[name]
         return outputs
 
     def _delivered(self, name: str) -> Value:
         """An output as the caller sees it; memory that the next step overwrites is copied."""
-        value = on_host(self.cells[name])
+        value, kind = on_host(self.cells[name]), self.values.storage[name]
         if not isinstance(value, Tensor):
             return value
-        fresh = self.values.storage[name] is Storage.TENSOR or value.dtype.bits < 8
-        return value.array() if fresh else value.array().copy()
-
-    def _passes(self, name: str, kind: Storage) -> bool:
-        """Whether a cell is of no use after the step, and holds memory that is not the schedule's."""
-        return kind is Storage.INPUT or (kind in (Storage.TENSOR, Storage.OBJECT) and name in self.program.outputs)
+        array = value.array()
+        if kind is Storage.TENSOR or value.dtype.bits < 8:
+            return array
+        if kind is Storage.SLOT and value is self.cells[name]:
+            self.shown[name] = array
+        return array.copy()
 
     def _lay_out(self, lives: Sequence[Lifetime]) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""
-        targets = self.values.targets
-        arena = assign([life for life in lives if life.name not in targets])
-        memory = self.program.block(arena.bytes)
-        offsets = arena.offsets
+        targets, own = self.values.targets, self.program.arenas
+        planned = arenas(lives, targets, own.memories)
+        self.memory = memory = own.on_host(planned[CPU].bytes)
+        offsets = {name: at for one in planned.values() for name, at in one.offsets.items()}
         blocks: dict[str, Placed] = {}
-        for target in self.program.memories:
-            there = assign([life for life in lives if targets.get(life.name) == target])
-            block = self.program.block_of(target, there.bytes)
-            blocks[target] = Remote(BYTE, (block.size,), block.pointer, self.program.memories[target], block)
-            offsets |= there.offsets
+        for target, there in own.memories.items():
+            block = own.on(target, planned[target].bytes)
+            blocks[target] = Remote(BYTE, (block.size,), block.pointer, there, block)
         host = Tensor(BYTE, (memory.size,), memory)
         self.arenas = {
             target: (one.pointer, one.dtype.bytes_of(one.shape)) for target, one in {CPU: host, **blocks}.items()
@@ -164,58 +195,74 @@ class StepPlan:
                 for life in lives
             }
             self.freed = Freed(lives, places, [host, *blocks.values()])
-        for name, shape in self.shapes.items():
-            dtype = self.values.dtype(name)
-            buffer, at = self.values.flat_places.get(name, (name, 0))
-            place = self.program.in_place_aliases.get(buffer, buffer)
-            whole = blocks[targets[place]] if place in targets else host
-            self.cells[name] = part(whole, offsets[place] + dtype.bytes_of((at,)), dtype, shape)
-        keys = [(tag, side) for tag in self.works for side in ("in", "out")]
-        self.scratch = {key: memory[offsets[scratch_name(*key)] :] for key in keys}
-        return arena.waits
+        self.offsets, self.blocks = offsets, {CPU: host, **blocks}
+        for name in self.shapes:
+            self.lay(name)
+        scratch = ((tag, side) for tag in self.works for side in ("in", "out"))
+        self.scratch = {key: memory[offsets[scratch_name(*key)] :] for key in scratch}
+        return planned[CPU].waits
+
+    def lay(self, name: str) -> None:
+        """Gives a value its place, in its size."""
+        dtype = self.values.dtype(name)
+        buffer, at = self.values.flat_places.get(name, (name, 0))
+        place = self.program.arenas.aliases.get(buffer, buffer)
+        whole = self.blocks[self.values.targets.get(place, CPU)]
+        self.shown.pop(name, None)
+        self.cells[name] = part(whole, self.offsets[place] + dtype.bytes_of((at,)), dtype, self.shapes[name])
 
     def _plan(self, waits: Mapping[int, Sequence[int]], accesses: Accesses | None) -> None:
-        unused, beside = self.program.last_uses(), beside_messages(self.program.steps, self.at_once)
-        sends: dict[int, None] = {}
-        runs = {run[-1]: run for run in copy_runs(self.program.steps)}
+        unused, runs, sends = self.program.last_uses(), self.runs, dict[int, None]()
         for index, step in enumerate(self.program.steps):
             for earlier in waits.get(index, ()):
                 self._await_sent(earlier, index)
                 del sends[earlier]
-            match step:
-                case Segment():
-                    action = self.sessions.segment(self.program.runners[index])
-                case Copy():
-                    if index not in runs:
-                        continue  # one action with the copies after it
-                    action = self.sessions.copies(runs[index])
-                case Send():
-                    action = self._send(index, step)
-                    sends[index] = None
-                case PostRecv():
-                    action = self._post(index, step)
-                case WaitRecv():
-                    action = self._receive(step)
-                case LookUp():
-                    action = self.at_large.look_up(step)
-                case StartCollective():
-                    action = self._begin(index, step)
-                    if step.call.leaves:
-                        sends[index] = None
-                case WaitCollective():
-                    action = self._finish(step)
-                case Update():
-                    action = self._update(index)
-            # MPI is called in the first lane alone.
-            beside_it = index in beside and (accesses is None or accesses.lane(index) == 0)
+            if isinstance(step, Copy) and index not in runs:
+                continue  # one action with the copies after it
+            action = self._action(index, step)
+            if isinstance(step, Send) or (isinstance(step, StartCollective) and step.call.leaves):
+                sends[index] = None
+            if accesses is not None and accesses.lane(index):
+                self.beside.discard(index)  # MPI is called in the first lane alone.
             done = tuple(runs.get(index, [index]))
-            self._add(Role(Kind.STEPS, done), self.transport.with_progress(action) if beside_it else action)
+            self.places[index] = len(self.actions)
+            self._add(Role(Kind.STEPS, done), self._progressing(index, action))
             for one in done:
                 for name in unused.get(one, ()):
                     self._add(Role(Kind.DROPPED, (index,), name), partial(self.cells.pop, name, None))
                 self._free(index, self.freed.after_step(one) if self.freed is not None else ())
         for index in sends:
             self._await_sent(index, len(self.program.steps))
+
+    def _action(self, index: int, step: Step) -> Action:
+        match step:
+            case Segment():
+                return self.sessions.segment(index)
+            case Copy():
+                return self.sessions.copies(self.runs[index])
+            case Send():
+                return self.messages.send(index, step)
+            case PostRecv():
+                return self.messages.post(index, step)
+            case WaitRecv():
+                return self.messages.receive(step)
+            case LookUp():
+                return self.at_large.look_up(step)
+            case StartCollective():
+                return self._begin(index, step)
+            case WaitCollective():
+                return self._finish(step)
+            case Update():
+                return self._update(index)
+
+    def _progressing(self, index: int, action: Action) -> Action:
+        """The action of a step, beside which messages are under way or not."""
+        return self.transport.with_progress(action) if index in self.beside else action
+
+    def replace(self, index: int, step: Step) -> None:
+        """Makes the action of a step anew, since what it moves lies elsewhere or has another size."""
+        place = self.places[index]
+        self.actions[place] = self.actions[place][0], self._progressing(index, self._action(index, step))
 
     def _await_sent(self, index: int, now: int) -> None:
         """Wait for what a step has sent, before the step `now`."""
@@ -236,70 +283,17 @@ class StepPlan:
 
     def _update(self, index: int) -> Action:
         """The updates of a step, each of many parameters at once."""
-        update = self.sessions.updates(self.program.updates[index])
+        update = self.sessions.updates(self.program.replacement.updates[index])
 
         def guarded() -> None:
             if self._may_replace():
                 update()
 
-        return guarded if self.program.guard else update
+        return guarded if self.program.replacement.guard else update
 
     def _may_replace(self) -> bool:
         """Whether a step may change what is kept."""
-        return not self.program.guard or bool(np.isfinite(self._tensor(self.program.guard).array()).all())
-
-    def _send(self, index: int, step: Send) -> Action:
-        tag, peer, isend = self.wire[step.tag], step.peer, self.transport.isend
-        promise = self.promises.get(step.tag)
-        if promise is None:
-            return partial(self._send_encoded, index, step)
-        kind = self.values.storage[step.value]
-        if kind in (Storage.SLOT, Storage.CONSTANT):
-            tensor = self._tensor(step.value)
-            check_promise(step.value, tensor.shape, promise)
-            data = tensor.data
-
-            def send_fixed() -> None:
-                self.requests[index] = isend(data, peer, tag)
-
-            return send_fixed
-
-        def send() -> None:
-            tensor = self._tensor(step.value)
-            check_promise(step.value, tensor.shape, promise)
-            self.requests[index] = isend(tensor.data, peer, tag)
-
-        return send
-
-    def _send_encoded(self, index: int, step: Send) -> None:
-        tag = self.wire[step.tag]
-        self.requests[index] = [
-            self.transport.isend(part, step.peer, tag) for part in encode(on_host(self.cells[step.value]))
-        ]
-
-    def _post(self, index: int, step: PostRecv) -> Action:
-        tag, peer, irecv, requests = self.wire[step.tag], step.peer, self.transport.irecv, self.requests
-        data = self._tensor(step.value).data if step.tag in self.promises else self.headers[step.tag]
-
-        def post() -> None:
-            requests[index] = irecv(data, peer, tag)
-
-        return post
-
-    def _receive(self, step: WaitRecv) -> Action:
-        post, wait, what, requests = self.posts[step.tag], self.transport.wait, step.__str__, self.requests
-
-        def receive() -> None:
-            wait(requests[post], what)
-
-        return receive if step.tag in self.promises else partial(self._receive_encoded, post, step)
-
-    def _receive_encoded(self, post: int, step: WaitRecv) -> None:
-        transport, header = self.transport, self.headers[step.tag]
-        transport.wait(self.requests[post], step.__str__)
-        payload = aligned(payload_size(header))
-        transport.wait(transport.irecv(payload, step.peer, self.wire[step.tag]), step.__str__)
-        self.cells[step.value] = decode(header, payload)
+        return not (guard := self.program.replacement.guard) or bool(np.isfinite(self._tensor(guard).array()).all())
 
     def _begin(self, index: int, step: StartCollective) -> Action:
         call, work = step.call, self.works.get(step.call.tag)
@@ -308,15 +302,14 @@ class StepPlan:
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
         if isinstance(work, CoalescedCollective):
-            return self._begin_bound(index, step, self._bound_together(step, work))
+            sources, results = ([self._tensor(name) for name in names] for names in (step.call.given, step.call.made))
+            packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
+            return self._begin_bound(
+                index, step, work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
+            )
         if call.source and self.values.storage[call.source] not in (Storage.SLOT, Storage.CONSTANT):
             return partial(self._begin_anew, index, step, work)
         return self._begin_bound(index, step, self._bound(step, work))
-
-    def _bound_together(self, step: StartCollective, work: CoalescedCollective) -> BoundCollective:
-        sources, results = ([self._tensor(name) for name in names] for names in (step.call.given, step.call.made))
-        packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
-        return work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
 
     def _begin_bound(self, index: int, step: StartCollective, bound: BoundCollective) -> Action:
         start, begun, tag = bound.start, self.begun, step.call.tag

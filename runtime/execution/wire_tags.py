@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..artifact.collectives import COLLECTIVES
+from partc.runtime.artifact.comm.collectives import COLLECTIVES
+from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
+
 from ..artifact.format import Manifest
-from ..artifact.lookup_ops import LOOKUPS
 
 
 def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:

@@ -31,6 +31,8 @@ CHECKPOINT_INDEX = Limit(bytes=1 << 30, values=1 << 24, digits=4300)
 CHECKPOINT_LIST = Limit(bytes=1 << 26, values=1 << 20)
 TIMES = Limit(bytes=1 << 24, values=1 << 20)
 PROFILE = Limit(bytes=1 << 28, values=1 << 24)
+TRACE = Limit(bytes=1 << 30, values=1 << 16)
+"""Values are those of one line."""
 PROGRESS = Limit(bytes=1 << 16, values=1 << 10)
 SCHEDULE_BYTES = 1 << 26
 """A text of a schedule's rows has at most so many bytes."""
@@ -59,7 +61,7 @@ class Budget:
 
 
 def read_json(path: str | Path, limit: Limit) -> object:
-    """The data of a JSON file; OSError where it is no regular file or too long, ValueError as `parse_json`."""
+    """The data of a JSON file; OSError where it is not a regular file or too long, ValueError as `parse_json`."""
     return parse_json(read_regular(path, limit.bytes), limit)
 
 
@@ -69,17 +71,17 @@ def parse_json(text: bytes, limit: Limit) -> object:
     if count > limit.values:
         raise ValueError(f"it has {count:,} values; at most {limit.values:,} are read")
     try:
-        return json.loads(text.decode("utf-8"), parse_int=_whole(limit.digits))
+        return json.loads(text.decode("utf-8"), parse_int=_integer_of_digits(limit.digits))
     except RecursionError:
         raise ValueError("lists and mappings are nested too deeply") from None
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """The text of a UTF-8 file of at most so many bytes; OSError where it is no regular file or longer, ValueError where it is no UTF-8."""
+    """The text of a UTF-8 file of at most so many bytes; OSError where it is longer or not a regular file, ValueError if not UTF-8."""
     return read_regular(path, most).decode("utf-8")
 
 
-def _whole(most: int) -> Callable[[str], int]:
+def _integer_of_digits(most: int) -> Callable[[str], int]:
     def read(digits: str) -> int:
         if len(digits) > most:
             raise ValueError(f"a number of {len(digits)} digits")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Collection, Iterator
 from io import BufferedReader
 from pathlib import Path
 
@@ -28,7 +29,7 @@ _KINDS = (
 
 
 class NotRegularError(OSError):
-    """What was named is there, and is no regular file, or one above a limit: `strerror` says what it is."""
+    """A path names something that is not a regular file, or a file above a limit: `strerror` says what it is."""
 
 
 def kind_of(path: str | Path, mode: int) -> str:
@@ -39,7 +40,7 @@ def kind_of(path: str | Path, mode: int) -> str:
 
 
 def fault(path: str | Path) -> str:
-    """Why this is no regular file that may be read; empty where it is one."""
+    """Why this is not a regular file that may be read; empty if it is."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -68,7 +69,7 @@ def _refuse_other(path: str | Path, mode: int) -> None:
         raise NotRegularError(errno.EINVAL, f"is {kind_of(path, mode)}, and no regular file", str(path))
 
 
-def lies_outside(path: str | Path, folder: str | Path) -> bool:
+def is_outside(path: str | Path, folder: str | Path) -> bool:
     """Whether a file, links followed, is not inside of a folder; a link that leads around to itself is nowhere."""
     try:
         return not Path(path).resolve().is_relative_to(Path(folder).resolve())
@@ -76,8 +77,16 @@ def lies_outside(path: str | Path, folder: str | Path) -> bool:
         return True
 
 
+def unlisted(folder: Path, known: Collection[str]) -> Iterator[str]:
+    """The files of a folder and of those within, by their paths in it, that are not known; in order."""
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        names = ((Path(root) / file).relative_to(folder).as_posix() for file in sorted(files))
+        yield from (name for name in names if name not in known)
+
+
 def read_regular(path: str | Path, most: int | None = None) -> bytes:
-    """The bytes of a file; NotRegularError where it is no regular one, or has more than `most`."""
+    """The bytes of a file; NotRegularError where it is not a regular one, or has more than `most`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:

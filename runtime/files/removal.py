@@ -26,7 +26,7 @@ from typing import TypeAlias
 from .regular import kind_of
 
 Identity: TypeAlias = tuple[int, int]
-"""What tells a file or folder from every other, whatever its name: the device and the inode."""
+"""Identifies a file or folder, whatever its name: the device and the inode."""
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_LINK
@@ -83,7 +83,8 @@ def remove_inside(folder: Path, wanted: Callable[[str], object], made: Identity 
             if wanted(name):
                 _remove(handle, name)
         if not os.listdir(handle) and _is(at, folder.name, identity(handle)):
-            os.rmdir(folder.name, dir_fd=at)
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(folder.name, dir_fd=at)
 
 
 def remove_tree(folder: Path, made: Identity | None = None) -> None:
@@ -94,7 +95,7 @@ def remove_tree(folder: Path, made: Identity | None = None) -> None:
             shutil.rmtree(folder.name, dir_fd=at)
 
 
-def remove_made(hidden: Path, made: Identity | None = None) -> None:
+def remove_hidden(hidden: Path, made: Identity | None = None) -> None:
     """Removes a file, or a folder with all that is in it, which partc made under a hidden name."""
     if not remove_file(hidden, made):
         remove_tree(hidden, made)
@@ -179,11 +180,13 @@ def _opened(at: int, name: str) -> Iterator[int | None]:
 
 
 def _remove(at: int, name: str, made: Identity | None = None) -> bool:
-    about = os.lstat(name, dir_fd=at)
-    if not stat.S_ISREG(about.st_mode) or made not in (None, identity(about)):
-        return False
-    os.unlink(name, dir_fd=at)
-    return True
+    """Removes a regular file; False where another process has removed it meanwhile, as ranks that discard one folder together do."""
+    with contextlib.suppress(FileNotFoundError):
+        about = os.lstat(name, dir_fd=at)
+        if stat.S_ISREG(about.st_mode) and made in (None, identity(about)):
+            os.unlink(name, dir_fd=at)
+            return True
+    return False
 
 
 def _is(at: int, name: str, made: Identity) -> bool:

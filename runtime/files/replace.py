@@ -3,7 +3,7 @@
     with replacing(Path("y.npz")) as out:
         out.write(...)
 
-A new file is made beside the old one, under a hidden name that nobody else has, and takes its place by one rename. Until then the
+A new file is made beside the old one, under a hidden name of its own, and takes its place by one rename. Until then the
 old one stays as it is, whatever happens: an error, a full disk, a kill. No link is followed: neither at the hidden name, which is
 made exclusively, nor at the name itself, which must be free or that of a regular file.
 
@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from ..errors import PartcError, UsageError
 from .regular import kind_of
-from .removal import FOLDER, identity, remove_file, remove_made, remove_tree, take_place
+from .removal import FOLDER, identity, remove_file, remove_hidden, remove_tree, take_place
 
 try:
     import fcntl
@@ -57,9 +57,9 @@ def replacing(path: Path, settle: bool = True) -> Iterator[BinaryIO]:
     the disk is full or the folder cannot be written.
     """
     refuse_other(path)
-    with told(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(path, remove_made)
+        remove_left(path, remove_hidden)
         hidden, handle = make_beside(path, lambda name: os.open(name, _CREATE, 0o666))
         made = identity(handle)
         try:
@@ -83,9 +83,9 @@ def replacing_together(path: Path) -> Iterator[Path]:
     that at no time one of them is beside another's. Errors are those of `replacing`.
     """
     refuse_other(path)
-    with told(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(path, remove_made)
+        remove_left(path, remove_hidden)
         hidden, handle = make_beside(path, new_folder)
         try:
             yield hidden
@@ -93,7 +93,8 @@ def replacing_together(path: Path) -> Iterator[Path]:
             for name in others:
                 refuse_other(path.with_name(name))
             for name in (*others, path.name):
-                _settle(hidden / name)
+                with (hidden / name).open("r+b") as made:
+                    os.fsync(made.fileno())
             if others:
                 remove_file(path)
             for name in (*others, path.name):
@@ -102,11 +103,6 @@ def replacing_together(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 remove_tree(hidden, identity(handle))
             os.close(handle)
-
-
-def _settle(file: Path) -> None:
-    with file.open("r+b") as made:
-        os.fsync(made.fileno())
 
 
 def write_text(path: Path, text: str, settle: bool = True) -> None:
@@ -127,7 +123,7 @@ def refuse_other(path: Path) -> None:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Tells what the operating system refuses of `path` within as one WriteError; what it refuses of other files stays."""
     try:
         yield
@@ -211,7 +207,7 @@ def hold(handle: int) -> bool:
 
 
 def is_left(hidden: Path) -> bool:
-    """Whether its writer is dead. Where locks cannot tell, it is taken to be alive."""
+    """Whether its writer is dead. Without locks it counts as alive."""
     if fcntl is None:
         return False
     try:

@@ -22,7 +22,7 @@ def module_names(folder: Path) -> set[str]:
     return {name for name in found if name not in sys.stdlib_module_names and not _is_library(sys.modules.get(name))}
 
 
-def lies_in(module: ModuleType | None, folder: Path) -> bool:
+def is_imported_from(module: ModuleType | None, folder: Path) -> bool:
     """Whether the module was imported from the folder, or below it."""
     if _is_library(module) or (getattr(module, "__name__", None) or "").split(".")[0] in ("partc", "__main__"):
         return False
@@ -36,7 +36,7 @@ def forget_namesakes(folder: Path) -> None:
     """Modules of other folders are no longer known under the names of the folder's own, which can so be imported."""
     own = module_names(folder)
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in own and not lies_in(module, folder):
+        if name.split(".")[0] in own and not is_imported_from(module, folder):
             sys.modules.pop(name, None)
 
 

@@ -15,8 +15,8 @@ _KINDS: tuple[type[PartcError], ...] = (DamagedError, CheckpointError, ArtifactE
 def together(action: Callable[[], Result], share: Callable[[str], Sequence[str]]) -> Result:
     """The action's result where it succeeds on every rank; collective.
 
-    What some ranks found is one error on all: of the first kind that came up, with every line once. Where it was no error of partc's the
-    rank that had it raises it, and the others a RankError.
+    What some ranks found is one error on all: of the first kind that came up, with every line once. Any other error is raised by the
+    rank that had it, and the others a RankError.
     """
     failure: Exception | None = None
     result: Result | None = None

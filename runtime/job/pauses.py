@@ -9,7 +9,7 @@
 
 A rank that looks without giving its core up keeps it from whom it waits for: the system may have put both on one core, although there
 are as many cores as ranks, since any other process is on the other one. It then takes a time slice of the system, some milliseconds,
-until the other one runs, in every wait. Giving the core up costs less than a microsecond where nobody wants it.
+until the other one runs, in every wait. Giving the core up costs less than a microsecond where no other process wants it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def create_board(file: Path, ranks: int) -> None:
 
 
 def open_board(rank: int) -> Board:
-    """The slot of a rank on the board that the environment names; where there is none, a slot that nobody reads."""
+    """The slot of a rank on the board that the environment names; where there is none, a slot that is never read."""
     name = os.environ.get(VARIABLE)
     if name:
         try:
@@ -119,7 +119,7 @@ def processes() -> Mapping[int, int]:
 
 
 def states(pids: Sequence[int]) -> list[str]:
-    """The letter of each process's state, as /proc tells it; empty where it has ended, `?` where the system has no /proc."""
+    """The letter of each process's state in /proc; empty where it has ended, `?` where the system has no /proc."""
     return [_state(Path(f"/proc/{pid}/stat")) for pid in pids]
 
 

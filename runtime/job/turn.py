@@ -13,15 +13,22 @@ call would meet another one's. Refused, too, is a call
         ...
         with turn.lent("the schedule"):     # code of the user's runs, within which no call can be made
             rate(step)
+
+Ctrl-C may come between any two steps of a thread, also at the first one of what would give a turn back. So no turn has to be given back:
+a call has it for as long as its frame is on its thread's stack, and giving it back early is one assignment that spares others the look.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
+from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import RankError, UsageError
@@ -31,7 +38,8 @@ Result = TypeVar("Result")
 
 TRAINER, PROGRAM = 1, 2
 """Levels: a call of a trainer makes calls of programs, no call makes one of its own level."""
-_SHORT = 0.05
+_LOOK = 0.05
+"""Seconds after which who waits looks again: a call may have gone without a word."""
 _users_code = threading.local()
 
 
@@ -40,13 +48,40 @@ def enters_users_code(by: int) -> None:
     _users_code.depth = getattr(_users_code, "depth", 0) + by
 
 
-class _Held:
-    """Who has the turn of what shares a state: the thread, the level and the name of its call, and whose code it runs meanwhile."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that has the turn: its thread, level, name and frame, the call that it is made in, and whose code it runs meanwhile."""
+
+    thread: int
+    level: int
+    doing: str
+    frame: FrameType
+    within: _Call | None
+    lent: str = ""
+
+    def goes_on(self) -> bool:
+        """Whether its frame is on its thread's stack."""
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+class _Owner:
+    """Which call has the turn of what shares a state. The lock is taken for moments alone, by `with`, which no Ctrl-C comes between."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.owner = self.level = 0
-        self.doing = self.lent = ""
+        self.lock = threading.Lock()
+        self.call: _Call | None = None
+        self.freed: SimpleQueue[None] = SimpleQueue()
+        """Has an item when the turn was given back: one of those that wait looks at once."""
+
+    def now(self) -> _Call | None:
+        """The innermost call that has the turn and goes on."""
+        call = self.call
+        while call is not None and not call.goes_on():
+            call = call.within
+        return call
 
 
 class Turn:
@@ -55,7 +90,7 @@ class Turn:
     `admits`: which threads, by their identifiers, may make calls at all.
     """
 
-    def __init__(self, waits: bool, admits: Callable[[int], bool] | None = None, held: _Held | None = None) -> None:
+    def __init__(self, waits: bool, admits: Callable[[int], bool] | None = None, held: _Owner | None = None) -> None:
         self.waits = waits
         self.ended: str | None = None
         """Why no call is taken any more."""
@@ -63,7 +98,7 @@ class Turn:
         """Threads that work for a call, and so cannot wait for it to end."""
         self._admits = admits
         self._process = os.getpid()
-        self._held = held or _Held()
+        self._held = held or _Owner()
 
     def shared(self) -> Turn:
         """The turn of something else over the same state, which ends by itself."""
@@ -77,91 +112,91 @@ class Turn:
     @property
     def busy(self) -> bool:
         """Whether a call is under way."""
-        return self._held.owner != 0
+        return self._held.now() is not None
 
     def has(self, thread: int) -> bool:
         """Whether a thread has the turn."""
-        return self._held.owner == thread
+        call = self._held.call
+        return call is not None and call.thread == thread
 
     def taken(self, level: int, what: str, ending: bool = False, local: bool = False) -> AbstractContextManager[None]:
         """The turn, for a call named `what`; UsageError where it may not be made, RankError after the end.
 
-        `ending`: it ends all calls, and waits in any case. `local`: it takes one rank alone.
+        The block must be all that its function does: the turn lasts as long as the function's frame at most. `ending`: it ends all calls,
+        and waits in any case. `local`: it takes one rank alone.
         """
         return _Taken(self, level, what, ending, local)
 
-    def take(self, level: int, what: str, ending: bool, local: bool) -> None:
-        """Takes the turn, as `taken` says; the caller leaves it, whatever this raises."""
+    def take(self, frame: FrameType, level: int, what: str, ending: bool, local: bool) -> _Call:
+        """Gives the turn to the call of a frame, as `taken` says."""
         me, held = threading.get_ident(), self._held
         if self.forked:
             fact = f"{what} in process {os.getpid()}, a fork of process {self._process}, which has loaded the program"
             raise UsageError(f"{fact}\n  a fork has none of its threads and connections\n  help: load it in the fork")
-        if held.owner == me:
-            if held.lent or level <= held.level:
-                raise self._inside(what)
+        if self.has(me) and (outer := held.now()) is not None:
+            if outer.lent or level <= outer.level:
+                raise _inside(what, outer)
             self._refuse_ended(ending)
-            held.level = level
-            return
+            held.call = inner = _Call(me, level, outer.doing, frame, outer)
+            return inner
         if me in self.working:
-            raise self._inside(what)
+            raise _inside(what, held.call)
         if not local and self._admits is not None and not self._admits(me):
             fact = f"{what} of one rank of a program whose ranks are threads"
             raise UsageError(
                 f"{fact}\n  every rank takes part in a call\n  help: call the program that load_local gave"
             )
-        with held.changed:
-            self._await(what, ending)
-            self._refuse_ended(ending)
-            held.owner, held.level, held.doing = me, level, what
+        call = _Call(me, level, what, frame, None)
+        while (other := self._try(call, ending)) is not None:
+            self._refuse_waiting(what, ending, other)
+            with suppress(Empty):
+                held.freed.get(timeout=_LOOK)
+        return call
 
-    @property
-    def level(self) -> int | None:
-        """The level of the call that this thread is in; None where it is in none."""
-        return self._held.level if self._held.owner == threading.get_ident() else None
-
-    def leave(self, level: int | None) -> None:
-        """Goes back to the call of a level that this thread was in; where it was in none, tells the next thread."""
-        me, held = threading.get_ident(), self._held
-        if level is not None:
-            held.level = level
-            return
-        with held.changed:
-            if held.owner == me:
-                held.owner, held.doing, held.lent = 0, "", ""
-            if not held.owner:
-                held.changed.notify()  # also where this one was refused after its wait: the next one has not been told
+    def give_back(self, call: _Call) -> None:
+        """Ends a call before its frame has gone: the one that it was made in has the turn again, or who waits."""
+        held = self._held
+        held.call = call.within
+        if call.within is None and held.freed.empty():
+            held.freed.put(None)
 
     @contextmanager
     def lent(self, to: str) -> Iterator[None]:
         """A block in which code of the user's runs inside a call."""
-        self._held.lent = to
+        call = self._held.call
+        assert call is not None, "only a call lends its turn"
+        call.lent = to
         try:
             yield
         finally:
-            self._held.lent = ""
+            call.lent = ""
 
     def _refuse_ended(self, ending: bool) -> None:
         if self.ended is not None and not ending:
             raise RankError(f"the program has stopped: {self.ended}")
 
-    def _await(self, what: str, ending: bool) -> None:
-        held = self._held
-        while held.owner:
-            if not (self.waits or ending):
-                fact = f"{what} while another thread is in {held.doing}"
-                law = "the ranks of a job make the same calls in one order, which threads of a rank do not have"
-                raise UsageError(f"{fact}\n  {law}\n  help: make all calls from one thread, or take a lock around each")
-            if not getattr(_users_code, "depth", 0):
-                held.changed.wait()
-            elif held.lent:
-                raise self._inside(what)  # the call under way may wait for what this thread makes
-            else:
-                held.changed.wait(_SHORT)
+    def _try(self, call: _Call, ending: bool) -> _Call | None:
+        """The call that has the turn; None where that is the given one from now on."""
+        with self._held.lock:
+            other = self._held.now()
+            if other is None:
+                self._refuse_ended(ending)
+                self._held.call = call
+            return other
 
-    def _inside(self, what: str) -> UsageError:
-        by = f", by {self._held.lent}" if self._held.lent else ""
-        fact = f"{what} inside of {self._held.doing or 'a call'} of the same program{by}"
-        return UsageError(f"{fact}\n  one call is under way at a time\n  help: make it when that one has returned")
+    def _refuse_waiting(self, what: str, ending: bool, other: _Call) -> None:
+        if not (self.waits or ending):
+            fact = f"{what} while another thread is in {other.doing}"
+            law = "the ranks of a job make the same calls in one order, which threads of a rank do not have"
+            raise UsageError(f"{fact}\n  {law}\n  help: make all calls from one thread, or take a lock around each")
+        if getattr(_users_code, "depth", 0) and other.lent:
+            raise _inside(what, other)  # the call under way may wait for what this thread makes
+
+
+def _inside(what: str, call: _Call | None) -> UsageError:
+    by = f", by {call.lent}" if call is not None and call.lent else ""
+    fact = f"{what} inside of {'a call' if call is None else call.doing} of the same program{by}"
+    return UsageError(f"{fact}\n  one call is under way at a time\n  help: make it when that one has returned")
 
 
 class Taking(Protocol):
@@ -174,22 +209,16 @@ class Taking(Protocol):
 class _Taken:
     """The block of a call. It is entered in each step, twice, and so no generator."""
 
-    __slots__ = ("before", "of", "turn")
+    __slots__ = ("call", "of", "turn")
 
     def __init__(self, turn: Turn, *of: Any) -> None:
         self.turn, self.of = turn, of
-        self.before: int | None = None
 
     def __enter__(self) -> None:
-        self.before = self.turn.level
-        try:  # Ctrl-C may come anywhere, and must not leave the turn with a call that has gone
-            self.turn.take(*self.of)
-        except BaseException:
-            self.turn.leave(self.before)
-            raise
+        self.call = self.turn.take(sys._getframe(1), *self.of)
 
     def __exit__(self, *error: object) -> None:
-        self.turn.leave(self.before)
+        self.turn.give_back(self.call)
 
 
 Self = TypeVar("Self", bound=Taking)

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto, helper
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array
 
-from ..artifact.dtypes import BY_CODE, Array
 from ..devices.devices import HOST
 from ..program.ort import Session, new_session
 
@@ -51,7 +51,7 @@ def distinct(given: Ids) -> Distinct:
 
 
 def counted_from_front(ids: Array, rows: int) -> tuple[Ids, int]:
-    """The ids of a table of so many rows with those below 0 counted from its end, flat; the place of the first that is no row, or -1."""
+    """The ids of a table of so many rows with those below 0 counted from its end, flat; the index of the first that is not a row, or -1."""
     flat: Ids = ids.reshape(-1).astype(np.int64)
     if not flat.size:
         return flat, -1

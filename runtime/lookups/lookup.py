@@ -1,6 +1,6 @@
 """A Pull or a Push of one step: ids and rows as messages between those who ask and the owners of rows.
 
-    Pull   all to all     how many ids each rank has for each other, or which id is no row of the table, so that all refuse it alike
+    Pull   all to all     how many ids each rank has for each other, or which id is not a row of the table, so that all refuse it alike
            to owners      ids, each once, that count from the owner's first row
            to askers      the rows, in the order of the ids
     Push   to owners      the rows, each id's sum, in the order in which the Pull asked for them
@@ -19,11 +19,11 @@ from itertools import accumulate
 from math import prod
 
 import numpy as np
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Bytes, Dtype
+from partc.runtime.artifact.tensors.tensor import Tensor, aligned
 
-from ..artifact.dtypes import BY_NAME, Array, Bytes, Dtype
 from ..artifact.format import ALL_TO_ALL
-from ..artifact.lookup_node import LookupCall
-from ..artifact.tensor import Tensor, aligned
 from ..communication.transport import CollectiveArgs, Request, Transport
 from ..errors import StepError, no_such_row
 from .distinct import Distinct, Ids, RowSums, counted_from_front, distinct
@@ -58,7 +58,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Pulled:
     """What a Pull asked, as its Push reads it: the ids of givers on an owner, the counts of both, and each id's place on a giver."""
 
     ids: Tensor | None = None
@@ -90,8 +90,8 @@ class Lookup:
         self._turn = [*ranks[place + 1 :], *ranks[:place]]
         """The other ranks, the next one first, so that not all begin with the same."""
 
-    def pull(self, table: Tensor | None, ids: Tensor | None, result: Tensor | None) -> tuple[Tensor | None, Asked]:
-        """The rows for the ids, in `result` where there is one, and what was asked; StepError on all ranks where an id is no row."""
+    def pull(self, table: Tensor | None, ids: Tensor | None, result: Tensor | None) -> tuple[Tensor | None, Pulled]:
+        """The rows for the ids, in `result` where there is one, and what was asked; StepError on all ranks where an id is not a row."""
         once, given, counts = self._ask(ids)
         mine = self.transport.rank
         asked = self._asked(once, given, counts, ids)
@@ -108,7 +108,9 @@ class Lookup:
                 np.take(held, given[mine], axis=0, out=answers[bounds[mine]], mode="clip")
             for rank, request in coming.items():
                 self._wait(request)
-                leaving.append(self._send(self._answer(held, came[rank], rank), rank))
+                rows_of_rank = self._rows(f"rows {rank}", came[rank].size)
+                np.take(held, came[rank], axis=0, out=rows_of_rank, mode="clip")
+                leaving.append(self._send(rows_of_rank.reshape(-1), rank))
         for request in later:
             self._wait(request)
         found = None
@@ -123,7 +125,7 @@ class Lookup:
         self._count(once.inverse.size, once.ids.size, received)
         return found, asked
 
-    def push(self, asked: Asked, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def push(self, asked: Pulled, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """At an owner the ids that it was asked, and the sum of what each giver gives to each, in the order of givers."""
         assert asked.counts is not None
         owners, mine = len(self.owners), self.transport.rank
@@ -158,7 +160,7 @@ class Lookup:
         """Takes part in a Pull with nothing to give: it ends for all other ranks by a StepError."""
         header = np.zeros((len(self.ranks), 4), np.int64)
         header[:, _STATE] = _NOTHING
-        self._told(header)
+        self._headers_of_all(header)
 
     def _ask(self, ids: Tensor | None) -> tuple[Distinct, dict[int, Ids], dict[int, int]]:
         """The rank's ids, each once; by owner what it is asked for; by rank how many ids come from there."""
@@ -179,21 +181,21 @@ class Lookup:
         rows = self._meet(header)
         return asked, given, {rank: int(row[_COUNT]) for rank, row in zip(self.ranks, rows, strict=True)}
 
-    def _asked(self, once: Distinct, given: Mapping[int, Ids], counts: Mapping[int, int], ids: Tensor | None) -> Asked:
+    def _asked(self, once: Distinct, given: Mapping[int, Ids], counts: Mapping[int, int], ids: Tensor | None) -> Pulled:
         """What a Push reads: the ids that other givers ask of an owner are still to come."""
         mine, kind = self.transport.rank, BY_NAME["int64"]
         owns, gives = mine in self.owners, mine in self.givers
         if not owns and not gives:
-            return Asked()
+            return Pulled()
         of_owners = [given[owner].size if gives else 0 for owner in self.owners]
         of_givers = [counts[giver] if owns else 0 for giver in self.givers]
         numbers = Tensor.empty(kind, (sum(of_givers),)) if owns else None
         places = None
         if gives and ids is not None:
             places = Tensor.of(np.asarray(once.inverse, np.int64).reshape(ids.shape), kind)
-        return Asked(numbers, Tensor.of(np.array([*of_owners, *of_givers], np.int64), kind), places)
+        return Pulled(numbers, Tensor.of(np.array([*of_owners, *of_givers], np.int64), kind), places)
 
-    def _landing(self, asked: Asked, given: Mapping[int, Ids], counts: Mapping[int, int]) -> dict[int, Ids]:
+    def _landing(self, asked: Pulled, given: Mapping[int, Ids], counts: Mapping[int, int]) -> dict[int, Ids]:
         """By rank where the ids that it asks for come to lie; what the rank itself asks as a giver is there already."""
         found: dict[int, Ids] = {}
         if asked.ids is not None:
@@ -210,7 +212,7 @@ class Lookup:
 
     def _meet(self, header: Array) -> list[list[int]]:
         """By place in the list what each rank says to this one; StepError on all where one refuses."""
-        rows = self._told(header)
+        rows = self._headers_of_all(header)
         lookup = f"Gather '{self.call.path}'"
         for rank, row in zip(self.ranks, rows, strict=True):
             if row[_STATE] == _NO_ROW:
@@ -220,7 +222,7 @@ class Lookup:
                 raise StepError(f"rank {self.transport.rank} failed in {self.what()}: rank {rank} has nothing to give")
         return rows
 
-    def _told(self, header: Array) -> list[list[int]]:
+    def _headers_of_all(self, header: Array) -> list[list[int]]:
         """By place in the list what each rank says to this one."""
         came = np.empty_like(header)
         if len(self.ranks) == 1:
@@ -237,11 +239,6 @@ class Lookup:
         each = self.call.rows_of_owner
         ends = np.searchsorted(asked.ids, np.arange(len(self.owners) + 1) * each).tolist()
         return {owner: slice(*ends[at : at + 2]) for at, owner in enumerate(self.owners)}
-
-    def _answer(self, held: Array, ids: Ids, rank: int) -> Bytes:
-        rows = self._rows(f"rows {rank}", ids.size)
-        np.take(held, ids, axis=0, out=rows, mode="clip")
-        return rows.reshape(-1)
 
     def _rows(self, name: str, count: int) -> Bytes:
         return self.memory.of(name, count * self.row_bytes).reshape(count, self.row_bytes)

@@ -18,7 +18,7 @@ from .steps import Copy, Segment, Step
 def copy_runs(steps: Sequence[Step]) -> list[list[int]]:
     """The steps that are copies, those that follow each other to one target together, as long as none reads what another makes.
 
-    A run is one moment: its copies may be done in any order, and no two of its values share memory (`liveness.py`).
+    A run is one moment: its copies may be done in any order, and no two of its values share memory (`lifetimes.py`).
     """
     runs: list[list[int]] = []
     made: set[str] = set()
@@ -66,12 +66,15 @@ def copied_buffers(
             names = tuple(dict.fromkeys(name for _, name in sorted(members) if name not in taken))
             if len(names) > 1:
                 taken.update(names)
-                found.append(_buffer(f"copies of {buffer} {run[0]}", type, names, shapes))
+                found.append(
+                    FlatBuffer(
+                        f"copies of {buffer} {run[0]}",
+                        type,
+                        names,
+                        tuple(prod(fixed_shape(shapes[one]) or ()) for one in names),
+                    )
+                )
     return found
-
-
-def _buffer(name: str, type: str, members: tuple[str, ...], shapes: Mapping[str, Shape]) -> FlatBuffer:
-    return FlatBuffer(name, type, members, tuple(prod(fixed_shape(shapes[one]) or ()) for one in members))
 
 
 def merged(spans: Collection[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

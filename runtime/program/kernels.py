@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..artifact.onnx_graph import op_and_path, path_of
+from partc.runtime.artifact.graph.onnx_graph import op_and_path, path_of
+
 from ..devices.devices import Device
 from ..errors import ArtifactError
 from .ort import Session, left_on_host, without_kernel

@@ -7,7 +7,7 @@ makes its next value, or else where it is read. In a file without targets every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ..artifact.format import CPU
 from ..devices.devices import Devices
@@ -83,11 +83,5 @@ def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
 
 def used_targets(steps: list[Step], devices: Devices) -> list[str]:
     """The targets that a program uses, in order."""
-    return sorted({target for step in steps for target in _targets(step, devices)})
-
-
-def _targets(step: Step, devices: Devices) -> Iterator[str]:
-    if isinstance(step, Segment | Update):
-        yield devices.target(step.target)
-    elif isinstance(step, Copy):
-        yield devices.target(step.to)
+    computing = {devices.target(step.target) for step in steps if isinstance(step, Segment | Update)}
+    return sorted(computing | {devices.target(step.to) for step in steps if isinstance(step, Copy)})

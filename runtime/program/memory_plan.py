@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..artifact.tensor import ALIGNMENT
+from partc.runtime.artifact.tensors.tensor import ALIGNMENT
 
 
 @dataclass(frozen=True)

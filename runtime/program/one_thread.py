@@ -1,8 +1,8 @@
 """Nodes that are right in one thread alone: onnxruntime's ScatterND that reduces.
 
-Its threads share the updates out, and two of them may add to one element at once, so that a term is lost: the gradient of a table that is
+Its threads share the updates out, and two of them may add to one element at once, so that one is lost: the gradient of a table that is
 looked up, for instance, where an id stands twice. Such a node has a session of its own, with one thread, and so all others keep theirs.
-With 16,384 rows of 64 onto 100, two threads lose terms in some of 100 runs, and take as long as one (onnxruntime 1.31).
+With 16,384 rows of 64 onto 100, two threads lose additions in some of 100 runs, and take as long as one (onnxruntime 1.31).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from ..artifact.onnx_graph import graph_bodies
+from partc.runtime.artifact.graph.onnx_graph import graph_bodies, text_of
 
 if TYPE_CHECKING:
     from onnx import FunctionProto, NodeProto
@@ -30,7 +30,7 @@ def in_one_thread(functions: Iterable[FunctionProto]) -> set[Key]:
 def wants_one_thread(node: NodeProto, functions: Collection[Key]) -> bool:
     """Whether a node, one of its bodies or the function that it calls adds where several threads may meet."""
     if node.op_type == "ScatterND" and node.domain in ("", "ai.onnx"):
-        return any(one.name == "reduction" and one.s not in (b"", b"none") for one in node.attribute)
+        return text_of(node, "reduction") not in ("", "none")
     if (node.domain, node.op_type) in functions:
         return True
     return any(wants_one_thread(inner, functions) for body in graph_bodies(node) for inner in body.node)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
-from ..devices.devices import Device
+from ..devices.devices import HOST, Device
 
 Bind: TypeAlias = Callable[[str, str, int, int, tuple[int, ...], int], None]
 """Name, device, device number, element type by its ONNX number, shape, address."""
@@ -61,40 +62,28 @@ _ROUNDS_OTHERWISE = (
 """Rewrites of onnxruntime that round otherwise than the nodes do, where what is around them allows it.
 
 (1 / x) * y becomes y / x beside a constant; a factor of float64 before a MatMul becomes one of float32; a sum over a transposed value is
-taken in another order where nobody else reads that value.
+taken in another order where that value has no other reader.
 """
 
 
 @functools.cache
-def _one_arena() -> bool:
-    """Whether onnxruntime has an arena for all sessions of this process that ask for it."""
-    import onnxruntime
-
-    kinds, devices = onnxruntime.OrtAllocatorType, onnxruntime.OrtMemType
-    try:
-        memory = onnxruntime.OrtMemoryInfo("Cpu", kinds.ORT_ARENA_ALLOCATOR, 0, devices.DEFAULT)
-        grown_as_asked = onnxruntime.OrtArenaCfg(0, 1, -1, -1)
-        onnxruntime.create_and_register_allocator(memory, grown_as_asked)
-    except Exception:
-        return False  # there is one already, with laws of its own, or this onnxruntime has none
-    return True
-
-
-@functools.cache
-def _one_arena_of(device: Device) -> bool:
-    """Whether onnxruntime has an arena for all sessions of this process on a GPU; else each session keeps memory of its own there."""
+def _one_arena(device: Device) -> bool:
+    """Whether onnxruntime has an arena on a device for all sessions of this process that ask for it; else each has memory of its own."""
     import onnxruntime
 
     ((provider, options),) = device.providers
     kinds, devices = onnxruntime.OrtAllocatorType, onnxruntime.OrtMemType
     try:
-        memory = onnxruntime.OrtMemoryInfo("Cuda", kinds.ORT_ARENA_ALLOCATOR, device.number, devices.DEFAULT)
+        name = "Cpu" if device.is_host else "Cuda"
+        memory = onnxruntime.OrtMemoryInfo(name, kinds.ORT_ARENA_ALLOCATOR, device.number, devices.DEFAULT)
         grown_as_asked = onnxruntime.OrtArenaCfg(0, 1, -1, -1)
-        onnxruntime.create_and_register_allocator_v2(
-            provider, memory, {"device_id": options["device_id"]}, grown_as_asked
-        )
+        if device.is_host:
+            onnxruntime.create_and_register_allocator(memory, grown_as_asked)
+        else:
+            number = {"device_id": options["device_id"]}
+            onnxruntime.create_and_register_allocator_v2(provider, memory, number, grown_as_asked)
     except Exception:
-        return False
+        return False  # there is one already, with laws of its own, or this onnxruntime has none
     return True
 
 
@@ -107,13 +96,12 @@ def new_session(
     threads: int,
     device: Device,
     entries: Mapping[str, str],
-    arena: bool = False,
     exact: bool = False,
 ) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
-    With `arena` its memory stays in one arena for all such sessions: steps that want the same again and again are not given new pages
-    each time.
+    Its memory is of one arena for all sessions: steps that want the same again and again are not given new pages each time, and what one
+    session gives back the next one takes. Nodes run in the order of the model, which is that of the rank file.
 
     With `exact` nodes round as they would alone: ranks that make a copy of one value each, one beside a constant where another has an
     input, or one that sends a value between, make the same bits.
@@ -128,8 +116,10 @@ def new_session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.enable_cpu_mem_arena = arena and device.is_host and _one_arena()
-    if options.enable_cpu_mem_arena or (not device.is_host and _one_arena_of(device)):
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    shared = _one_arena(HOST if device.is_host else device)
+    options.enable_cpu_mem_arena = device.is_host and shared
+    if shared:
         options.enable_mem_pattern = False
         options.add_session_config_entry("session.use_env_allocators", "1")
     if not device.is_host:
@@ -148,6 +138,13 @@ def new_session(
         # onnxruntime only logs that it has not found the device, and takes the CPU.
         raise RuntimeError(f"onnxruntime cannot use {device}: its {provider} was not made")
     return cast(Session, session)
+
+
+def give_back_freed() -> None:
+    """Returns to the system what making sessions has freed: those with constant weights hold these up to four times while they are made."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def left_on_host(session: Session) -> list[tuple[str, str]]:

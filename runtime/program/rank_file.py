@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..artifact.comm_node import AnyCall, CollectiveCall, contradictions
-from ..artifact.dtypes import dense
+from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, contradictions
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
+from partc.runtime.artifact.tasks.microbatches import refuse_left_out
+from partc.runtime.artifact.tensors.dtypes import dense
+
 from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
-from ..artifact.lookup_node import LookupCall
 from ..artifact.manifest import Artifact
-from ..artifact.microbatches import refuse_left_out
-from ..artifact.onnx_graph import read_for_sizes_alone
 from ..errors import ArtifactError
 from .segmentation import segmented
 from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
@@ -50,7 +51,7 @@ class RankFile:
 
     @cached_property
     def sized(self) -> list[str]:
-        """Of these those that nobody feeds: the rank reads their sizes alone, which all ranks agree on."""
+        """The inputs that are not fed: the rank reads only their sizes, on which all ranks agree."""
         listed = {port.name: port for port in self.manifest.inputs}
         alone = read_for_sizes_alone(self.model.graph)
         return [
@@ -141,7 +142,7 @@ def read_rank_file(artifact: Artifact, rank: int) -> RankFile:
 
 
 def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Transfer]:
-    """The record of each message of this rank, by tag; ArtifactError where the file tells otherwise.
+    """The record of each message of this rank, by tag; ArtifactError if manifest and file disagree.
 
     Of a tensor of the state that lies on another target a copy with a name of its own is sent.
     """
@@ -172,7 +173,7 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
 
 
 def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: str) -> dict[int, Collective]:
-    """The record of each collective and lookup of this rank, by tag; ArtifactError where the file tells otherwise, or it cannot be run."""
+    """The record of each collective and lookup of this rank, by tag; ArtifactError if manifest and file disagree or an op is unknown."""
     records = {one.tag: one for one in manifest.collectives}
     groups = manifest.groups_of(rank)
     used: set[int] = set()

@@ -1,7 +1,7 @@
 """Cutting a rank's program at its communication nodes into steps: segments of compute nodes, sends, and receives.
 
 The order of the file is kept for everything that communicates. A segment ends before a Send of a value that it makes, and before
-the first node that needs a received value nobody has waited for; all other cuts would only cost. A receive is posted at its place
+the first node that needs a received value that was not waited for yet; all other cuts would only cost. A receive is posted at its place
 in the file, or before the segment that is open there, and waited for at the first use of its value. A collective begins like a
 Send and is waited for like a receive. So communication overlaps computation as far as the order allows, and no rank waits for
 what the global order puts later.
@@ -18,17 +18,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..artifact.comm_node import CollectiveCall, read_call
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.graph.onnx_graph import is_recomputed, moved_statistics, op_and_path, reads
+from partc.runtime.artifact.graph.onnx_graph import path_of as path_of
+from partc.runtime.artifact.graph.optimizer_function import is_elementwise
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
+from partc.runtime.artifact.graph.row_function import is_rowwise
+from partc.runtime.artifact.graph.targets import copied_to, is_copy, refuse_unknown_target, target_of
+from partc.runtime.artifact.tasks.calls import Body, bodies_of, calls_of
+from partc.runtime.artifact.tasks.calls import Call as TaskCall
+
 from ..artifact.format import DOMAIN, OPTIMIZER, PEER, RECV, SEND, TAG, TASKS
-from ..artifact.lookup_node import LookupCall
-from ..artifact.onnx_graph import is_recomputed, moved_statistics, op_and_path, reads
-from ..artifact.onnx_graph import path_of as path_of
-from ..artifact.optimizer_function import is_elementwise
-from ..artifact.rank_constants import is_rank_constant, names_of
-from ..artifact.row_function import is_rowwise
-from ..artifact.targets import copied_to, is_copy, refuse_unknown_target, target_of
-from ..artifact.tasks import Body, bodies_of, calls_of
-from ..artifact.tasks import Call as TaskCall
 from ..errors import ArtifactError
 from .one_thread import Key, in_one_thread, wants_one_thread
 from .soundness import refuse_unsound
@@ -70,7 +71,7 @@ class _Segmenter:
     alone: bool = False
     """Whether the open segment is one of one thread."""
     guard: str = ""
-    """What tells whether an update may run at all."""
+    """The condition on which an update runs."""
 
     def close(self) -> None:
         if self.open:
@@ -205,7 +206,7 @@ class _Part:
             elif node.domain != DOMAIN:
                 cutter.compute(index, node, self.operands[index], wants_one_thread(node, self.single))
             elif node.op_type in (SEND, RECV):
-                _cut_message(cutter, node, self.where)
+                _message_steps(cutter, node, self.where)
             elif is_copy(node):
                 to = copied_to(node, self.where)
                 cutter.give(node.input, Copy(node.input[0], node.output[0], to, path_of(node)))
@@ -254,7 +255,7 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
     return [renamed(step) for step in steps]
 
 
-def _cut_message(cutter: _Segmenter, node: NodeProto, where: str) -> None:
+def _message_steps(cutter: _Segmenter, node: NodeProto, where: str) -> None:
     peer, tag = _ends(node, where)
     if node.op_type == SEND:
         cutter.give([node.input[0]], Send(node.input[0], peer, tag, path_of(node)))
@@ -267,7 +268,7 @@ def _cut_message(cutter: _Segmenter, node: NodeProto, where: str) -> None:
 def _segments(steps: Sequence[_Cut], part: _Part, outputs: Iterable[str]) -> list[Step | TaskCall]:
     """The runs of node numbers among the steps as segments, each giving exactly the values that others need.
 
-    A segment or a copy that nobody needs anything of is left out, and then what only those need.
+    A segment or a copy without readers is left out, and then what only those need.
     """
     nodes, operands, initializers = part.nodes, part.operands, part.initializers
     wanted = set(outputs)

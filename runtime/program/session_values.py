@@ -6,9 +6,9 @@ import ctypes
 from typing import TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array, Dtype
+from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
-from ..artifact.dtypes import BY_CODE, Array, Dtype
-from ..artifact.tensor import Tensor, Value
 from ..devices.device_memory import Cell, DeviceMemory, Placed, Remote, on_host
 from ..errors import StepError
 from .ort import Bind, OrtValue, new_value
@@ -47,7 +47,7 @@ def from_ort(value: OrtValue, memory: DeviceMemory | None = None) -> Placed:
 
 
 def check_promise(name: str, found: Shape, promised: Shape) -> None:
-    """A value must have the shape on which other ranks rely; StepError where it has not."""
+    """A value must have the shape on which other ranks rely; StepError where it has another."""
     if found != promised:
         raise StepError(f"the value '{name}' was promised with shape {list(promised)} and has {list(found)}")
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..artifact.dtypes import BY_CODE, dense, element, type_proto, type_text
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
+from partc.runtime.artifact.graph.onnx_graph import op_and_path
+from partc.runtime.artifact.tasks.calls import bodies_of, declared
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, dense, element, type_proto, type_text
+
 from ..artifact.format import DOMAIN, TASKS
-from ..artifact.half_kernels import compute_in_float32
-from ..artifact.onnx_graph import op_and_path
-from ..artifact.tasks import bodies_of, declared
 from ..devices.devices import HOST, Device, Devices
 from ..errors import ArtifactError
 from .kernels import refuse_moved_to_host, refuse_without_kernel
@@ -37,7 +38,7 @@ _OUTPUT = re.compile(
 @dataclass(frozen=True)
 class Settings:
     """How sessions run: threads of one operator, whether idle threads may spin, the devices of the rank's targets, and whether the rank
-    keeps tensors from step to step: then memory stays in an arena, and copies are made bit by bit alike.
+    keeps tensors from step to step: then copies are made bit by bit alike.
     """
 
     threads: int
@@ -145,13 +146,14 @@ class Builder:
             entries[NO_FALLBACK] = "1"
         data = model.SerializeToString()
         try:
-            session = new_session(data, threads, device, entries, settings.keeps, settings.keeps)
+            session = new_session(data, threads, device, entries, settings.keeps)
         except Exception as error:
             if not device.is_host:
                 refuse_without_kernel(self.where, device, data, entries, segment.nodes)
             text = _plain(str(error))
+            named = (op_and_path(node) for node in segment.nodes if node.name and f"({node.name})" in text)
             raise ArtifactError(
-                f"{self.where}: onnxruntime {version()} does not load {self._refused(segment, text)}: {text}\n"
+                f"{self.where}: onnxruntime {version()} does not load {next(named, str(segment))}: {text}\n"
                 "  help: install the onnxruntime that the artifact was compiled for, or compile again"
             ) from None
         if not device.is_host and not segment.target:
@@ -178,11 +180,6 @@ class Builder:
         if self.settings.devices.of(segment.target).is_host:
             compute_in_float32(model)
         return model
-
-    def _refused(self, segment: Segment, text: str) -> str:
-        return next(
-            (op_and_path(node) for node in segment.nodes if node.name and f"({node.name})" in text), str(segment)
-        )
 
 
 def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dict[str, str]:

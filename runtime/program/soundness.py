@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..artifact.onnx_graph import op_and_path
+from partc.runtime.artifact.graph.onnx_graph import op_and_path
+
 from ..errors import ArtifactError
 
 if TYPE_CHECKING:

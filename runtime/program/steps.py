@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..artifact.comm_node import AnyCall, CollectiveCall
-from ..artifact.lookup_node import LookupCall
-from ..artifact.onnx_graph import addends, op_and_path, reads
+from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.graph.onnx_graph import addends, op_and_path, reads
 
 if TYPE_CHECKING:
     from onnx import NodeProto

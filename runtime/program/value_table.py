@@ -15,13 +15,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..artifact import dim_expression as expression
-from ..artifact.dtypes import Dtype, dense
+from partc.runtime.artifact.tasks.calls import declared
+from partc.runtime.artifact.tensors.dtypes import Dtype, dense
+
+from ..artifact.dim_expression import symbols_in
 from ..artifact.format import PUSH, Collective, Dim, Manifest, Shape, Transfer
-from ..artifact.tasks import declared
 from ..errors import ArtifactError
 from .flat_buffers import FlatBuffer, flat_places
-from .liveness import LiveRange, live_ranges, merged_ranges
+from .lifetimes import LiveRange, lifetimes, live_ranges, merged_ranges
+from .memory_plan import Lifetime
 from .rank_file import RankFile
 from .steps import LookUp, PostRecv, Send, StartCollective
 
@@ -34,7 +36,7 @@ class Storage(Enum):
     CONSTANT = "constant"
     """Memory that outlives the step: a weight that is sent or delivered, what the rank keeps."""
     SLOT = "slot"
-    """The arena: a dense tensor whose shape the bindings tell."""
+    """The arena: a dense tensor whose shape follows from the bindings."""
     TENSOR = "tensor"
     """Memory of its own, new in each step: a dense tensor of unknown shape."""
     OBJECT = "object"
@@ -70,6 +72,11 @@ class ValueTable:
     def is_loose(self, name: str) -> bool:
         """Whether a value has another place and shape in each step."""
         return self.storage[name] is Storage.TENSOR
+
+    def lifetimes(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> list[Lifetime]:
+        """Size and lifetime of every place in an arena; `aliases` give values that lie where others did, `shapes` are those of a step."""
+        sizes = {name: self.dtype(name).bytes_of(one) for name, one in shapes.items() if name not in self.flat_places}
+        return lifetimes(self.live_ranges, aliases, sizes)
 
     @property
     def slots(self) -> set[str]:
@@ -107,7 +114,7 @@ def promised_shapes(file: RankFile, bound: frozenset[str]) -> dict[int, Shape]:
 
 def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int]) -> dict[str, Shape]:
     """By value the shape that the file states, of one that arrives the transfer's, where inputs bind all names in it."""
-    stated = {**{name: one.shape for name, one in file.sent.items()}, **_declared_shapes(file)}
+    stated = {**{name: one.shape for name, one in file.sent.items()}, **declared_shapes(file)}
     shapes = {
         name: shape
         for name, shape in stated.items()
@@ -121,8 +128,8 @@ def known_shapes(file: RankFile, bound: frozenset[str], promises: Collection[int
 
 
 def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype, list[Dim]]]:
-    """By input that nobody feeds its type and the shape of what stands for it; ArtifactError where the inputs of a step do not tell it."""
-    declared = _declared_shapes(file)
+    """The type and shape that stand for each input that is not fed; ArtifactError where the inputs of a step do not determine them."""
+    declared = declared_shapes(file)
     ports = {port.name: port for port in file.manifest.inputs}
     found: dict[str, tuple[Dtype, list[Dim]]] = {}
     for name in file.sized:
@@ -210,18 +217,10 @@ def storage_of(
 
 
 def _known(shape: Shape, manifest: Manifest, bound: frozenset[str]) -> bool:
-    return shape is not None and all(_names(dim, manifest) <= bound for dim in shape)
+    return shape is not None and all(bound.issuperset(symbols_in(dim, manifest.symbols)) for dim in shape)
 
 
-def _names(dim: Dim, manifest: Manifest) -> frozenset[str]:
-    """The symbols that a dim needs; a file may name a dim by what is no expression, which then is a symbol that nothing binds."""
-    try:
-        return expression.parse(dim, manifest.symbols).names
-    except ValueError:
-        return frozenset([str(dim)])
-
-
-def _declared_shapes(file: RankFile) -> dict[str, Shape]:
+def declared_shapes(file: RankFile) -> dict[str, Shape]:
     """The shapes that a rank file declares; None for a value with a dim that is left open."""
     found: dict[str, Shape] = {}
     for name, value in declared(file.model, file.where):

@@ -12,17 +12,19 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from ..artifact.format import SCALE
+from ..checkpoint.background import BackgroundSave
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.compatibility import OPTIMIZER, check_compatible, is_weights_file, matching_weights
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.lock import Lock
-from ..checkpoint.newest import take_whole
-from ..checkpoint.save import save
+from ..checkpoint.newest import take_newest_intact
+from ..checkpoint.save import Save, save
 from ..checkpoint.verification import Verification
 from ..errors import DamagedError
 from ..execution.program import Program
 from ..job.agree import together
+from .ema import Averages
 
 Result = TypeVar("Result")
 
@@ -30,25 +32,60 @@ Result = TypeVar("Result")
 class Checkpoints:
     """The checkpoints of one rank's program. `source`: the checkpoint that was loaded last."""
 
-    def __init__(self, program: Program, optimizer: str, ahead: EarlyVerification | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        optimizer: str,
+        ahead: EarlyVerification | None = None,
+        averages: Averages | None = None,
+    ) -> None:
         self.source: Path | None = None
         self._ahead = ahead
         self._program, self._optimizer = program, optimizer
-        self._kept = program.manifest.state
+        self._kept, self._averages = program.manifest.state, averages
         self._claimed: set[Path] = set()
         self._ours: set[Path] = set()
         """The folders to which this run has written, now or before it was resumed."""
         self._locks: dict[Path, Lock] = {}
+        self.saving: BackgroundSave | None = None
+        """The save in the background that has not been finished."""
 
-    def save(self, folder: Path, step: int, meta: Mapping[str, JsonValue], keep: int | None) -> Path:
-        """Writes a checkpoint into a folder that all ranks share; its path."""
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        meta: Mapping[str, JsonValue],
+        keep: int | None,
+        best: int | None,
+        background: bool = False,
+    ) -> Path:
+        """Writes a checkpoint into a folder that all ranks share; its path. In the `background` it is whole once `finish` has returned."""
+        self.finish()
         self.claim(folder)
-        state, share, rank = self._program.state, self._program.all_gather_text, self._program.rank
+        share, rank = self._program.all_gather_text, self._program.rank
+        arrays, records = self._program.state.arrays(), [*self._kept]
+        if self._averages is not None:
+            arrays, records = [*arrays, *self._averages.arrays()], [*records, *self._averages.records]
         known: dict[str, JsonValue] = {OPTIMIZER: self._optimizer, **meta}
         lock, goes_on = self._locks.get(folder), folder.resolve() in self._ours
-        path = save(folder, step, rank, state.arrays(), self._kept, known, share, keep, lock, goes_on)
+        if background:
+            one = Save(folder, step, rank, arrays, records, known, keep, lock, goes_on, best)
+            self.saving = BackgroundSave(one, self._program.manifest.ranks, share)
+            return self.saving.path
+        path = save(folder, step, rank, arrays, records, known, share, keep, lock, goes_on, best)
         self._ours.add(folder.resolve())
         return path
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the save in the background has failed."""
+        return self.saving is not None and self.saving.has_failed
+
+    def finish(self) -> None:
+        """Waits for the save in the background, where one is under way; collective. CheckpointError on all ranks where it failed."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            self._ours.add(saving.finish(self._program.all_gather_text).parent.resolve())
 
     def claim(self, folder: Path) -> None:
         """Takes the lock of a folder until `release`; CheckpointError where another job has it."""
@@ -63,30 +100,41 @@ class Checkpoints:
         self._claimed.add(folder)
 
     def release(self) -> None:
-        """Releases all locks and ends a verification that is still running."""
+        """Releases all locks, and ends a verification or a save that is still running."""
         if self._ahead is not None:
             self._ahead.close()
+        if self.saving is not None:
+            self.saving.give_up()
+            self.saving = None
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
         self._claimed.clear()
 
-    def load(self, path: Path, option: str) -> CheckpointIndex:
-        """Loads all tensors from the checkpoint that a path means, and returns its index. `option`: the command line's for another path."""
+    def load(self, path: Path, option: str, averaged: bool = False) -> CheckpointIndex:
+        """Loads all tensors from the checkpoint that a path means, and returns its index. `option`: the command line's for another path.
+
+        With `averaged` parameters are the checkpoint's moving averages.
+        """
+
+        self.finish()
 
         def take(place: Path) -> CheckpointIndex:
-            checkpoint = self._together(lambda: Checkpoint.at(place))
+            whole = self._together(lambda: Checkpoint.at(place))
+            checkpoint = self._together(whole.averaged) if averaged else whole
             self._together(lambda: check_compatible(checkpoint, self._kept, self._optimizer))
             held = checkpoint.index.tensors
             self._read(checkpoint, {one.tensor for one in self._kept if one.kind != SCALE or one.tensor in held})
             return checkpoint.index
 
-        self.source, index = take_whole(path, take, option, self._program.rank, self._program.all_gather_text)
+        self.source, index = take_newest_intact(path, take, option, self._program.rank, self._program.all_gather_text)
         self._ours.add(self.source.parent.resolve())
         return index
 
     def load_weights(self, path: Path, strict: bool, option: str) -> frozenset[str]:
         """Loads weights from a checkpoint or a safetensors file; the names of the loaded tensors."""
+
+        self.finish()
 
         def take(source: Checkpoint) -> frozenset[str]:
             names = self._together(lambda: matching_weights(source, self._kept, strict))
@@ -98,7 +146,7 @@ class Checkpoints:
 
         if self._together(lambda: is_weights_file(path)):
             return take(self._together(lambda: Checkpoint.of_file(path)))
-        self.source, names = take_whole(
+        self.source, names = take_newest_intact(
             path, take_checkpoint, option, self._program.rank, self._program.all_gather_text
         )
         return names
@@ -116,8 +164,17 @@ class Checkpoints:
         def fill() -> None:
             self._program.state.fill(lambda record, array: checkpoint.load_into(record, rank, array), wanted)
 
+        def fill_averages() -> None:
+            assert self._averages is not None
+            for record, array in self._averages.arrays():
+                if record.tensor in checkpoint.index.tensors:
+                    checkpoint.load_into(record, rank, array)
+
         self._together(prove)
         self._together(fill)
+        if self._averages is not None:
+            self._averages.begin()
+            self._together(fill_averages)
 
     def _together(self, action: Callable[[], Result]) -> Result:
         """The action's result where it succeeds on every rank; else the same failure on all."""

@@ -1,6 +1,6 @@
 """Whether numbers are finite: what a step gives, what it was given, and what is kept.
 
-A loss that is no finite number is told on all ranks alike before anything else is done, with what each rank was given that is none.
+A loss that is not finite is reported on all ranks alike before anything else is done, with the inputs of each rank that are not finite.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array
 
-from ..artifact.dtypes import Array
 from ..artifact.format import Port, StateRecord
 from ..errors import NonFiniteError
 
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 STOP, WARN, SKIP = "stop", "warn", "skip"
 """What happens when a loss is not finite: training ends, a warning is printed, or the step changes nothing."""
-SKIPPED = "skipped"
-"""Key of a checkpoint's meta: how many steps were skipped."""
-
-
 _AT_ONCE = 1 << 16
 """Numbers that are looked at together: what that takes stays in the cache, however large the tensor."""
 
@@ -83,8 +79,9 @@ def first_in_batch(batch: Mapping[str, object], ports: Iterable[Port], rank: int
         array = np.asarray(batch[port.name])
         place = tuple(int(one) for one in np.argwhere(~np.isfinite(array))[0])
         box = port.box(rank)
-        begin = len(array) * box[0][0] // (box[0][1] - box[0][0]) if place and box else 0
-        where = f"record {begin + place[0]} of the batch" if place else "it"
+        at = port.batch_dim
+        begin = array.shape[at] * box[at][0] // (box[at][1] - box[at][0]) if place and box else 0
+        where = f"record {begin + place[at]} of the batch" if place else "it"
         return f"rank {rank}: input '{port.name}': {where} holds {array[place]}"
     return ""
 

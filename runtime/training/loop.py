@@ -1,41 +1,30 @@
 """The loop around the steps: batches in, losses out, evaluation and checkpoints in between, all decided by the number of the step.
 
-Every rank runs the same loop; what is told of it goes to a `Listener`, on rank 0 alone.
+Every rank runs the same loop; its events go to a `Listener`, on rank 0 only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from ..artifact.metric_formula import Totals
+from partc.runtime.artifact.training.metric_formula import Totals
+from partc.runtime.artifact.training.train_settings import LoopSettings
+from pydantic import JsonValue
+
 from ..data import Loader, Position
 from ..errors import InputError, UsageError
+from .best import EARLY_STOP, Judged
 from .finite import STOP, WARN, is_finite
+from .report import Report
+from .stopping import MAX_TIME
 from .trainer import Trainer
 
-Every: TypeAlias = int | Literal["epoch"]
 Metrics: TypeAlias = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """How far training goes and what happens on the way. `steps`, or else `epochs`; without either, one epoch."""
-
-    steps: int | None = None
-    epochs: int | None = None
-    log: Every = 10
-    evaluate: Every = "epoch"
-    checkpoint: Path | None = None
-    save: Every = "epoch"
-    keep: int | None = None
-
-    def total(self, batches: int) -> int:
-        """The number of steps where an epoch has so many batches."""
-        return self.steps if self.steps is not None else (self.epochs or 1) * batches
 
 
 @dataclass(frozen=True)
@@ -49,6 +38,8 @@ class Progress:
     rate: float
     speed: float
     remaining: float
+    more: Metrics = field(default_factory=dict)
+    """The further numbers that the plan's `report` asks for, but for the gradient's norm, which is among the metrics."""
 
 
 class Listener(Protocol):
@@ -59,7 +50,7 @@ class Listener(Protocol):
         ...
 
     def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
-        """The loss of a step, or a gradient, is no finite number; a skipped step has changed nothing."""
+        """The loss of a step, or a gradient, is not finite; a skipped step has changed nothing."""
         ...
 
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
@@ -71,26 +62,56 @@ class Listener(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a training has ended, on every rank.
+
+    `metrics`: of the last evaluation, else means over the last steps; on rank 0. `reason`: why before the last step, 0 where it took all.
+    """
+
+    metrics: Metrics
+    reason: int = 0
+
+
 def run(
     trainer: Trainer,
     loader: Loader,
-    config: RunConfig,
+    settings: LoopSettings,
     listener: Listener | None = None,
     test: Callable[[], Iterable[tuple[Mapping[str, Any], int]]] | None = None,
-) -> Metrics:
-    """Trains as `config` says; the metrics of the last evaluation, else the means over the last steps, on rank 0."""
+    received: Callable[[], int] = lambda: 0,
+    began: float | None = None,
+    resumed: Mapping[str, JsonValue] | None = None,
+) -> Ended:
+    """Trains as the settings say, or until some rank has `received` a reason to stop, or the time is over that `began` then.
+
+    All ranks stop after the same step, evaluate where that is due, and save. `resumed` is what `resume` returned.
+    """
+    start = time.perf_counter() if began is None else began
     order = loader.order
     if not order.batches:
         raise UsageError(
             f"there are {order.records} records, fewer than a batch of {order.batch}\n  help: choose a smaller batch"
         )
-    total = config.total(order.batches)
+    total = settings.total_steps(order.batches)
     totals = Totals(trainer.record.formulas, trainer.record.denominators, trainer.record.sums)
     last: Metrics = {}
+    kept = settings.checkpoint
+    judged = Judged(settings, trainer.record.loss, resumed or {})
+    if trainer.program.any_rank(judged.is_over):
+        return Ended(last, EARLY_STOP)
+    saving: tuple[int, Path] | None = None
+    report = Report(trainer, settings.report) if settings.report else None
     begun, records, skipped = time.perf_counter(), 0, trainer.skipped
     while trainer.step < total:
         position, batch = loader.position(), next(loader)
-        following = loader.peek() if trainer.step + 1 < total else None
+        now = loader.position()
+        ended = now.epoch != position.epoch
+        evaluating = test is not None and _due(settings.evaluate, trainer.step + 1, ended, total)
+        may_end = trainer.step + 1 == total or (evaluating and settings.early_stop is not None)
+        following = None if may_end else loader.peek()
+        late = trainer.rank == 0 and settings.max_time is not None and time.perf_counter() - start > settings.max_time
+        trainer.ask_to_stop(received() or (MAX_TIME if late else 0))
         outputs = _step(trainer, batch, following, position)
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
         if finite or trainer.on_nonfinite == WARN:
@@ -100,10 +121,14 @@ def run(
             listener.not_finite(trainer.step, trainer.numbers(outputs), trainer.skipped > skipped)
         skipped = trainer.skipped
         records += order.batch
-        step, now = trainer.step, loader.position()
-        ended = now.epoch != position.epoch
+        if report is not None:
+            report.step()
+        step = trainer.step
+        if saving is not None and not trainer.is_saving:
+            _saved(saving, listener)
+            saving = None
         at = now.epoch + now.batch / order.batches
-        if _due(config.log, step, ended, total):
+        if _due(settings.log, step, ended, total):
             passed = time.perf_counter() - begun
             last = totals.take()
             progress = Progress(
@@ -114,23 +139,43 @@ def run(
                 trainer.last_rate,
                 records / passed,
                 (total - step) * order.batch * passed / records,
+                {} if report is None else report.numbers(passed),
             )
             if listener and not stops:
                 listener.stepped(progress)
             begun, records = time.perf_counter(), 0
-        evaluating = test is not None and _due(config.evaluate, step, ended, total)
+        better = over = False
         if evaluating and test is not None:
-            last = trainer.evaluate(test())
+            averaged = trainer.averages if settings.ema is not None and settings.ema.evaluate else None
+            with averaged.in_place() if averaged is not None else nullcontext():
+                last = trainer.evaluate(test())
             if listener:
                 listener.evaluated(step, at, last)
-        if config.checkpoint is not None and _due(config.save, step, ended, total):
-            path = trainer.save(config.checkpoint, {"position": [now.epoch, now.batch]}, config.keep)
-            if listener:
-                listener.saved(step, path)
-        if evaluating or config.checkpoint is not None:
+            better, over = judged.judge(trainer, last)
+        if kept is not None and (trainer.stopping or better or over or _due(kept.every, step, ended, total)):
+            meta: dict[str, JsonValue] = {"position": [now.epoch, now.batch], **judged.meta()}
+            trainer.finish_saving()
+            _saved(saving, listener)
+            saving = step, trainer.save(Path(kept.folder), meta, kept.keep.last, judged.best_step, kept.background)
+            if not trainer.is_saving:
+                _saved(saving, listener)
+                saving = None
             begun, records = time.perf_counter(), 0
+        if evaluating:
+            begun, records = time.perf_counter(), 0
+        if trainer.stopping or over:
+            break
+    trainer.finish_saving()
+    _saved(saving, listener)
     trainer.check_last_loss()
-    return last
+    reason = trainer.stopping or (EARLY_STOP if over else 0)
+    return Ended(last, reason if trainer.step < total else 0)
+
+
+def _saved(saving: tuple[int, Path] | None, listener: Listener | None) -> None:
+    """Reports the checkpoint of a step, which is whole."""
+    if saving is not None and listener:
+        listener.saved(*saving)
 
 
 def _step(
@@ -145,16 +190,17 @@ def _step(
         ) from None
 
 
-def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> None:
-    """Resumes from a checkpoint: tensors, the step's number, and the position in the data."""
+def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> Mapping[str, JsonValue]:
+    """Resumes from a checkpoint: tensors, the step's number, and the position in the data; what was saved beside them."""
     meta = trainer.load(path, option)
     match meta.get("position"):
         case [int(epoch), int(batch)]:
             loader.seek(Position(epoch, batch))
         case _:
             loader.seek(Position(*divmod(trainer.step, max(loader.order.batches, 1))))
+    return meta
 
 
-def _due(every: Every, step: int, ended: bool, total: int) -> bool:
+def _due(every: int | Literal["epoch"], step: int, ended: bool, total: int) -> bool:
     """Whether an action with the interval `every` is due after a step; after the last step it always is."""
     return step == total or (ended if every == "epoch" else step % every == 0)

@@ -10,31 +10,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
+from partc.runtime.artifact.training.lr_schedule import Rate
+from partc.runtime.artifact.training.metric_formula import Totals, formula
+from partc.runtime.artifact.training.scalars import scalars
 from pydantic import JsonValue
 
-from ..artifact.format import EVALUATE, Manifest, Port, TrainingRecord
-from ..artifact.lr_schedule import Rate, Run, numbers, optimizer_types, scalars, schedule
-from ..artifact.manifest import Artifact, open_artifact
-from ..artifact.metric_formula import FORMULAS, Totals
-from ..artifact.named import SCHEDULE, base_folder, outside, refusal
+from ..artifact.format import Manifest, Port, TrainingRecord
 from ..checkpoint.early_verification import EarlyVerification
-from ..checkpoint.index import NONFINITE
-from ..devices.devices import Asked
+from ..checkpoint.index import NONFINITE, SKIPPED
 from ..errors import InputError, NonFiniteError, UsageError
-from ..execution.program import OnError, Outputs, Program, load
+from ..execution.program import Outputs, Program
 from ..execution.symbol_bindings import Halted
 from ..job.turn import TRAINER, Turn, one_at_a_time
-from ..user_code import run_file, user_code
+from ..user_code import user_code
 from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
+from .ema import Averages
 from .finite import (
-    SKIPPED,
     STOP,
     PendingLoss,
     is_finite,
@@ -44,14 +41,14 @@ from .finite import (
 )
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from ..communication.transport import Transport
+    pass
 
 Item = TypeVar("Item")
 
 STEP = "step"
 """The scalar that counts the steps of a training."""
+SAVE_FAILED = 1 << 20
+"""The request of a rank whose checkpoint could not be written in the background: larger than any reason to stop."""
 
 
 class Trainer:
@@ -80,15 +77,21 @@ class Trainer:
         """How many of them changed nothing, since a gradient was not finite; neither the rate nor the optimizer counts these."""
         self.last_rate = 0.0
         """The learning rate of the last step."""
-        self._checkpoints = Checkpoints(program, optimizer_types(record.optimizer), ahead)
-        self.on_nonfinite = str(record.settings.get("on_nonfinite", STOP))
+        ema = record.settings.ema
+        self.averages = Averages(program.state, program.manifest.state, ema.decay) if ema is not None else None
+        """The moving averages of the parameters, where the plan has `ema`."""
+        self._checkpoints = Checkpoints(program, record.optimizer.types, ahead, self.averages)
+        self.on_nonfinite = record.settings.on_nonfinite
         self._evaluation = evaluation
         self._untold: deque[PendingLoss] = deque(maxlen=2)
+        self.stopping = 0
+        """Why training is to stop after this step, on all ranks alike: the largest reason given to `ask_to_stop`; 0: it goes on."""
+        self._reason = 0
         self._stop: NonFiniteError
         self.ports: list[Port] = of_batch(program.manifest).inputs
         """The inputs of the model, of all ranks."""
         self._numbers = [name for name in record.scalars if name != STEP]
-        self._hyper = numbers(record.optimizer)
+        self._hyper = record.optimizer.numbers
         known = {port.name for port in program.inputs}
         self._scalars: dict[str, np.ndarray[Any, Any]] = {
             name: np.zeros((), np.int64 if name == STEP else np.float32) for name in record.scalars if name in known
@@ -132,8 +135,8 @@ class Trainer:
         """The outputs of a step, with the numbers of metrics that are made of sums in place of these, and without denominators."""
         beside = {*self.record.denominators.values()}
         outputs = {name: value for name, value in outputs.items() if name not in beside}
-        formulas = {name: FORMULAS[one] for name, one in self.record.formulas.items() if name in outputs}
-        made = {name: formula(np.asarray(outputs[name], np.float64)) for name, formula in formulas.items()}
+        formulas = {name: formula(one).number for name, one in self.record.formulas.items() if name in outputs}
+        made = {name: number(np.asarray(outputs[name], np.float64)) for name, number in formulas.items()}
         return {**outputs, **made}
 
     @one_at_a_time(TRAINER)
@@ -151,6 +154,7 @@ class Trainer:
                 self._scalars[name][...] = value
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
+        self.program.agreement.request(SAVE_FAILED if self._checkpoints.has_failed else self._reason)
         self.program.agreement.halt(any(one.bad for one in self._untold))
         try:
             if following is not None and self.manifest.ranks > 1:
@@ -159,12 +163,27 @@ class Trainer:
         except Halted:
             raise (self._stopped(batch) if self._untold else self._stop) from None
         self.step += 1
-        return self._judged(batch, outputs)
+        requested = self.program.agreement.requested
+        self.stopping = requested if requested < SAVE_FAILED else 0
+        outputs = self._judged(batch, outputs)
+        if requested >= SAVE_FAILED:
+            self._checkpoints.finish()
+        return outputs
+
+    def ask_to_stop(self, reason: int) -> None:
+        """Asks all ranks to stop for a reason of 1 or more; they find it in `stopping` after one of the next two steps, the same on all.
+
+        Any rank may call it, at any time: the request travels with the agreement that begins a step.
+        """
+        self._reason = reason
+        self.program.agreement.request(reason)
 
     def _judged(self, batch: Mapping[str, object], outputs: Outputs) -> Outputs:
-        """The outputs of a step; where training is to stop, whether the loss is a finite number is told with the next step."""
+        """The outputs of a step; where training is to stop, whether the loss is finite is reported with the next step."""
         if self.record.guard and not is_finite(outputs.pop(self.record.guard)):
             self.skipped += 1
+        elif self.averages is not None:
+            self.averages.update()
         if self.on_nonfinite == STOP:
             loss = outputs.get(self.record.loss)
             bad = loss is not None and not is_finite(loss)
@@ -175,7 +194,7 @@ class Trainer:
 
     @one_at_a_time(TRAINER)
     def check_last_loss(self) -> None:
-        """NonFiniteError on all ranks where the loss of the last step is no finite number and training is to stop; collective.
+        """NonFiniteError on all ranks where the loss of the last step is not finite and training is to stop; collective.
 
         A rank that gets the loss tells the others by the next agreement on a step that it begins, so that no step waits for one more.
         Every other call of the trainer asks first; so does `close`.
@@ -228,8 +247,19 @@ class Trainer:
             yield batch
 
     @one_at_a_time(TRAINER)
-    def save(self, folder: str | Path, meta: Mapping[str, JsonValue] | None = None, keep: int | None = None) -> Path:
-        """Writes a checkpoint of this step into `folder`, which all ranks share; its path."""
+    def save(
+        self,
+        folder: str | Path,
+        meta: Mapping[str, JsonValue] | None = None,
+        keep: int | None = None,
+        best: int | None = None,
+        background: bool = False,
+    ) -> Path:
+        """Writes a checkpoint of this step into `folder`, which all ranks share; its path.
+
+        The oldest beyond `keep` are removed, but for the one of the step `best`. In the `background` files are written while training
+        goes on, from a copy in memory; the checkpoint is whole once `finish_saving`, the next `save` or `close` has returned.
+        """
         self._check_last_loss()
         known: dict[str, JsonValue] = {**(meta or {})}
         wrong = not_finite(self.program.state.arrays())
@@ -242,7 +272,18 @@ class Trainer:
             known[NONFINITE] = True
         if self.skipped:
             known[SKIPPED] = self.skipped
-        return self._checkpoints.save(Path(folder), self.step, known, keep)
+        return self._checkpoints.save(Path(folder), self.step, known, keep, best, background)
+
+    @property
+    def is_saving(self) -> bool:
+        """On rank 0, whether a checkpoint is being written in the background, or could not be."""
+        saving = self._checkpoints.saving
+        return saving is not None and not saving.is_complete
+
+    @one_at_a_time(TRAINER)
+    def finish_saving(self) -> None:
+        """Waits for a checkpoint that is written in the background. CheckpointError on all ranks where it could not be."""
+        self._checkpoints.finish()
 
     @one_at_a_time(TRAINER)
     def claim(self, folder: str | Path) -> None:
@@ -253,15 +294,15 @@ class Trainer:
         self._checkpoints.claim(Path(folder))
 
     @one_at_a_time(TRAINER)
-    def load(self, path: str | Path, option: str = "") -> Mapping[str, JsonValue]:
+    def load(self, path: str | Path, option: str = "", averaged: bool = False) -> Mapping[str, JsonValue]:
         """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
 
         Of a folder of checkpoints the newest intact one is taken; `source` says which. Nothing is taken from one before all of it was found
         to be as it was written: DamagedError, on all ranks alike, says what is not, and leaves everything as it was. `option` is how
-        the user gives another path, for the message.
+        the user gives another path, for the message. With `averaged` the parameters are the checkpoint's moving averages.
         """
         self._check_last_loss()
-        index = self._checkpoints.load(Path(path), option)
+        index = self._checkpoints.load(Path(path), option, averaged)
         self.step = index.step
         skipped = index.meta.get(SKIPPED, 0)
         self.skipped = skipped if isinstance(skipped, int) else 0
@@ -284,6 +325,7 @@ class Trainer:
             try:
                 if self.program.usable:
                     self._check_last_loss()
+                    self._checkpoints.finish()
             finally:
                 self._release()
                 self.program.close()
@@ -307,71 +349,3 @@ class Trainer:
             with self.turn.taken(TRAINER, "close()", ending=True):
                 self._release()
                 self.program.close()
-
-
-def load_trainer(
-    folder: str | Path,
-    comm: MPI.Intracomm | Transport | None = None,
-    *,
-    rate: Rate | None = None,
-    ahead: str | Path | None = None,
-    trust_code: bool = False,
-    threads: int | None = None,
-    trust: bool = False,
-    stall: float = 30.0,
-    on_error: OnError = "raise",
-    devices: Asked | None = None,
-) -> Trainer:
-    """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
-
-    `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `ahead` is the checkpoint, or the folder,
-    that is about to be loaded: hashing it begins now. `trust_code`: a schedule that is Python, a file that the artifact names, may run.
-    `devices` as for `load`. UsageError for an artifact that does not train, or has such a schedule without either.
-    """
-    place = Path(folder)
-    try:
-        artifact, rate = _opened(place, rate, trust_code)
-    except Exception as error:
-        load(place, comm, stall=stall, first=partial(_raise, error))  # so that the other ranks do not wait for this one
-        raise
-    begun = None
-    if ahead is not None and (comm is not None or artifact.manifest.ranks == 1):
-        begun = EarlyVerification(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
-    program: Program | None = None
-    try:
-        program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, devices=devices)
-        evaluation = program.beside(EVALUATE) if EVALUATE in artifact.programs else None
-        artifact.refuse_replaced()
-        return Trainer(program, evaluation, rate, begun)
-    except BaseException as error:
-        if begun is not None:
-            begun.close()
-        if program is not None:
-            program.__exit__(type(error), error, error.__traceback__)
-        raise
-
-
-def _opened(place: Path, rate: Rate | None, trust_code: bool) -> tuple[Artifact, Rate]:
-    """What a trainer needs of an artifact before its program is loaded."""
-    artifact = open_artifact(place, trust=True)
-    manifest = artifact.manifest
-    record = manifest.training
-    if record is None:
-        raise UsageError(
-            f"{place}: the artifact has no training program\n  help: compile it with a plan that has `train:`"
-        )
-    if rate is None:
-        if not trust_code and (found := outside(place, record, (SCHEDULE,))):
-            raise refusal(place, manifest, found, "give `rate`, or `trust_code=True` where the artifact is yours")
-        rate = planned_rate(record, base_folder(place, record))
-    return artifact, rate
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def planned_rate(record: TrainingRecord, base: Path, run: Run = run_file) -> Rate:
-    """The rate by step of a plan's schedule; a file of Python, looked for in `base`, runs now, by `run`."""
-    lr = record.optimizer.get("lr")
-    return schedule(record.schedule or None, float(lr) if isinstance(lr, int | float) else 0.0, "schedule", base, run)

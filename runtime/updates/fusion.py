@@ -16,10 +16,11 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
+from partc.runtime.artifact.graph.optimizer_function import NEXT
+from partc.runtime.artifact.graph.row_function import is_rowwise
+from partc.runtime.artifact.training.scalars import SCALARS
+
 from ..artifact import format as fmt
-from ..artifact.lr_schedule import SCALARS
-from ..artifact.optimizer_function import NEXT
-from ..artifact.row_function import is_rowwise
 from ..program.flat_buffers import FlatBuffer, fixed_shape
 from ..program.rank_file import RankFile
 from ..program.steps import Update
@@ -121,7 +122,7 @@ def plan_groups(
         runs = list(_runs(found, buffered))
         plan.groups[index] = [*(_group(run, shapes, step.target) for run in runs), *by_rows]
         for run in runs:
-            for operand in _columns(run):
+            for operand in [tuple(names) for names in zip(*(one.tensors for one in run), strict=True)]:
                 if operand[0] in kept and not laid.intersection(operand):
                     laid.update(operand)
                     plan.kept.append(_buffer(f"{operand[0]} and on", operand, shapes, types))
@@ -209,11 +210,6 @@ def _follows(before: tuple[str, int] | None, after: tuple[str, int] | None) -> b
     if before is None or after is None:
         return before is after
     return after == (before[0], before[1] + 1)
-
-
-def _columns(run: Sequence[_Member]) -> list[tuple[str, ...]]:
-    """By tensor operand the names of all members."""
-    return [tuple(names) for names in zip(*(one.tensors for one in run), strict=True)]
 
 
 def _group(run: Sequence[_Member], shapes: Mapping[str, Shape], target: str) -> FusedUpdate:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..artifact.dtypes import dense
-from ..artifact.lr_schedule import SCALARS
-from ..artifact.optimizer_function import is_in_place
-from ..artifact.row_function import IDS, NEXT, ROWS, adds_up
-from ..artifact.tensor import Tensor
+from partc.runtime.artifact.graph.optimizer_function import is_in_place
+from partc.runtime.artifact.graph.row_function import IDS, NEXT, ROWS, adds_up
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.artifact.tensors.tensor import Tensor
+from partc.runtime.artifact.training.scalars import SCALARS
+
 from ..program.session_values import bind_tensor
 from ..program.sessions import Settings
 from .fusion import RowUpdate
@@ -29,7 +30,7 @@ class RowUpdater:
         dtype = dense(type)
         assert dtype is not None
         assert is_in_place(update.function), update.function.name
-        # Several threads of onnxruntime's ScatterND lose terms of an id that stands there several times.
+        # Several threads of onnxruntime's ScatterND lose additions to an id that occurs several times.
         threads = 1 if adds_up(update.function) else settings.threads
         formals = dict(zip(update.function.input, update.node.input, strict=True))
         tables = {name.removesuffix(NEXT) for name in update.function.output}

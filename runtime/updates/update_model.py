@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onnx import FunctionProto, TensorProto, ValueInfoProto, helper
-
-from ..artifact.lr_schedule import SCALARS
-from ..artifact.row_function import IDS
+from partc.runtime.artifact.graph.row_function import IDS
+from partc.runtime.artifact.training.scalars import SCALARS
 
 IR_VERSION = 10
 _LENGTH = "n"

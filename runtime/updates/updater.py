@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from ..artifact.dtypes import dense
-from ..artifact.optimizer_function import is_in_place
-from ..artifact.tensor import Tensor
+from partc.runtime.artifact.graph.optimizer_function import is_in_place
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.artifact.tensors.tensor import Tensor
+
 from ..devices.device_memory import Placed
 from ..devices.devices import Device
 from ..program.kernels import refuse_without_kernel

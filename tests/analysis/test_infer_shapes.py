@@ -15,13 +15,13 @@ from partc.compiler.autodiff.scope import Scope
 from partc.compiler.dims.facts import Facts
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import ranked
-from partc.compiler.training.add_training import add_training
 from partc.compiler.training.graph_appender import GraphAppender
+from partc.compiler.training_passes import add_training
 
 COMPILER = Path(__file__).parents[2] / "compiler"
 TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}%s}\n"
@@ -45,10 +45,10 @@ def chain(length: int) -> onnx.ModelProto:
     return proto
 
 
-def begun(proto: onnx.ModelProto, plan: str, part: ProgramKind = ProgramKind.STEP) -> Program:
+def begun(proto: onnx.ModelProto, plan: str, part: ProgramKind = ProgramKind.STEP) -> Typed:
     """The program before its shapes are inferred."""
     source = Source(from_proto(proto, Path("model.onnx")))
-    return run_passes(start(source, parse_plan(plan, "plan.yaml"), "model.onnx", kind=part), through=add_training)
+    return run_passes(start(source, parse_plan(plan, "plan.yaml"), "model.onnx", kind=part), add_training)
 
 
 def test_only_one_function_runs_the_engine() -> None:
@@ -98,8 +98,8 @@ def test_a_part_of_a_batch_is_promised_less() -> None:
     graph = from_proto(model(HALF), Path("model.onnx")).graph
     assert plan.train is not None
     known = {"n": Facts(divisor=4, min=8)}
-    assert part_facts(graph, plan.train, ProgramKind.STEP, known) == {"n": Facts(divisor=2, min=4)}
-    assert part_facts(graph, plan.train, ProgramKind.EVALUATION, known) == known
+    assert part_facts(graph, plan.train, ProgramKind.STEP, {}, known) == {"n": Facts(divisor=2, min=4)}
+    assert part_facts(graph, plan.train, ProgramKind.EVALUATION, {}, known) == known
 
 
 def test_long_chains_of_splits_train() -> None:

@@ -11,7 +11,6 @@ from equivalence import compiled, model, same_as_whole
 from onnx import numpy_helper
 from partc.cli.output.stats import moved
 from partc.compiler.errors import CompileError
-from partc.runtime.artifact.format import Transfer
 
 
 def with_weights(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
@@ -125,5 +124,4 @@ def test_an_output_of_unknown_size_that_should_stay_cut_is_whole() -> None:
 
 
 def test_bytes_that_are_a_fraction_are_rounded_up() -> None:
-    one = Transfer(tag=0, value="x", source=0, target=1, type="tensor(float)", shape=None, bytes="4*n/3", cause="")
-    assert moved([one, one], {"n": 5}).bytes == 14
+    assert moved(["4*n/3"] * 2, {"n": 5}).bytes == 14

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from test_shape_promises import broken, outputs_of, promised, session_of
+from shape_promises_case import broken, outputs_of, promised, session_of
 
 HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n'
 

@@ -9,7 +9,7 @@ from equivalence import compiled, model, same_as_whole
 from partc.compiler.analysis.shape_rules import CORRECTIONS
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Typed
 from partc.runtime import load_local
 from partc.runtime.errors import InputError
 
@@ -21,7 +21,7 @@ main (float[batch, 1, 28, 28] x) => (float[r, c] y, float[s, t] z) <int64[2] fla
 }"""
 
 
-def facts(program: Program, name: str) -> list[str]:
+def facts(program: Typed, name: str) -> list[str]:
     (info,) = [info for value, info in program.values.items() if value.name == name]
     known = {symbol: info.facts for symbol, info in program.symbols.items()}
     assert info.shape is not None

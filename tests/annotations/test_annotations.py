@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,20 +12,15 @@ import onnx.compose
 import onnx.utils
 import onnx_ir as ir
 import pytest
+from annotations_case import compiled, programs, written
 from conftest import Golden
 from equivalence import whole_outputs
 from google.protobuf.text_format import MessageToString
 from linear_chains import STYLES, parallel_block
-from onnx_ir._multi_device import _check_device_configurations
 from partc.cli.main import invoke
-from partc.compiler.emit.annotated import annotated
-from partc.compiler.emit.dump import end_text
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.pipeline import compile_model, step_program
-from partc.compiler.plan.read import parse_plan
+from partc.compiler.ir.program import Complete
+from partc.compiler.pipeline import compile_model
 from partc.runtime import load_local
 from sharded_models import BLOCK_STYLES, block, mlp, with_weights
 
@@ -44,30 +38,6 @@ main (float[batch, 12] x) => (float[batch, 3, 4] y, float[12, 5] z) <int64[1] ta
     [split] y = Reshape(h, t)
     [show] z = Slice(w2, zero, five, one)
 }"""
-
-
-def compiled(
-    proto: onnx.ModelProto, plan: str | None, name: str = "m.onnx", configuration: str | None = None
-) -> Program:
-    chosen = parse_plan(plan, "plan.yaml") if plan is not None else None
-    return step_program(Source(from_proto(proto, Path(name))), chosen, name, configuration)
-
-
-def written(program: Program) -> onnx.ModelProto:
-    """The annotated model of a program, accepted by both checkers."""
-    model = annotated(program)
-    assert _check_device_configurations(model) == []
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto, full_check=True)
-    assert _check_device_configurations(ir.from_proto(proto)) == []
-    return proto
-
-
-def programs(program: Program) -> str:
-    """All ranks' programs with their communication, without the reasons: these name lines of the plan."""
-    return re.sub(
-        r"(?m)   (Rule: |Cause: | ?\d+ bytes   ).*$|^#   \d+: .*$|^      # Sharded: .*$", "", end_text(program)
-    )
 
 
 def placed() -> str:
@@ -159,7 +129,7 @@ def annotate(
     return model, up, act, model.add_device_configuration(name, num_devices=devices)
 
 
-def same_as_whole_file(model: ir.Model, folder: Path, sizes: tuple[int, ...], plan: str | None = None) -> Program:
+def same_as_whole_file(model: ir.Model, folder: Path, sizes: tuple[int, ...], plan: str | None = None) -> Complete:
     path = folder / "model.onnx"
     ir.save(model, path)
     if plan is not None:
@@ -173,7 +143,7 @@ def same_as_whole_file(model: ir.Model, folder: Path, sizes: tuple[int, ...], pl
     return report.program
 
 
-def kinds(program: Program) -> list[str]:
+def kinds(program: Complete) -> list[str]:
     return [event.op_type for event in program.events]
 
 
@@ -274,7 +244,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
     for fact in [
         "m.onnx: 'up' is annotated for the configuration 'ghost', which the model does not declare",
         "m.onnx:up: 'x': axis 9 is sharded, but it has 2 dims",
-        "m.onnx:up: 'w': axis 0 of 12 is cut into 5 unequal shards",
+        "m.onnx:up: 'w': axis 0 of 12 is sharded into 5 unequal shards",
         "m.onnx:up: the annotation's tensor 'p_h' is not an input or output of the node",
         "m.onnx:up: 'h': device 7 is not there, the configuration has 4",
         "m.onnx:act: 'h': its shards are on groups of unequal sizes: 3, 1",
@@ -287,8 +257,8 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        ({"x": {0: 2}, "w": {1: 2}}, "the same ranks cut dims of MatMul that do not correspond"),
-        ({"x": {1: 2}, "w": {1: 2}}, "'w' dim 0 is cut into 1, but 'x' dim 1, which corresponds to it, into 2"),
+        ({"x": {0: 2}, "w": {1: 2}}, "the same ranks shard dims of MatMul that do not correspond"),
+        ({"x": {1: 2}, "w": {1: 2}}, "'w' dim 0 is sharded into 1, but 'x' dim 1, which corresponds to it, into 2"),
     ],
 )
 def test_cuts_that_no_node_can_have(change: dict[str, dict[int, int]], fact: str) -> None:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from annotations_case import compiled, programs, written
 from sharded_models import with_weights
-from test_annotations import compiled, programs, written
 
 CONSTANTS = """<ir_version: 11, opset_import: ["" : 21]>
 main (float[5, 4] x, float[5, 6] z) => (float[5, 6] y, float[4, 6] u) {

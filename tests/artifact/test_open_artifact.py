@@ -65,7 +65,7 @@ def test_no_artifact(tmp_path: Path, folder: Path) -> None:
 
 def test_another_format(folder: Path) -> None:
     change_manifest(folder, lambda data: data.update(format=1, more=1))
-    assert refusal(folder) == "build/manifest.json: is of format 1, this partc reads format 2"
+    assert refusal(folder) == "build/manifest.json: is of format 1, this partc reads format 3"
     with pytest.raises(
         ArtifactError, match="help: compile again with this partc, its checkpoints stay valid; or install"
     ):
@@ -99,7 +99,7 @@ def test_every_violation_of_the_schema_is_told(folder: Path) -> None:
         ),
         (
             lambda data: data["outputs"][0].update(shape=["n + k"]),
-            "output 'y': the dim 'n + k' needs 'k', which is no symbol",
+            "output 'y': the dim 'n + k' needs 'k', which is not a symbol",
         ),
     ],
 )

@@ -100,7 +100,8 @@ def test_models_and_plans(other: tuple[Path, str]) -> None:
         path.with_suffix(ending).symlink_to(path)
         with pytest.raises(CompileError) as caught:
             load(path.with_suffix(ending))
-        assert text in str(caught.value)
+        # a folder is a model of transformers
+        assert ("the folder has no config.json" if path.is_dir() else text) in str(caught.value)
 
 
 def test_weights_of_a_model(other: tuple[Path, str]) -> None:

@@ -13,9 +13,9 @@ from partc.runtime.files.removal import (
     move_folder,
     own_folder,
     remove_file,
+    remove_hidden,
     remove_inside,
     remove_listed,
-    remove_made,
     remove_tree,
     take_place,
 )
@@ -114,7 +114,7 @@ def test_nothing_behind_a_link_is_removed(tmp_path: Path, mine: Path) -> None:
     link.symlink_to(mine)
     remove_inside(link, lambda name: True)
     remove_tree(link)
-    remove_made(link)
+    remove_hidden(link)
     remove_listed(link, lambda name: True, "notes.txt")
     assert not remove_file(link)
     with pytest.raises(OSError, match="is a link to"):
@@ -140,6 +140,26 @@ def test_a_link_inside_stays_and_so_does_what_it_leads_to(tmp_path: Path, mine: 
     assert not folder.exists()
 
 
+def test_what_another_process_removes_meanwhile_does_not_end_a_removal(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    names = [f"rank_{rank:04}.safetensors" for rank in range(4)]
+
+    def both(name: str) -> bool:
+        if name != names[2]:
+            (folder / name).unlink()
+        return True
+
+    for removal in (
+        lambda made: remove_inside(folder, both, made),
+        lambda made: remove_listed(folder, lambda path: path in names and both(path), names[2]),
+    ):
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            (folder / name).write_text(name)
+        removal(identity(os.lstat(folder)))
+        assert not folder.exists()
+
+
 def test_what_another_has_put_in_the_place_stays(tmp_path: Path, mine: Path) -> None:
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.write_text("partc's")
@@ -150,7 +170,7 @@ def test_what_another_has_put_in_the_place_stays(tmp_path: Path, mine: Path) -> 
     folder.mkdir()
     (folder / "rank_0000.safetensors").write_text("mine")
     assert not remove_file(file, made)
-    remove_made(file, made)
+    remove_hidden(file, made)
     remove_inside(folder, lambda name: True, made_folder)
     remove_tree(folder, made_folder)
     with pytest.raises(OSError, match="not the folder that was made"):

@@ -142,7 +142,7 @@ def test_an_artifact_an_empty_folder_and_nothing_are_replaced(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("file", "named"),
     [
-        ("app.js", "exists and is no artifact of partc, so it is not replaced; it has 'app.js', 'manifest.json'"),
+        ("app.js", "exists and is not an artifact of partc, so it is not replaced; it has 'app.js', 'manifest.json'"),
         ("notes.txt", "is not replaced: it has what partc did not write there, 'notes.txt'"),
         ("runs/step_00000010/checkpoint.json", "did not write there, 'runs/'"),
         ("weights/mine", "did not write there, 'weights/mine'"),

@@ -81,7 +81,7 @@ def fifo(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda path: path.write_bytes(b"\xff\n"), "is no UTF-8 text"),
+        (lambda path: path.write_bytes(b"\xff\n"), "is not UTF-8 text"),
         (fifo, "is a pipe (FIFO), and no regular file"),
     ],
 )
@@ -113,8 +113,9 @@ def test_data_of_an_artifact_that_are_links(tmp_path: Path, capsys: pytest.Captu
     inside.mkdir()
     np.save(outside / "x.npy", np.zeros((8, 6), np.float32))
     np.save(outside / "label.npy", np.zeros(8, np.int64))
-    settings = {"folder": ".", "data": "records", "batch": 4, "steps": 1}
+    settings = {"data": "records", "batch": 4, "steps": 1}
     change_manifest(whole, lambda manifest: manifest["training"]["settings"].update(settings))
+    change_manifest(whole, lambda manifest: manifest["training"].update(folder="."))
     for name in ("x.npy", "label.npy"):
         shutil.copy(outside / name, inside / name)
     assert invoke(["train", str(whole), "--in-process", "-q"]) == 0

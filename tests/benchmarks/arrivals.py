@@ -121,7 +121,7 @@ def main() -> None:
                 ]
                 subprocess.run(
                     [*command, "--rank", str(folder), name, how],
-                    env={**os.environ, **root, "OMPI_MCA_btl": f"self,{options.transport}"},
+                    env={**os.environ, **root, "OMPI_MCA_btl": f"self,{options.transport}", "PARTC_SHARED_MEMORY": "0"},
                     check=True,
                 )
 

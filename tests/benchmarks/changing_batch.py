@@ -4,7 +4,7 @@
 
 The transformer of `transformer.py` with a dynamic batch, cut over two MPI ranks. In one turn every step has another size than
 the last, in the next each size is run three times and the third is counted. Both sides run the same sizes, in one process, in
-turns; twelve sizes are more than the runtime keeps schedules of, so that the changing side prepares every step anew. Prints the
+turns; twelve sizes are more than the runtime keeps step plans of, so that the changing side resizes one in every step. Prints the
 ratio of the sums over sizes of the medians (at most 1.05 wanted) and of the fastest, and the same with four sizes, which are
 kept. On a machine that is busy otherwise the ratio says nothing: look whether it is near 1 with four sizes.
 """

@@ -87,7 +87,7 @@ def due(step: int, steps: int) -> bool:
 
 def train(trainer: Any, folder: Path, steps: int, point: Callable[[], None]) -> None:
     """One rank's training."""
-    from partc.runtime.artifact.boxes import slices
+    from partc.runtime.artifact.tensors.boxes import slices
 
     for step, whole in enumerate(batches(steps)):
         given = {port.name: whole[port.name] for port in trainer.inputs}

@@ -1,10 +1,12 @@
 """Counts what makes the source large or hard to follow, of one checkout or of two side by side.
 
     python tests/benchmarks/house.py [CHECKOUT] [AFTER]
+    python tests/benchmarks/house.py --one-caller [CHECKOUT]
 
-Lines of the product; functions of one or two statements that one place calls; names taken from values that may have none; loops that look
-for a name that is free; fields of the largest record; files that import each other in a circle, imports for types and inside of functions
-counted; the largest folder.
+With `--one-caller` the private functions below 5 lines that one place of their file calls, each with its place; else a row for each count:
+lines of the product; such functions, and those of one or two statements; names taken from values that may have none; loops that look
+for a name that is free; functions that estimate how many bytes are there at once; fields of the largest record; files that import each
+other in a circle, imports for types and inside of functions counted; the largest folder.
 """
 
 from __future__ import annotations
@@ -20,22 +22,26 @@ from pathlib import Path
 HERE = Path(__file__).parents[2]
 FOLDERS = ("compiler", "runtime", "cli")
 AFTER_LOCALIZE = ("tasks", "lower", "pipelines", "targets", "emit")
-SHORT = 2
-"""The most statements of a short function, its docstring left out."""
+SHORT, LINES = 2, 5
+"""The most statements of a short function, and the lines that it stays below, its docstring left out."""
 
 Tree = dict[Path, ast.Module]
 
 
 def main() -> None:
-    """Prints a row for each count."""
-    counts = [dict(counted(Path(one))) for one in sys.argv[1:] or [HERE]]
-    for name in counts[0]:
-        print(f"{name:72}" + "".join(f"{one[name]:>10,}" for one in counts))
+    """Prints a row for each count, or the short functions with one caller."""
+    if sys.argv[1:2] == ["--one-caller"]:
+        root = Path(sys.argv[2]) if sys.argv[2:] else HERE
+        print("\n".join(f"{path.relative_to(root)}:{line} {name}" for path, line, name in one_caller(_trees(root))))
+        return
+    counts = [[*counted(Path(one))] for one in sys.argv[1:] or [HERE]]
+    for row in zip(*counts, strict=True):
+        print(f"{row[-1][0]:72}" + "".join(f"{number:>10,}" for _, number in row))
 
 
 def counted(root: Path) -> Iterator[tuple[str, int]]:
     """All counts of a checkout by what they are."""
-    trees = {path: ast.parse(path.read_text()) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))}
+    trees = _trees(root)
     for folder in FOLDERS:
         own = [path for path in trees if path.relative_to(root).parts[0] == folder]
         yield f"lines of {folder}", sum(len(path.read_text().splitlines()) for path in own)
@@ -44,6 +50,7 @@ def counted(root: Path) -> Iterator[tuple[str, int]]:
     uses = Counter(name for tree in trees.values() for name in _names(tree))
     alone = [one for one in functions if _is_short(one) and one.name.startswith("_") and uses[one.name] == 1]
     yield f"private functions of at most {SHORT} statements with one use", len(alone)
+    yield f"private functions below {LINES} lines that one place calls", len(list(one_caller(trees)))
     late = [
         path
         for path in trees
@@ -51,6 +58,7 @@ def counted(root: Path) -> Iterator[tuple[str, int]]:
     ]
     yield 'places after localize that say `.name or ""`', sum(path.read_text().count('.name or ""') for path in late)
     yield "loops that look for a free name", sum(map(_looks_for_a_name, trees.values()))
+    yield "functions that add bytes at a begin and subtract them at an end", sum(map(_sums_what_is_alive, functions))
     sizes = {
         node.name: _fields(node) for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     }
@@ -61,6 +69,27 @@ def counted(root: Path) -> Iterator[tuple[str, int]]:
     most = max(folders, key=lambda path: folders[path])
     yield f"files of the largest folder ({most.relative_to(root)})", folders[most]
     yield "folders with more than 20 files", sum(count > 20 for count in folders.values())
+
+
+def _trees(root: Path) -> Tree:
+    return {path: ast.parse(path.read_text()) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))}
+
+
+def one_caller(trees: Tree) -> Iterator[tuple[Path, int, str]]:
+    """File, line and name of the private functions below `LINES` lines that are used in one place of their file, and called there.
+
+    A function that is handed on as a value, or that keeps what it has computed, cannot be written where it is used.
+    """
+    for path, tree in trees.items():
+        uses = Counter(_names(tree))
+        called = {ast.unparse(one.func).rpartition(".")[2] for one in ast.walk(tree) if isinstance(one, ast.Call)}
+        for one in ast.walk(tree):
+            if not isinstance(one, ast.FunctionDef) or not one.name.startswith("_") or one.name.startswith("__"):
+                continue
+            body = one.body[1:] if ast.get_docstring(one) is not None else one.body
+            short = bool(body) and (body[-1].end_lineno or 0) - body[0].lineno + 1 < LINES
+            if short and uses[one.name] == 1 and one.name in called and not one.decorator_list:
+                yield path, one.lineno, one.name
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -87,6 +116,22 @@ def _looks_for_a_name(tree: ast.AST) -> int:
         if isinstance(one, ast.While) and re.search(r"\bin\b|is_free", ast.unparse(one.test))
     ]
     return sum(any(isinstance(one, ast.JoinedStr) or _adds_text(one) for one in ast.walk(loop)) for loop in loops)
+
+
+def _sums_what_is_alive(function: ast.FunctionDef) -> bool:
+    """Whether a function of sizes both adds to and subtracts from one variable, or the items of one."""
+    added, subtracted = set[str](), set[str]()
+    for node in ast.walk(function):
+        match node:
+            case ast.AugAssign(target, ast.Add() | ast.Sub() as sign):
+                pass
+            case ast.Assign([ast.Subscript() as target], ast.BinOp(op=ast.Add() | ast.Sub() as sign)):
+                pass
+            case _:
+                continue
+        name = ast.unparse(target.value if isinstance(target, ast.Subscript) else target)
+        (added if isinstance(sign, ast.Add) else subtracted).add(name)
+    return bool(added & subtracted and re.search("size|bytes|amount|saved", ast.unparse(function)))
 
 
 def _adds_text(node: ast.AST) -> bool:

@@ -57,7 +57,7 @@ def rank(folder: Path, op: str, ids: int, columns: int, rows: int, steps: int) -
     from mpi4py import MPI
     from onnx.parser import parse_model
     from partc.runtime import load
-    from partc.runtime.artifact.lookup_ops import pulled
+    from partc.runtime.artifact.comm.lookup_ops import pulled
 
     comm = MPI.COMM_WORLD
     mine = skewed(comm.rank + 1, ids, rows)
@@ -86,7 +86,7 @@ def rank(folder: Path, op: str, ids: int, columns: int, rows: int, steps: int) -
     with load(folder, threads=1) as program:
         fed = {f"{name}{comm.rank}": one for name, one in given.items() if name in ("it" if op == "Pull" else "acod")}
         took = least(lambda: program(fed))
-        (lookup,) = program._program.lookups.values()
+        (lookup,) = program._program.messages.lookups.values()
         moved = lookup.moved
     unique = session("g (int64[n] i) => (int64[u] y, int64[u] f, int64[n] v) { y, f, v = Unique(i) }")
     dense = session(

@@ -187,6 +187,19 @@ BENCHMARKS = (
         ("torch",),
     ),
     Benchmark(
+        "predicted_memory",
+        (
+            Figure(
+                "peak memory that `partc inspect` predicts of the largest rank against the measured one: "
+                "LeNet in training, GPT in inference, in training and in stages, wide & deep, ResNet-18",
+                r"predicted / measured = ([\d.]+) of the largest rank",
+                "{} times",
+            ),
+        ),
+        "",
+        "lenet --steps 2",
+    ),
+    Benchmark(
         "train_pipeline",
         (
             Figure(

@@ -66,10 +66,10 @@ def ideal(schedule: str, options: argparse.Namespace) -> float:
     """How many times as fast as one rank a schedule is where F, B and W take the same time, and messages and updates none."""
     from partc.compiler.schedule.costs import unit_costs
     from partc.compiler.schedule.simulate import simulate
-    from partc.compiler.schedule.stages import one_each
+    from partc.compiler.schedule.stages import chain
     from partc.compiler.schedulers.choose import choose
 
-    stages, count = one_each(options.ranks), options.microbatches
+    stages, count = chain(range(options.ranks)), options.microbatches
     return 3 * count * options.ranks / simulate(choose(stages, count, schedule), unit_costs(stages)).total
 
 

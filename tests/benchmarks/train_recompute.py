@@ -18,7 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.runtime.artifact.profile import read_profile
 from train_pipeline import case_of, folder_of, plan, times_side, write
 from turns import Side
@@ -35,9 +35,9 @@ def said(options: argparse.Namespace, ranks: int, patterns: str) -> str:
     return f"{base}symbols: {sizes}\npipeline: {{microbatches: {count}{again}}}\n"
 
 
-def saved(program: Program) -> str:
+def saved(program: Complete) -> str:
     """MB of a microbatch by stage; "" where the batch is not divided."""
-    stages = program.costs.stages if program.costs else ()
+    stages = program.tasks.costs.stages if program.tasks is not None else ()
     return ", ".join(f"{stage.saved / 1e6:.2f}" for stage in stages)
 
 

@@ -71,7 +71,7 @@ def main() -> None:
         case = Case(lambda: model_of(sizes, options.skewed), {"batch": options.batch}, "loss")
         report = write(folder, case, plan(options.ranks, options.optimizer), options.ranks)
         assert report.program.training is not None
-        print("\n".join(report.program.training.tables[:1]))
+        print("\n".join(report.program.training.notes.tables[:1]))
         sides = [partc_side(folder, options.ranks), *(torch_side(folder, form, sizes, options) for form in AIMS)]
         in_turns(sides, max(5, int(0.2 / statistics.median(sides[0].turn(5)))), options.turns)
         losses = [np.load(folder / name) for name in ("partc.npy", "torch_sparse.npy")]

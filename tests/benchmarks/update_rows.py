@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import torch
 from partc.compiler.training.optimizer_functions import function
-from partc.runtime.artifact.row_function import merge_function
+from partc.runtime.artifact.graph.row_function import merge_function
 from partc.runtime.devices.devices import HOST
 from partc.runtime.program.ort import Binding, Session, new_session
 from partc.runtime.updates.update_model import row_model
@@ -50,7 +50,7 @@ def partc_step(name: str, rows: int, width: int, ids: np.ndarray, terms: np.ndar
     """The update, with the merging where it wants that."""
     model = onnx.parser.parse_model(HEAD + MERGE)
     model.functions.append(merge_function(21))
-    merge = new_session(model.SerializeToString(), 1, HOST, {}, True, True)
+    merge = new_session(model.SerializeToString(), 1, HOST, {}, exact=True)
     body = function(name)
     dims = {one: 2 for one in (*body.input, *body.output) if one not in SCALARS} | {"ids": 1}
     update = new_session(row_model(body, NUMBERS, 1, dims), 1, HOST, {})

@@ -145,7 +145,7 @@ WEIGHTS = "weights/rank_0001.safetensors"
             "its header would end at byte 18446744073709551623",
         ),
         (_fitting(_bytes("rank_0002.onnx", lambda data: b"nonsense")), "rank_0002.onnx: it is not an ONNX file"),
-        (_bytes(MANIFEST, lambda data: data.replace(b'"format": 2', b'"format": 7')), "is of format 7"),
+        (_bytes(MANIFEST, lambda data: data.replace(b'"format": 3', b'"format": 7')), "is of format 7"),
         (_bytes(MANIFEST, lambda data: data[:40]), "is not JSON"),
         (_bytes(MANIFEST, lambda data: data.replace(b'"ranks": 3', b'"ranks": 4')), "rank_0003.onnx for rank 3 of 4"),
         (lambda folder: (folder / "extra.bin").write_bytes(b"1"), "extra.bin: the manifest does not list it"),

@@ -66,7 +66,7 @@ def _group_that_is_no_text(model: ModelProto) -> None:
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "names of shards": (
         _header(lambda head: head.update(__metadata__=None)),
-        "its '__metadata__' is no mapping of texts",
+        "its '__metadata__' is not a mapping of texts",
     ),
     "a tensor that is none": (_header(lambda head: head.update(x=None)), "tensor 'x' has no data_offsets"),
     "a tensor's type": (

@@ -221,9 +221,7 @@ def test_a_reduction_that_its_terms_do_not_have_is_refused_on_all_ranks(cut: Pat
         attribute(next(node for node in model.graph.node if node.op_type == "Reduce"), "reduce").s = b"max"
 
     every_file(cut, change)
-    expected = (
-        "Reduce of 'y', does not make its second layout of its first: its max is not the reduction of its terms, sum"
-    )
+    expected = "Reduce of 'y', does not make its second layout of its first: its max is not the reduction of its partial values, sum"
     assert expected in texts(cut)
 
 

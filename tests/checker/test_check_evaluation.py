@@ -44,7 +44,7 @@ def _evaluation(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
         (_truncated, "evaluate_rank_0000.onnx: it has"),
         (
             _evaluation(lambda data: data["kept"].update(stranger="")),
-            "manifest.json: program 'evaluate': it keeps 'stranger', which is no state",
+            "manifest.json: program 'evaluate': it keeps 'stranger', which is not a state",
         ),
         (
             _evaluation(lambda data: data["kept"].update(shift="shift.next")),

@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx
 import pytest
+from check_places_case import without
 from equivalence import compiled
 from mutated import change_manifest, correct, texts
 from mutation_kinds import KINDS, build
@@ -32,28 +33,12 @@ def blocks(tmp_path: Path) -> Path:
     return tmp_path / "build"
 
 
-def without(folder: Path, tag: int) -> None:
-    """The artifact as if a collective had been forgotten: what it reduces goes on as it is, on all ranks and in the manifest."""
-    for path in sorted(folder.glob("rank_*.onnx")):
-        model = onnx.load(path, load_external_data=False)
-        for node in model.graph.node:
-            if node.domain == "partc.comm" and any(one.name == "tag" and one.i == tag for one in node.attribute):
-                node.CopyFrom(onnx.helper.make_node("Identity", list(node.input), list(node.output), name=node.name))
-        path.write_bytes(model.SerializeToString(deterministic=True))
-
-    def kept(data: dict[str, Any]) -> None:
-        data["collectives"] = [one for one in data["collectives"] if one["tag"] != tag]
-
-    change_manifest(folder, kept)
-    correct(folder)
-
-
 @pytest.mark.parametrize("tag", [0, 1])
 def test_a_reduction_that_is_left_out_everywhere_is_told(blocks: Path, tag: int) -> None:
     without(blocks, tag)
     found = texts(blocks)
-    assert f"'{'d' if tag == 0 else 'y'}' is a term of a sum that no collective has reduced" in found
-    assert ("which is whole, would be added to each of its terms" in found) == (tag == 0)
+    assert f"'{'d' if tag == 0 else 'y'}' is a partial sum that no collective has reduced" in found
+    assert ("which is replicated, would be added on every rank" in found) == (tag == 0)
 
 
 def test_a_term_that_is_an_output_is_told(tmp_path: Path) -> None:
@@ -65,7 +50,7 @@ def test_a_term_that_is_an_output_is_told(tmp_path: Path) -> None:
     compiled(proto, "ranks: 2\nsharding: {up: colwise, down: rowwise}\noutputs: [0, 1]\n", tmp_path / "build")
     assert texts(tmp_path / "build") == ""
     without(tmp_path / "build", 0)
-    assert "'d' is a term of a sum that no collective has reduced" in texts(tmp_path / "build")
+    assert "'d' is a partial sum that no collective has reduced" in texts(tmp_path / "build")
 
 
 CUT = "ranks: 2\nsymbols: {n: {divisor: 2}}\ndataset: data_parallel\noutputs: cut\n"
@@ -156,3 +141,28 @@ placement: {one: [0, 1], two: [2, 3]}
     ends = (folder / "ir" / "step_parallel_end.ir").read_text()
     assert "%v.grad.one = Gemm(" in ends
     assert "%v.grad.two = Gemm(" in ends
+
+
+def test_a_reshard_may_make_on_other_ranks_what_a_node_is_called_on_its_own(tmp_path: Path) -> None:
+    """Ranks 2 and 3 cut h out of all of it, since its size is not known; ranks 0 and 1 compute their shards."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+g (float[n, 6] x, int64[2] s) => (float[m, 6] y) { [given] q = Reshape(x, s)
+    [up] h = MatMul(q, v)  [act] t = Tanh(h)  [down] y = MatMul(t, w) }""")
+    for name, dims in (("v", [6, 12]), ("w", [12, 6])):
+        proto.graph.initializer.append(onnx.helper.make_tensor(name, 1, dims, [0.01 * k for k in range(72)]))
+    plan = "ranks: 4\nplacement: {up: [0, 1], '{act,down}': [2, 3]}\nsharding: {up: colwise, down: rowwise}\n"
+    compiled(proto, plan, tmp_path / "build")
+    made = [
+        next(node.op_type for node in file.graph.node if "h" in node.output) for file in rank_files(tmp_path / "build")
+    ]
+    assert made == ["MatMul", "MatMul", "Slice", "Slice"]
+    assert texts(tmp_path / "build") == ""
+
+
+def test_a_sharded_node_that_is_another_one_on_a_rank_is_told(blocks: Path) -> None:
+    path = blocks / "rank_0000.onnx"
+    model = onnx.load(path, load_external_data=False)
+    next(node for node in model.graph.node if node.name == "act").op_type = "Sigmoid"
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    correct(blocks)
+    assert "it is one node that is sharded over their ranks" in texts(blocks)

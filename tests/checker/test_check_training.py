@@ -233,7 +233,7 @@ BOTH = {
 ONE = {
     "another attribute": (_other_attribute, "'shift' on rank 1 may become another one than on rank 0"),
     "another attribute, told": (_other_attribute, "has lr_multiplier=0.5, and there lr_multiplier=1"),
-    "its own gradient": (_own_gradient, "', which is a term of a sum that no collective has reduced"),
+    "its own gradient": (_own_gradient, "', which is a partial sum that no collective has reduced"),
     "another order": (_other_order, "its value 0 is 'first.grad', that of rank 0 is 'second.grad': one would be added"),
     "another first value": (_other_first_value, "rank 1 begins with another value of 'shift' than rank 0"),
 }
@@ -288,7 +288,7 @@ def _box(*boxes: list[list[int]]) -> dict[str, object]:
             _state("shift", tensor="first"),
             "state 'first': its shape is [6, 5], and that of 'shift', the same tensor, [5]",
         ),
-        (lambda data: data["training"].update(loss="none"), "training: the loss 'none' is no output"),
+        (lambda data: data["training"].update(loss="none"), "training: the loss 'none' is not an output"),
     ],
 )
 def test_a_changed_manifest_is_named(

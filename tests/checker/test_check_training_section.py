@@ -30,44 +30,54 @@ def _in(part: str, **fields: object) -> Change:
 
 
 CASES: dict[str, tuple[Change, str]] = {
-    "no loss": (_with(loss="none"), "training: the loss 'none' is no output"),
-    "a metric": (_with(metrics=["none"]), "training: the metric 'none' is no output"),
+    "no loss": (_with(loss="none"), "training: the loss 'none' is not an output"),
+    "a metric": (_with(metrics=["none"]), "training: the metric 'none' is not an output"),
     "a formula": (
         _with(metrics=["loss"], formulas={"loss": "area"}),
         "has the formula 'area'; the runtime knows roc_auc",
     ),
     "a formula of none": (
         _with(formulas={"loss": "roc_auc"}),
-        "the formula 'roc_auc' is of 'loss', which is no metric",
+        "the formula 'roc_auc' is of 'loss', which is not a metric",
     ),
     "no counts": (
         _with(metrics=["loss"], formulas={"loss": "roc_auc"}),
         "the metric 'loss' has the shape []; of 'roc_auc' it is 2 counts for each of 2 bins or more, and 2 besides",
     ),
-    "a denominator": (_with(denominators={"loss": "none"}), "the denominator 'none' of 'loss' is no output"),
+    "a denominator": (_with(denominators={"loss": "none"}), "the denominator 'none' of 'loss' is not an output"),
     "a denominator of none": (
         _with(denominators={"none": "loss"}),
         "the denominator 'loss' is of 'none', which is neither the loss nor a metric",
     ),
     "a sum": (_with(sums=["none"]), "'none' is a sum over records, and neither the loss nor a metric"),
-    "a fixed input": (_with(fixed=["none"]), "the fixed input 'none' is no input"),
+    "a fixed input": (_with(fixed=["none"]), "the fixed input 'none' is not an input"),
     "no guard": (_in("settings", on_nonfinite="skip"), "there is no guard, and 'on_nonfinite' is 'skip'"),
     "a guard": (_with(guard="loss"), "the guard is 'loss', and 'on_nonfinite' is 'stop'"),
-    "on_nonfinite": (_in("settings", on_nonfinite="go"), "'on_nonfinite' is 'go'; it is one of stop, warn, skip"),
+    "on_nonfinite": (
+        _in("settings", on_nonfinite="go"),
+        "training.settings.on_nonfinite: expected 'stop', 'warn' or 'skip', but got the string 'go'",
+    ),
     "an unknown scalar": (_with(scalars=["lr", "x"]), "the runtime knows no scalar 'x'"),
     "a scalar less": (_with(scalars=["lr", "bias1"]), "it reads 'bias2', which is none of the training's scalars"),
     "a scalar twice": (_with(scalars=["lr", "lr", "bias1", "bias2"]), "each is listed once"),
     "no beta": (
-        lambda data: data["training"]["optimizer"].pop("beta1"),
+        lambda data: data["training"]["optimizer"]["hyper"].pop("beta1"),
         "the scalar 'bias1' is made of 'beta1', which the optimizer does not have",
     ),
     "another beta": (
-        _in("optimizer", beta2=0.5),
+        lambda data: data["training"]["optimizer"]["hyper"].update(beta2=0.5),
         "Adam 'c.update': its beta2 is 0.999, and that of the training's optimizer 0.5",
     ),
-    "a rate": (_in("optimizer", lr=-1), "the optimizer's 'lr' is -1; it is a number, at least 0"),
-    "a schedule": (_with(schedule={"type": "cosin"}), "schedule: unknown schedule 'cosin'"),
-    "a schedule's option": (_with(schedule={"type": "step", "every": 0, "factor": 1}), "schedule: step: "),
+    "a rate": (_in("optimizer", lr=-1), "training.optimizer.lr: Input should be greater than or equal to 0"),
+    "a schedule": (_in("settings", schedule={"type": "cosin"}), "training.settings.schedule: there is no type 'cosin'"),
+    "a schedule's option": (
+        _in("settings", schedule={"type": "step", "every": 0, "factor": 1}),
+        "training.settings.schedule.every: expected at least 1, but got 0",
+    ),
+    "a schedule's rate": (
+        _in("settings", schedule={"type": "linear", "steps": 9, "minimum": 9}),
+        "schedule: 'minimum' 9 is above the optimizer's rate",
+    ),
     "no training": (
         lambda data: data.update(training=None),
         "'c.next' takes its place, and the manifest has no training",

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 from mutated import change_file
 from partc.runtime.artifact.format import Manifest, SymbolRecord
-from partc.runtime.artifact.rank_constants import is_rank_constant
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.checker.graph.types import check_types
 from small_training import PERCEPTRON, compiled

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from partc.runtime.artifact.dtypes import Array, by_numpy
 from partc.runtime.artifact.format import Box, StateRecord
+from partc.runtime.artifact.tensors.dtypes import Array, by_numpy
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.index import INDEX, sealed
-from partc.runtime.checkpoint.ownership import held_by
+from partc.runtime.checkpoint.ownership import region_of_rank
 from partc.runtime.checkpoint.save import save
 
 META = {"epoch": 2, "data": {"position": 77, "seed": 5}, "optimizer": "adam"}
@@ -94,7 +94,7 @@ def held(records: Sequence[StateRecord], rank: int, whole: Mapping[str, Array]) 
     pieces = []
     for one in records:
         if rank in one.ranks:
-            box = held_by(one, rank)
+            box = region_of_rank(one, rank)
             piece = tuple(slice(begin, end) for begin, end in zip(box.begin, box.end, strict=True))
             pieces.append((one, whole[one.tensor][piece].copy()))
     return pieces
@@ -164,7 +164,7 @@ def load_all(checkpoint: Checkpoint, records: Sequence[StateRecord], ranks: int)
         own = []
         for one in records:
             if rank in one.ranks:
-                array = np.zeros(held_by(one, rank).shape, checkpoint.read(one.tensor).dtype)
+                array = np.zeros(region_of_rank(one, rank).shape, checkpoint.read(one.tensor).dtype)
                 checkpoint.load_into(one, rank, array)
                 own.append(array)
         found.append(own)

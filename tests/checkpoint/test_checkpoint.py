@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_case import META, flip, held, layout, load_all, record, rewrite, save_all, tensors
-from partc.runtime.artifact.boxes import Region, difference, intersection, overlap, remaining
-from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.tensors.boxes import Region, difference, intersection, overlap, remaining
+from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.compatibility import check_compatible, is_weights_file, matching_weights
 from partc.runtime.checkpoint.export import export_tensors
@@ -145,7 +145,7 @@ def test_neither_save_nor_read_nor_export_holds_more_than_one_tensor(tmp_path: P
 
 def test_a_tensor_is_read_written_and_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partc.runtime.checkpoint.checkpoint._AT_ONCE", 200)
-    for module in ("artifact.safetensors_stream", "checkpoint.verification"):
+    for module in ("artifact.tensors.safetensors_stream", "checkpoint.verification"):
         monkeypatch.setattr(f"partc.runtime.{module}.PART", 96)
     monkeypatch.setattr("partc.runtime.training.finite._AT_ONCE", 5)
     whole = tensors()
@@ -194,12 +194,12 @@ def test_the_index_is_read_without_trust(tmp_path: Path) -> None:
         '"fc.bias": {"dtype": "float16"', '"\\u001b[31mfc.bias": {"dtype": "float61"'
     )
     assert "the path '../rank_0000.safetensors' leaves the folder" in refusal('"rank_0000.', '"../rank_0000.')
-    assert "'fc.bias' has a piece in rank_0009.safetensors, which is not listed" in refusal(
+    assert "'fc.bias' has a shard in rank_0009.safetensors, which is not listed" in refusal(
         '"pieces": [{"file": "rank_0005.safetensors", "key": "fc.bias"',
         '"pieces": [{"file": "rank_0009.safetensors", "key": "fc.bias"',
     )
-    assert "'fc.bias' has 14 elements, and its pieces 13" in refusal('"shape": [13]', '"shape": [14]')
-    assert "'fc.bias' of [12] has a piece [0] to [13]" in refusal('"shape": [13]', '"shape": [12]')
+    assert "'fc.bias' has 14 elements, and its shards 13" in refusal('"shape": [13]', '"shape": [14]')
+    assert "'fc.bias' of [12] has a shard [0] to [13]" in refusal('"shape": [13]', '"shape": [12]')
     assert "is of type 'text'" in refusal('"float16"', '"text"')
     assert "steps: Extra inputs" in refusal('"step": 120', '"step": 120, "steps": 1')
     assert "'fc.bias' has a shape of 1 dims" in refusal('"shape": [13]', f'"shape": [{10**400}]')
@@ -266,8 +266,8 @@ def test_the_index_has_every_element_once(tmp_path: Path) -> None:
     folder = written(tmp_path).path
     rewrite(folder, '"begin": [6, 16], "end": [12, 24]', '"begin": [6, 8], "end": [12, 16]')
     (problem,) = verify(folder)
-    assert problem == f"{folder / INDEX}: tensor 'fc.weight' has the elements [6:12, 8:16] in two pieces"
-    with pytest.raises(DamagedError, match="in two pieces"):
+    assert problem == f"{folder / INDEX}: tensor 'fc.weight' has the elements [6:12, 8:16] in two shards"
+    with pytest.raises(DamagedError, match="in two shards"):
         Checkpoint.open(folder)
     rewrite(folder, '"begin": [6, 8], "end": [12, 16]', '"begin": [6, 16], "end": [12, 24]')
     rewrite(folder, '"key": "fc.weight[6:12, 16:24]"', '"key": "fc.bias"')

@@ -19,7 +19,7 @@ from partc.cli.commands.checkpoint import command
 from partc.cli.comparison.checkpoint_model import export_model
 from partc.cli.output.failures import report
 from partc.compiler.frontend import load
-from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from safetensors.numpy import load_file
 
@@ -108,6 +108,34 @@ def trained(folder: Path, whole: Mapping[str, Array]) -> Checkpoint:
     records = [record(name, array, [0, 1], (2, *[1] * (array.ndim - 1))) for name, array in whole.items()]
     (path, _) = save_all(folder, 5, 2, whole, records=records)
     return Checkpoint.open(path)  # type: ignore[arg-type]
+
+
+def test_a_folder_as_transformers_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors import safe_open
+
+    random = np.random.default_rng(1)
+    whole = {f"layers.{k}.weight": random.standard_normal((6, 4), np.float32) for k in range(3)}
+    trained(tmp_path / "ck", whole)
+    config = tmp_path / "config"
+    config.mkdir()
+    words = ("export", tmp_path / "ck", "--format", "hf", "-o", tmp_path / "out", "--config", config)
+    assert invoke(*words) == 2
+    assert "it has no config.json" in capsys.readouterr().err
+    for name in ("config.json", "merges.txt", "model.safetensors.index.json", "weights.bin"):
+        (config / name).write_text("{}")
+    assert invoke(*words, "--shard", "200") == 0
+    files = [f"model-{k:05}-of-00002.safetensors" for k in (1, 2)]
+    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == sorted(
+        ["config.json", "merges.txt", "model.safetensors.index.json", *files]
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 288}
+    for name, array in whole.items():
+        with safe_open(tmp_path / "out" / index["weight_map"][name], "numpy") as file:
+            assert file.metadata()["format"] == "pt"
+            assert file.get_tensor(name).tobytes() == array.tobytes()
+    assert invoke(*words[:-2]) == 0
+    assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == sorted(whole)
 
 
 @pytest.mark.parametrize("large", [False, True])

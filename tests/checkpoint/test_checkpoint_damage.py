@@ -9,7 +9,7 @@ import pytest
 from checkpoint_case import flip
 from partc.cli.main import invoke
 from partc.runtime import Trainer, UsageError
-from partc.runtime.checkpoint.newest import take_whole
+from partc.runtime.checkpoint.newest import take_newest_intact
 from partc.runtime.checkpoint.verification import Verification
 from partc.runtime.errors import DamagedError
 from trainer_case import PARALLEL, batch, built, on_all
@@ -104,7 +104,7 @@ def test_one_that_a_training_removes_meanwhile_is_no_damage(runs: Path, capsys: 
             raise DamagedError(["it is gone"])
         return len(tried)
 
-    assert take_whole(runs, act) == (runs / "step_00000004", 2)
+    assert take_newest_intact(runs, act) == (runs / "step_00000004", 2)
     assert tried == ["3", "4"]
     assert capsys.readouterr().err == ""
 

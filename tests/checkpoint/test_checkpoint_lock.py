@@ -18,7 +18,7 @@ from partc.runtime import Trainer
 from partc.runtime.checkpoint import lock as checkpoint_lock
 from partc.runtime.checkpoint.lock import LOCK, Lock
 from partc.runtime.checkpoint.newest import latest
-from partc.runtime.checkpoint.written import WRITTEN
+from partc.runtime.checkpoint.run_list import WRITTEN
 from partc.runtime.errors import CheckpointError
 from trainer_case import PARALLEL, batch, built, on_all
 
@@ -171,7 +171,7 @@ def test_what_a_user_has_put_there_stays(tmp_path: Path) -> None:
     save_all(runs, 6, 1, tensors(6), keep=1)
     assert names(runs) == ["step_00000001", "step_00000002", "step_00000003", "step_00000006"]
     assert names(away) == ["checkpoint.json", "rank_0000.safetensors"]
-    for step, what in ((1, "holds 'notes.txt', which partc has not written"), (2, "is no folder")):
+    for step, what in ((1, "holds 'notes.txt', which partc has not written"), (2, "is not a folder")):
         (error,) = save_all(runs, step, 1, tensors(9))
         assert f"step_0000000{step} exists and {what}: move it away" in str(error)
     (runs / WRITTEN).write_text('{"../away": ["' + "0" * 64 + '"], "step_00000006": "x", "step_00000001": [7]}')

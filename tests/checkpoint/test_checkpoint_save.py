@@ -18,9 +18,9 @@ from partc.runtime.checkpoint import save as checkpoint_save
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.lock import LOCK
 from partc.runtime.checkpoint.newest import latest
+from partc.runtime.checkpoint.run_list import WRITTEN
 from partc.runtime.checkpoint.save import save
 from partc.runtime.checkpoint.verify import verify
-from partc.runtime.checkpoint.written import WRITTEN
 from partc.runtime.errors import CheckpointError
 
 RANKS = 6
@@ -204,7 +204,7 @@ def test_wrong_pieces_are_told_by_the_rank_that_has_them(tmp_path: Path) -> None
     (text,) = texts
     assert "2 of 6 ranks failed" in text
     assert (
-        "rank 1: 'embed.weight.exp_avg' was given as float32 [1, 7]; the rank's piece is tensor(float) [4, 7]" in text
+        "rank 1: 'embed.weight.exp_avg' was given as float32 [1, 7]; the rank's shard is tensor(float) [4, 7]" in text
     )
     assert "rank 5: 'fc.bias', which is 'fc.bias' here, was not given" in text
 

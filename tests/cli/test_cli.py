@@ -136,7 +136,7 @@ def test_the_pass_of_an_unexpected_fault_is_in_the_last_line(
         '<ir_version: 10, opset_import: ["": 21]> m (float[2] x) => (float[2] y) { y = Neg(x) }'
     )
     onnx.save(proto, tmp_path / "model.onnx")
-    monkeypatch.setattr(pipeline, "PASSES", (pipeline.normalize, shard))
+    monkeypatch.setattr(pipeline, "PASSES", (pipeline.normalize, shard, pipeline.lower))
     assert invoke(["compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "build")]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "partc: this is a bug in partc, in the pass 'shard'; please report it with the text above"
@@ -163,12 +163,13 @@ def test_check_says_what_it_proved_and_what_is_wrong(build: Path, capsys: pytest
     assert told.err.endswith("build: 1 violation\n")
 
 
-INSPECTED = """\
+RANKS = """\
 rank  nodes  segments  weights  peak memory  received    sent  bytes in and out
-   0      1         1    140 B        476 B      32 B   196 B  in 32, out 28*batch
-   1      2         2     84 B        364 B     196 B    84 B  in 28*batch, out 12*batch
-   2      2         1     48 B        260 B      84 B    32 B  in 12*batch, out 32
-
+   0      1         1    140 B                   32 B   196 B  in 32, out 28*batch
+   1      2         2     84 B                  196 B    84 B  in 28*batch, out 12*batch
+   2      2         1     48 B                   84 B    32 B  in 12*batch, out 32
+"""
+TRANSFERS = """\
 transfers
 from  to  value  type               bytes  at this size  cause
    0   1  h0     float[batch, 7]  28*batch         196 B  placement
@@ -180,8 +181,12 @@ from  to  value  type               bytes  at this size  cause
 def test_inspect_shows_ranks_and_transfers(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["inspect", str(build), "--set", "batch=7"]) == 0
     out = capsys.readouterr().out
-    words = [line.split() for line in out.splitlines()]
-    assert [line.split() for line in INSPECTED.splitlines()] == words[: len(INSPECTED.splitlines())]
+    at = out.index("peak memory")
+    shown = [line.split() for line in out.splitlines()]
+    ranks, transfers = ([line.split() for line in text.splitlines()] for text in (RANKS, TRANSFERS))
+    without_peak = [line[:at] + line[at + len("peak memory") :] for line in out.splitlines()]
+    assert ranks[1:] == [line.split() for line in without_peak[1:4]]
+    assert transfers == shown[(begin := shown.index(["transfers"])) : begin + 5]
     assert "sizes are for batch=7" in out
 
 
@@ -190,6 +195,12 @@ def test_inspect_gives_the_same_to_machines(build: Path, capsys: pytest.CaptureF
     told = json.loads(capsys.readouterr().out)
     assert told["sizes"] == {"batch": 64}
     assert [rank["weights"] for rank in told["ranks"]] == [140, 84, 48]
+    for rank in told["memory"]:
+        (target,) = rank["targets"]
+        step = sum(target[part] for part in ("weights", "inputs_outputs", "between", "inside", "sessions"))
+        assert (rank["peak"], target["peak"], target["unknown"]) == (step, step, 0)
+    # h0 and the result of the first of two products, and h1, which is sent from where it is made
+    assert (told["memory"][1]["segments"], told["memory"][1]["targets"][0]["between"]) == (2, 2560)
     assert told["ranks"][1]["sent"] == {"text": "12*batch", "bytes": 768, "unknown": 0}
     assert [transfer["value"] for transfer in told["transfers"]] == ["h0", "h1", "y"]
 
@@ -302,14 +313,14 @@ def test_verify_fails_where_an_output_differs(
     from partc.cli.comparison import verify_inference
 
     monkeypatch.chdir(model.parent)
-    right = verify_inference.run_whole
+    right = verify_inference.run_unsharded
 
     def wrong(*arguments: object) -> dict[str, np.ndarray]:
         outputs = right(*arguments)  # type: ignore[arg-type]
         outputs["y"][3, 1] += 0.5
         return outputs
 
-    monkeypatch.setattr(verify_inference, "run_whole", wrong)
+    monkeypatch.setattr(verify_inference, "run_unsharded", wrong)
     assert invoke(["verify", "model.onnx", "--plan", "plan.yaml", "--set", "batch=7"]) == 1
     told = capsys.readouterr()
     assert "NOT EQUAL" in told.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,10 +46,10 @@ def partc(capsys: pytest.CaptureFixture[str]) -> Partc:
     return run
 
 
-def over_mpi(*arguments: object) -> Answer:
+def over_mpi(*arguments: object, **variables: str) -> Answer:
     """A command that starts ranks, in a process of its own."""
     command = [sys.executable, "-m", "partc.cli", *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **variables})
     return ended.returncode, ended.stdout, ended.stderr
 
 
@@ -76,7 +77,7 @@ def test_run_refuses_what_cannot_be_cut(folder: Path, tmp_path: Path, partc: Par
     np.savez(tmp_path / "both.npz", x=np.zeros((14, 2), np.float32), bias=np.zeros(2, np.float32))
     code, _, told = partc("run", folder, "--input", tmp_path / "both.npz", "--in-process")
     assert code == 2
-    assert "input 'x' axis 0 in all is 14, and it is cut into 3\n  help: give a multiple of 3" in told
+    assert "input 'x' axis 0 in all is 14, and it is sharded into 3\n  help: give a multiple of 3" in told
 
 
 def test_check_and_inspect_show_collectives(folder: Path, partc: Partc) -> None:
@@ -91,3 +92,12 @@ def test_check_and_inspect_show_collectives(folder: Path, partc: Partc) -> None:
     found = json.loads(partc("inspect", folder, "--json")[1])
     assert found["collectives"][0]["op"] == "AllReduce"
     assert [(one["sent"]["text"], one["received"]["text"]) for one in found["ranks"]] == [("8", "8")] * 3
+
+
+def test_a_verbose_run_says_that_ranks_share_no_memory(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.npz"
+    np.savez(given, x=np.ones((6, 2), np.float32), bias=np.ones(2, np.float32))
+    told = "ranks of one host share no memory and use MPI: rank 0: PARTC_SHARED_MEMORY=0\n"
+    for memory, verbose, times in (("0", ["-v"], 1), ("0", [], 0), ("1", ["-v"], 0)):
+        code, _, err = over_mpi("run", folder, "--input", given, *verbose, PARTC_SHARED_MEMORY=memory)
+        assert (code, err.count(told)) == (0, times), err

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain, chain_reference
-from partc.cli.job.place import Place, surrounding_job
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
 from partc.cli.launch.launcher_output import Ended, LauncherOutput
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
 from partc.cli.launch.supervise import supervise
 from partc.runtime.errors import UsageError
+from partc.runtime.job.place import Place, surrounding_job
 
 WITHIN = 10.0
 

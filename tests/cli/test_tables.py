@@ -13,7 +13,6 @@ from partc.cli.comparison.compare import compare
 from partc.cli.output.stats import moved
 from partc.cli.output.step_times import timing
 from partc.cli.output.table import Table
-from partc.runtime.artifact.format import Transfer
 from partc.runtime.units import count, seconds, size_text
 
 
@@ -29,9 +28,7 @@ from partc.runtime.units import count, seconds, size_text
     ],
 )
 def test_bytes_add_up_as_expressions(texts: list[str], expected: tuple[str, int, int]) -> None:
-    fields = {"value": "v", "source": 0, "target": 1, "type": "tensor(float)", "shape": None, "cause": ""}
-    transfers = [Transfer.model_validate({"tag": at, "bytes": text, **fields}) for at, text in enumerate(texts)]
-    total = moved(transfers, {"batch": 5, "seq": 3})
+    total = moved(texts, {"batch": 5, "seq": 3})
     assert (total.text, total.bytes, total.unknown) == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_check_lists_what_is_named_and_refuses_code_inside(mine: Path, capsys: p
     shown = capsys.readouterr().out
     assert [f"used only with --plan or --trust-code: {name.format(mine)}" in shown for name in NAMES] == [True] * 5
     (build / "rates.py").write_text("def rate(step): return 0.1")
-    change_manifest(build, lambda manifest: manifest["training"]["settings"].update(folder="."))
+    change_manifest(build, lambda manifest: manifest["training"].update(folder="."))
     change_manifest(build, lambda manifest: manifest["files"].update({"rates.py": {"bytes": 0, "sha256": ""}}))
     correct(build)
     assert invoke(["check", str(build)]) == 1
@@ -147,10 +148,24 @@ def test_check_lists_what_is_named_and_refuses_code_inside(mine: Path, capsys: p
 
 
 def test_nothing_is_unpickled() -> None:
-    """No file of the product lets numpy or torch make objects of what it reads."""
+    """No file of the product lets numpy or torch make objects of what it reads.
+
+    `.metadata` of torch.distributed.checkpoint is a pickle: one file reads it, by an unpickler that makes what it lists and nothing else
+    (`tests/checkpoint/test_interchange.py` tries another)."""
     top = Path(__file__).parents[2]
     product = [path for part in ("cli", "compiler", "runtime") for path in (top / part).rglob("*.py")]
     told = {path.name: path.read_text() for path in product}
     assert len(told) > 100
-    for word in ("allow_pickle=True", "import pickle", "torch.load(", "import marshal", "import shelve"):
-        assert [name for name, text in told.items() if word in text] == []
+    by_list = {"import pickle": ["dcp_folder.py"]}
+    for word in (
+        "allow_pickle=True",
+        "weights_only=False",
+        "import pickle",
+        "pickle.load",
+        "import marshal",
+        "import shelve",
+    ):
+        assert [name for name, text in told.items() if word in text] == by_list.get(word, []), word
+    loads = [call for text in told.values() for call in re.findall(r"torch(?:_module\(\))?\.load\((.*)\)", text)]
+    assert loads
+    assert [call for call in loads if "weights_only=True" not in call] == []

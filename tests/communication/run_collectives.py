@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load
-from partc.runtime.artifact.dtypes import Array
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.reference import reference_ops

@@ -12,10 +12,11 @@ import numpy as np
 import onnx.defs
 import pytest
 from artifact_text import write
+from contributing import followed, output_of
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load
-from partc.runtime.artifact import collectives
-from partc.runtime.artifact.comm_schemas import register
+from partc.runtime.artifact.comm import collectives
+from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.format import DOMAIN
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
@@ -29,11 +30,56 @@ Result = TypeVar("Result")
 
 
 def added(heading: str) -> str:
-    """The lines that the diff below a heading adds."""
+    """The lines that the diff below a heading adds to the first file."""
     section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     (diff,) = re.findall(r"```diff\n(.*?)```", section, re.S)
-    assert all(line.startswith("+") for line in diff.splitlines())
-    return "\n".join(line[1:] for line in diff.splitlines())
+    first = re.sub(r"\A--- .*\n\+\+\+ .*\n", "", diff).partition("\n--- ")[0]
+    return "\n".join(line[1:] for line in first.splitlines() if line.startswith("+"))
+
+
+FOLLOWED = r"""
+import sys
+from pathlib import Path
+sys.path += ["tests/support"]
+import numpy as np
+from partc.compiler.frontend import load
+from partc.compiler.frontend.source import Source
+from partc.compiler.rewrite.unrolled import unrolled
+from partc.runtime.artifact.comm import collectives
+from training_equivalence import run, same_training, train_whole
+
+assert collectives.__file__.startswith(sys.argv[1]), collectives.__file__
+model = Path(sys.argv[1]) / "model.py"
+model.write_text('''
+from partc.compiler import Input, collectives as cc, nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter([6, 4], "float32", init=nn.init.normal(0.5))
+
+    def forward(self, op, x):
+        def shards(op, x):
+            h = op.Tanh(op.MatMul(x, self.w))
+            return op.Sub(cc.gather(h, axis="dp", dim=1, root=1), op.Concat(h, h, h, axis=1))
+
+        return cc.local_map(shards, in_specs=[("dp", None)], out_specs=("dp", None))(op, x)
+
+model, inputs, outputs = Net(), {"x": Input(["batch", 6], "float32")}, ["y"]
+''')
+plan = "ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 3}}\n"
+train = "train: {loss: {type: l1, prediction: y, target: t}, optimizer: {type: sgd, lr: 0.1}}\n"
+rng = np.random.default_rng(2)
+steps = [{"x": rng.normal(size=(6, 6)).astype("f"), "t": rng.normal(size=(6, 12)).astype("f")} for _ in range(2)]
+alone = train_whole(plan + train).replace("ranks: 1\n", "ranks: 1\nsymbols: {batch: {divisor: 3}}\n")
+whole = run(Source(unrolled(load(model).model, {"dp": 3})), alone, Path("one"), steps)
+program = same_training(lambda: load(model), plan + train, Path("three"), steps, rtol=1e-5, atol=1e-4, whole=whole)
+print(*(event.op_type for event in program.events if event.cause.startswith("written")))
+"""
+
+
+def test_a_model_says_it_and_ranks_learn_as_the_whole(tmp_path: Path) -> None:
+    assert output_of(followed(tmp_path, "Add a collective"), "-c", FOLLOWED, str(tmp_path)).split() == ["Gather"]
 
 
 @pytest.fixture
@@ -98,7 +144,7 @@ def test_a_call_of_it_without_its_root_is_refused(tmp_path: Path, gather: None) 
     assert text == ""
     node = next(one for one in open_artifact(folder).model(0).graph.node if one.op_type == "Gather")
     node.ClearField("attribute")
-    from partc.runtime.artifact.comm_node import read_call
+    from partc.runtime.artifact.comm.collective_node import read_call
     from partc.runtime.errors import ArtifactError
 
     with pytest.raises(ArtifactError, match="its attribute 'root' is missing"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from artifact_text import write
 from partc.runtime import InputError, Whole, load_local
-from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array
 from run_collectives import run, run_reference, same, shards, whole
 
 
@@ -88,7 +88,7 @@ def test_cut_inputs_and_outputs(tmp_path: Path) -> None:
     with load_local(tmp_path) as program:
         found = program(x=x)
         same([np.asarray(found["y"]), np.asarray(found["total"])], [-x, x.sum(0)])
-        with pytest.raises(InputError, match="input 'x' axis 0 in all is 11, and it is cut into 3"):
+        with pytest.raises(InputError, match="input 'x' axis 0 in all is 11, and it is sharded into 3"):
             program(x=x[:11])
         with pytest.raises(InputError, match="input 'x' axis 1 is 1, the model was compiled for 2"):
             program(x=x[:, :1])

@@ -11,8 +11,8 @@ import pytest
 from artifact_text import write
 from onnx.reference import ReferenceEvaluator
 from partc.runtime import load_local
-from partc.runtime.artifact.comm_schemas import register
-from partc.runtime.artifact.targets import copied_to
+from partc.runtime.artifact.comm.schemas import register
+from partc.runtime.artifact.graph.targets import copied_to
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.reference import reference_ops
 from partc.runtime.errors import ArtifactError

@@ -14,10 +14,10 @@ import onnx.parser
 import pytest
 from artifact_text import HEAD, write
 from partc.runtime import RankError, load_local
-from partc.runtime.artifact.comm_node import CollectiveCall
-from partc.runtime.artifact.comm_schemas import register
-from partc.runtime.artifact.dtypes import BY_NAME, Array
-from partc.runtime.artifact.tensor import Tensor
+from partc.runtime.artifact.comm.collective_node import CollectiveCall
+from partc.runtime.artifact.comm.schemas import register
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array
+from partc.runtime.artifact.tensors.tensor import Tensor
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.collective import dynamic_collective
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
@@ -242,7 +242,7 @@ def test_a_chain_of_reductions_takes_one_place(tmp_path: Path) -> None:
       y = Sub(p, h) }"""
     write(tmp_path, [graph] * 2, groups=whole(2))
     with load_local(tmp_path) as program:
-        assert program._ranks[0]._program.in_place_aliases == {"p": "k"}
+        assert program._ranks[0]._program.arenas.aliases == {"p": "k"}
     given = shards((9,), 2)
     same(run(tmp_path, given), [one - given[0] - given[1] for one in given])
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from artifact_edit import chain
+from mpi_ranks_case import MPIEXEC, job
 from partc.cli.launch.signals import Signals
 from partc.cli.launch.stopped import Stopped
 from partc.runtime import load_trainer
@@ -22,7 +23,6 @@ from partc.runtime.communication.transport import Transport
 from partc.runtime.errors import ArtifactError, RankError
 from partc.runtime.execution.rank_threads import RankThreads, left_behind
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
-from test_mpi_ranks import MPIEXEC, job
 
 pytestmark = pytest.mark.skipif(not MPIEXEC.exists(), reason="the environment has no mpiexec of its own")
 

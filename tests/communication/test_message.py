@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from partc.runtime.artifact.dtypes import BY_NAME, by_numpy
-from partc.runtime.artifact.tensor import ALIGNMENT, Tensor, aligned
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, by_numpy
+from partc.runtime.artifact.tensors.tensor import ALIGNMENT, Tensor, aligned
 from partc.runtime.communication.message import HEADER, decode, encode, payload_size
 
 

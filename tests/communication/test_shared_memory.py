@@ -1,4 +1,4 @@
-"""Small AllReduces in shared memory: many rounds of many sizes are right on every rank, and a variable switches them off."""
+"""Shared memory of a host's ranks: values of many sizes are right on every rank; a variable switches it off; between hosts MPI goes on."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import os
 import subprocess
 import sys
 
-from test_mpi_ranks import MPIEXEC
+import pytest
+from mpi_ranks_case import MPIEXEC
 
 SCRIPT = """
 import os, random, sys
 import numpy as np
 from mpi4py import MPI
-from partc.runtime.artifact.dtypes import BY_NAME
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.communication.mpi import MpiTransport
-from partc.runtime.communication.shared_memory import ShmBarrier
 from partc.runtime.communication.transport import CollectiveArgs
 
 rounds = int(sys.argv[1])
 transport = MpiTransport(MPI.COMM_WORLD)
 rank, ranks = transport.rank, tuple(range(transport.size))
 transport.create_groups([ranks])
-shared = isinstance(transport._groups[ranks].arrivals, ShmBarrier)
+shared = not transport.mpi_alone
 alike, own = random.Random(1), random.Random(rank)
 bound = []
-for size in (1, 7, 513, 4095, 4096):  # in place and not, of 8 bytes an element
+for size in (1, 7, 513, 4095, 4096, 200_000):  # in place and not, of 8 bytes an element
     for kept in (False, True):
         source = np.zeros(size, np.int64)
         target = source if kept else np.zeros(size, np.int64)
@@ -32,7 +32,7 @@ for size in (1, 7, 513, 4095, 4096):  # in place and not, of 8 bytes an element
             args = CollectiveArgs("AllReduce", ranks, 1, source.view(np.uint8), target.view(np.uint8), BY_NAME["int64"], reduce, 0, True)
             bound.append((source, target, reduce, transport.prepare(args)))
 for turn in range(rounds):
-    source, target, reduce, begin = bound[alike.randrange(len(bound))]
+    source, target, reduce, begin = bound[alike.randrange(len(bound) - 4 if turn % 50 else len(bound))]
     source[:] = np.arange(source.size) + turn * (rank + 1)
     if own.random() < 0.05:  # ranks come at different times
         sum(range(own.randrange(20000)))
@@ -45,12 +45,12 @@ for turn in range(rounds):
     target[:] = -1  # what is read too late is seen
 transport.close()
 if rank == 0:
-    print("shared" if shared else "not shared", flush=True)
+    print("shared" if shared else transport.mpi_alone, flush=True)
 """
 
 
-def run(script: str, ranks: int, rounds: int) -> subprocess.CompletedProcess[str]:
-    command = [str(MPIEXEC), "--oversubscribe", "-n", str(ranks), sys.executable, "-c", script, str(rounds)]
+def run(script: str, ranks: int, given: object) -> subprocess.CompletedProcess[str]:
+    command = [str(MPIEXEC), "--oversubscribe", "-n", str(ranks), sys.executable, "-c", script, str(given)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **root})
 
@@ -62,4 +62,137 @@ def test_many_rounds_of_many_sizes_are_right_on_every_rank() -> None:
 
 def test_one_rank_switches_it_off_for_all() -> None:
     result = run(f"import os; os.environ['PARTC_SHARED_MEMORY'] = os.environ['OMPI_COMM_WORLD_RANK']\n{SCRIPT}", 2, 100)
-    assert result.stdout == "not shared\n", result.stderr
+    assert result.stdout == "rank 0: PARTC_SHARED_MEMORY=0\n", result.stderr
+
+
+EVERYTHING = """
+import faulthandler, platform, sys
+import numpy as np
+from mpi4py import MPI
+hosts = sys.argv[1]
+faulthandler.dump_traceback_later(100, exit=True)
+platform.node = lambda: hosts[MPI.COMM_WORLD.rank]  # ranks of one letter are on one host
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.communication.mpi import MpiTransport
+from partc.runtime.communication.transport import CollectiveArgs
+
+transport = MpiTransport(MPI.COMM_WORLD)
+me, size = transport.rank, transport.size
+lists = [tuple(range(size)), (0, 1), tuple(range(2, size)), tuple(range(1, size))]
+transport.create_groups([one for one in lists if len(one) > 1])
+
+def raw(array):
+    return array.reshape(-1).view(np.uint8)
+
+def run(ranks, op, source, target, reduce="", root=0):
+    request = transport.prepare(CollectiveArgs(op, ranks, 1, raw(source), raw(target), BY_NAME["float"], reduce, root))()
+    transport.wait(request, lambda: op)
+
+nothing, chance = np.empty(0, np.float32), np.random.default_rng(7)
+channel = transport.agreements()
+for n in (1, 1000, 150_001):
+    for ranks in lists:
+        every = {rank: chance.normal(size=len(ranks) * n).astype(np.float32) for rank in ranks}
+        if me not in ranks or len(ranks) < 2:
+            continue
+        mine, place, last = every[me], ranks.index(me), ranks[-1]
+        total = sum(every.values())
+        target = np.empty_like(mine)
+        run(ranks, "AllReduce", mine, target, "sum")
+        assert np.allclose(target, total, 1e-5, 1e-5)
+        target = mine.copy()
+        run(ranks, "AllReduce", target, target, "sum")
+        assert np.allclose(target, total, 1e-5, 1e-5)
+        target = np.empty(n, np.float32)
+        run(ranks, "ReduceScatter", mine, target, "sum")
+        assert np.allclose(target, total[place * n :][:n], 1e-5, 1e-5)
+        target = np.empty_like(mine)
+        run(ranks, "AllToAll", mine, target)
+        assert (target == np.concatenate([one[place * n :][:n] for one in every.values()])).all()
+        run(ranks, "AllGather", mine[:n], target)
+        assert (target == np.concatenate([one[:n] for one in every.values()])).all()
+        target = np.empty(n if me == last else 0, np.float32)
+        run(ranks, "Reduce", mine[:n], target, "sum", len(ranks) - 1)
+        assert np.allclose(target, sum(one[:n] for one in every.values()) if me == last else nothing, 1e-5, 1e-5)
+        target = mine.copy()
+        run(ranks, "Broadcast", nothing, target, "", len(ranks) - 1)
+        assert (target == every[last]).all()
+        targets = [np.empty_like(mine) for _ in range(5)]  # begun together, waited for in another order on each rank
+        args = [CollectiveArgs("AllReduce", ranks, 1, raw(mine), raw(one), BY_NAME["float"], "sum") for one in targets]
+        begun = [transport.prepare(one)() for one in args]
+        for request in begun[:: -1 if me % 2 else 1]:
+            transport.wait(request, lambda: "one of several")
+        assert all(np.allclose(one, total, 1e-5, 1e-5) for one in targets)
+        peers = [rank for rank in ranks if rank != me]
+        got = {(peer, tag): np.empty_like(mine) for tag in (6, 5) for peer in peers}
+        late = n % 2 == place % 2
+        coming = [] if late else [transport.irecv(raw(into), *key) for key, into in got.items()]
+        leaving = [transport.isend(raw(mine + tag), peer, tag) for tag in (5, 6) for peer in peers]
+        coming = coming or [transport.irecv(raw(into), *key) for key, into in got.items()]
+        for request in coming + leaving:
+            transport.wait(request, lambda: "a message")
+        assert all((into == every[peer] + np.float32(tag)).all() for (peer, tag), into in got.items())
+    ahead = channel.begin(np.full(4, me))
+    assert transport.all_reduce_max(np.array([me, -me])).tolist() == [size - 1, 0]
+    assert ahead().tolist() == [size - 1] * 4
+    assert transport.all_gather_text("x" * me) == ["x" * rank for rank in range(size)]
+transport.close()
+if me == 0:
+    print(bool(transport._plane), transport.mpi_alone, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("hosts", "shared"), [("aaa", True), ("aab", True), ("aabb", True), ("abc", False)])
+def test_values_are_right_on_ranks_of_one_host_and_of_several(hosts: str, shared: bool) -> None:
+    result = run(EVERYTHING, len(hosts), hosts)
+    assert result.stdout == f"{shared} \n", result.stderr
+
+
+def test_values_are_right_without_shared_memory() -> None:
+    result = run(f"import os; os.environ['PARTC_SHARED_MEMORY'] = '0'\n{EVERYTHING}", 3, "aaa")
+    assert result.stdout == "False rank 0: PARTC_SHARED_MEMORY=0\n", result.stderr
+
+
+LATE = """
+import sys, time
+from mpi4py import MPI
+import numpy as np
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.communication.mpi import MpiTransport
+from partc.runtime.communication.transport import CollectiveArgs
+
+transport, given, made = MpiTransport(MPI.COMM_WORLD), np.ones(8, np.uint8), np.empty(8, np.uint8)
+ranks = tuple(range(transport.size))
+transport.create_groups([ranks])
+agreements = transport.agreements()
+waits = {
+    "collective": lambda: transport.prepare(CollectiveArgs("AllReduce", ranks, 1, given, made, BY_NAME["uint8"], "sum"))(),
+    "message": lambda: transport.isend(given, 0, 3) if transport.rank == 1 else transport.irecv(made, 1, 3),
+    "agreement": lambda: agreements.begin(np.zeros(3, np.int64)),
+}
+for name, begin in waits.items():
+    transport.all_gather_text("")
+    if transport.rank == 1:
+        time.sleep(float(sys.argv[1]))
+    before, request = time.process_time(), None
+    if transport.rank < 2 or name != "message":
+        request = begin()
+        request() if callable(request) else transport.wait(request, lambda: name)
+    taken = time.process_time() - before
+    if transport.rank == 0:
+        print(name, taken < 0.1 * float(sys.argv[1]), flush=True)
+"""
+
+
+def test_a_rank_that_waits_keeps_no_core() -> None:
+    result = run(LATE, 3, 0.6)
+    assert result.stdout.splitlines() == ["collective True", "message True", "agreement True"], result.stderr
+
+
+@pytest.mark.parametrize("broken", ["os.memfd_create", "partc.runtime.communication.host.segment.Segment.adopt"])
+def test_where_memory_cannot_be_shared_all_ranks_use_mpi(broken: str) -> None:
+    fails = "def fails(*_): raise OSError('forbidden')"
+    script = f"import os, partc.runtime.communication.host.segment\n{fails}\n{broken} = fails\n{EVERYTHING}"
+    result = run(script, 3, "aaa")
+    rank = int(broken.endswith("adopt"))
+    assert result.stdout == f"False rank {rank}: forbidden\n", result.stderr

@@ -113,7 +113,7 @@ def test_faults_name_the_file(tmp_path: Path) -> None:
         "none.npy": "there is no such file",
         "bad.npy": "bad.npy: ",
         "bad.npz": "not a zip file",
-        "bad.idx": "it is no .npy, .npz or IDX file",
+        "bad.idx": "it is not a .npy, .npz or IDX file",
         "short.idx": "it has 17 bytes, its header promises 20",
         "scalar.npy": "it is a single value",
         "two.npz": "it has no 'x', and not one array alone: 'a', 'b'",

@@ -9,8 +9,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from partc.runtime.artifact.boxes import merge
 from partc.runtime.artifact.format import Port
+from partc.runtime.artifact.tensors.boxes import merge
 from partc.runtime.data import Loader, Position, Spec, open_loader
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
@@ -258,9 +258,9 @@ def test_all_differences_are_told_at_once(digits: Path) -> None:
     with pytest.raises(UsageError) as caught:
         open_loader(spec, ports, 0, 8, drop_last=False)
     assert str(caught.value).splitlines() == [
-        "data: input 'cut' is cut into 3 along its batch, and batches have 8 records",
+        "data: input 'cut' is sharded into 3 along its batch, and batches have 8 records",
         "  help: take a multiple of 3",
-        "data: 50 records in batches of 8 leave 2 for the last batch, and input 'cut' is cut into 3 along its batch",
+        "data: 50 records in batches of 8 leave 2 for the last batch, and input 'cut' is sharded into 3 along its batch",
         "  help: write drop_last: true, or interleave: 3, which repeats 1 of the records; exact is to add 1 to the data whose labels "
         "the loss ignores (ignore_index)",
         "data: the model has no input 'other'; its inputs are 'x', 'label', 'number', 'mask', 'cut', 'items'",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.runtime.artifact.boxes import merge
 from partc.runtime.artifact.format import Port
+from partc.runtime.artifact.tensors.boxes import merge
 from partc.runtime.data import Spec, open_loader
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from partc.runtime.artifact.training.data_spec import Data, data_of_words
 from partc.runtime.data import Spec
 from partc.runtime.errors import UsageError
 
@@ -30,10 +31,10 @@ def test_a_command_line_says_the_same() -> None:
         "buckets": [64, 256],
         "window": 8,
     }
-    assert Spec.of_words(words, BASE) == Spec.parse(said, BASE, "--data")
-    assert Spec.of_words(["x=a.npy", "y=b.npy"]) == Spec.parse({"x": "a.npy", "y": "b.npy"}, where="--data")
+    assert Spec.of(data_of_words(words, BASE), "--data") == Spec.parse(said, BASE, "--data")
+    assert data_of_words(["x=a.npy", "y=b.npy"]) == Data.model_validate({"x": "a.npy", "y": "b.npy"})
     with pytest.raises(UsageError, match="'x' is given twice: a and b"):
-        Spec.of_words(["x=a", "x=b"])
+        data_of_words(["x=a", "x=b"])
 
 
 def test_all_that_is_wrong_is_told() -> None:
@@ -49,8 +50,8 @@ def test_all_that_is_wrong_is_told() -> None:
     with pytest.raises(UsageError) as caught:
         Spec.parse(said, BASE, "plan.yaml:3")
     lines = str(caught.value).splitlines()
-    assert [line.split(" is ")[0] for line in lines[::2]] == [
-        f"plan.yaml:3: {name}" for name in ("transform", "pad", "multiple", "buckets", "window", "length", "x")
+    assert [line.split(": ")[1] for line in lines if line.startswith("plan.yaml:3: ")] == [
+        *("transform", "length", "pad.x", "multiple", "buckets", "window", "x")
     ]
     assert lines[1] == "  help: write file.py:function"
     for said, told in (
@@ -62,5 +63,5 @@ def test_all_that_is_wrong_is_told() -> None:
         with pytest.raises(UsageError) as caught:
             Spec.parse(said)
         assert told in str(caught.value)
-    with pytest.raises(UsageError, match="buckets is 'a'"):
-        Spec.of_words(["d.npz", "length=x", "buckets=a"])
+    with pytest.raises(UsageError, match="--data: buckets: expected a list, but got the string 'a'"):
+        data_of_words(["d.npz", "length=x", "buckets=a"])

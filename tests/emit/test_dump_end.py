@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from partc.compiler.emit.dump import begin_text, end_text
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Compute
 from shard_call_models import compiled
 
 NET = """
@@ -27,7 +27,7 @@ inputs = {"x": [24, ROWS]}
 LINE = "plan.yaml:2 'fc'"
 
 
-def program_of(folder: Path, rows: str, more: str = "") -> Program:
+def program_of(folder: Path, rows: str, more: str = "") -> Complete:
     symbols = "symbols: {n: {divisor: 6}}\n" if rows == '"n"' else ""
     plan = f"ranks: 6\nsharding: {{fc: {{in: [[6, 1]]}}}}\n{symbols}{more}"
     return compiled(folder, NET.replace("ROWS", rows), plan).program
@@ -79,5 +79,5 @@ def test_what_is_kept_shows_its_part(tmp_path: Path) -> None:
 def test_bounds_of_slices_are_constants_or_typed(tmp_path: Path, rows: str) -> None:
     program = program_of(tmp_path, rows)
     assert "<>" not in end_text(program)
-    kinds = {step.node.op_type for step in program.parts[3].steps if isinstance(step, ComputeOp)}
+    kinds = {step.node.op_type for step in program.parts[3].steps if isinstance(step, Compute)}
     assert ("Shape" in kinds) == (rows == '"n"')

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from conftest import Golden
-from partc.cli.output.stats import rank_stats, typical_sizes
+from partc.cli.output.stats import typical_sizes
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.execution.memory.needed import rank_memory
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -84,7 +85,7 @@ def hold(golden: Golden, name: str, build: Path) -> None:
     golden(f"{name}/step/{fmt.MANIFEST}", index_text(build / fmt.MANIFEST))
     artifact = open_artifact(build)
     sizes = typical_sizes(artifact.manifest)
-    unknown = {rank: rank_stats(artifact, rank, sizes).unknown_values for rank in range(artifact.manifest.ranks)}
+    unknown = {rank: rank_memory(artifact, rank, sizes).unknown for rank in range(artifact.manifest.ranks)}
     assert not any(unknown.values()), f"values without a type and a shape, by rank: {unknown}"
 
 

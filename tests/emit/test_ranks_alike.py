@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.by_place import item_of
-from partc.runtime.artifact.boxes import divisor
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, RANK_CONSTANT, Manifest, Port
+from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.artifact.rank_constants import bound, is_rank_constant
 from partc.runtime.artifact.ranks import Grid, order_text, ranks_of
+from partc.runtime.artifact.tensors.boxes import divisor
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.check import check
 from partc.runtime.errors import ArtifactError

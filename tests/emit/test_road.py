@@ -10,8 +10,9 @@ from partc.compiler import pipeline
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, TaskKind
+from partc.compiler.ir.program import Loaded, Lowered, Sharded, Targeted
+from partc.compiler.ir.programs import Comm, TaskKind
+from partc.compiler.lower.local_view import Localized
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.verify import VARIABLE, InvalidProgram
 from sharded_models import BLOCK_STYLES, block
@@ -28,31 +29,35 @@ train:
 """
 
 
-def started(plan: str = PLAN) -> Program:
+def started(plan: str = PLAN) -> Loaded:
     source = Source(from_proto(block(), Path("model.onnx")))
     return pipeline.start(source, parse_plan(plan, "plan.yaml"), "model.onnx")
 
 
-def contents(program: Program) -> dict[str, Any]:
+def contents(program: Loaded) -> dict[str, Any]:
     """What a program holds, by field; of its local view all that a pass could write into."""
     found = {
-        name: list(getattr(program, name).items()) for name in ("values", "symbols", "placement", "names", "paths")
+        name: list(getattr(program, name, {}).items()) for name in ("values", "symbols", "placement", "at", "paths")
     }
     found["model"] = [(node, *node.inputs, *node.outputs, *node.attributes) for node in program.model.graph]
-    found["choices"] = [(instance, dict(choice.axes), choice.passing) for instance, choice in program.choices.items()]
-    if (local := program.local) is not None:
-        comm = local.comm
-        found["table"] = [*comm.values.infos.items(), *comm.values.names.items()]
+    choices = program.choices if isinstance(program, Sharded) else {}
+    found["choices"] = [(instance, dict(choice.axes), choice.passing) for instance, choice in choices.items()]
+    if isinstance(program, Localized):
+        comm = program.local.comm
+        found["table"] = [*comm.values.infos.items(), *comm.values.at.items()]
         found["events"] = [len(comm.events), *comm.groups, *comm.masked]
-        found["ranks"] = [
-            (*one.ranks, *one.steps, *one.types, *one.constants, *one.kept, *one.outputs, *one.replaced, *one.taken)
-            for one in comm.builders.distinct
+        job = comm.job
+        found["ops"] = [*job.steps, *job.program]
+        found["records"] = [
+            (value, ranks) for some in (job.listed, job.constants, job.kept, job.outputs) for value, _, ranks in some
         ]
+        found["created"] = [*job.created.items()]
+        found["types"] = [(value, value.of, value.shape) for value, _, _ in job.listed]
     return found
 
 
 def test_no_pass_changes_the_program_that_it_is_given() -> None:
-    program = pipeline.run_passes(started(), through=pipeline.unpack)
+    program = pipeline.run_passes(started(), pipeline.unpack)
     for step in pipeline.PASSES[pipeline.PASSES.index(pipeline.unpack) + 1 :]:
         before = contents(program)
         after = step(program)
@@ -61,60 +66,58 @@ def test_no_pass_changes_the_program_that_it_is_given() -> None:
 
 
 def test_every_op_knows_its_task() -> None:
-    program = pipeline.run_passes(started())
+    program = pipeline.run_passes(started(), pipeline.check_budget)
     parameters = {one.parameter for part in program.parts for one in part.kept if one.parameter}
     for part in program.parts:
         tasks = [step.task for step in part.steps]
         forward = max(k for k, one in enumerate(tasks) if one is TaskKind.FORWARD)
         assert tasks.index(TaskKind.BACKWARD) > forward
-        sent = {name: step.task for step in part.steps if isinstance(step, CommOp) for name in step.outputs}
+        sent = {str(one): step.task for step in part.steps if isinstance(step, Comm) for one in step.makes}
         reduced = {task for name, task in sent.items() if name.removesuffix(".grad") in parameters}
         assert reduced == {TaskKind.UPDATE}, "the gradients of parameters are reduced once a step"
         assert sent["gradients.square_norm"] is TaskKind.UPDATE
         assert TaskKind.BACKWARD in sent.values(), "cotangents are reduced where tensor parallel layers meet"
 
 
-def broken(program: Program) -> Program:
+def broken(program: Loaded) -> Loaded:
     raise KeyError("h")
 
 
-def refused(program: Program) -> Program:
+def refused(program: Loaded) -> Loaded:
     raise CompileError(Problem("plan.yaml:3", "is not to be had"))
 
 
-def emptied(program: Program) -> Program:
-    program = pipeline.lower(program)
-    return pipeline.replace(program, parts=program.parts[1:])
+def emptied(program: Localized) -> Lowered:
+    lowered = pipeline.lower(program)
+    return pipeline.replace(lowered, parts=lowered.parts[1:])
 
 
 @pytest.mark.parametrize("plant", [broken, refused])
 def test_a_pass_that_fails_is_named(plant: pipeline.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "PASSES", (pipeline.normalize, plant))
     with pytest.raises((KeyError, CompileError)) as caught:
-        pipeline.run_passes(started())
+        pipeline.run_passes(started(), plant)
     assert caught.value.__notes__ == [f"in the pass '{plant.__name__}'"]
 
 
-def lost_forward(program: Program) -> Program:
+def lost_forward(program: Targeted) -> Localized:
     after = pipeline.localize(program)
-    assert after.local is not None
-    del after.local.comm.builders.distinct[0].steps[1]
+    del after.local.comm.job.steps[1]
     return after
 
 
-def late_forward(program: Program) -> Program:
+def late_forward(program: Localized) -> Localized:
     after = pipeline.update(program)
-    assert after.local is not None
-    builder = after.local.comm.builders.distinct[0]
-    builder.steps.append(builder.steps.pop(0))
+    job = after.local.comm.job
+    job.steps.append(job.steps.pop(0))
     return after
 
 
-def silent_rank(program: Program) -> Program:
+def silent_rank(program: Localized) -> Localized:
     after = pipeline.differentiate(program)
-    assert after.local is not None
-    (builder,) = after.local.comm.builders.of((1,))
-    builder.steps.remove(next(step for step in builder.steps if isinstance(step, CommOp)))
+    steps = after.local.comm.job.steps
+    at = next(k for k, (step, ranks) in enumerate(steps) if isinstance(step, Comm) and ranks & 2)
+    steps[at] = steps[at][0], steps[at][1] & ~2
     return after
 
 
@@ -131,16 +134,16 @@ def test_what_ranks_do_is_verified_before_it_is_finished(plant: pipeline.Pass, m
     passes = tuple(plant if step is in_place_of else step for step in pipeline.PASSES)
     monkeypatch.setattr(pipeline, "PASSES", passes)
     with pytest.raises(InvalidProgram, match=told) as caught:
-        pipeline.run_passes(started(), verify_passes=True)
+        pipeline.run_passes(started(), pipeline.check_budget, verify_passes=True)
     assert f"the pass '{plant.__name__}'" in str(caught.value)
 
 
 def test_verification_is_asked_for_by_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[: pipeline.PASSES.index(pipeline.lower)], emptied))
-    assert len(pipeline.run_passes(started()).parts) == 3
+    assert len(pipeline.run_passes(started(), emptied).parts) == 3
     with pytest.raises(InvalidProgram, match="the pass 'emptied' made a program that is not valid"):
-        pipeline.run_passes(started(), verify_passes=True)
+        pipeline.run_passes(started(), emptied, verify_passes=True)
 
 
 def test_a_dump_of_every_pass_is_written(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from equivalence import compiled, model, same_as_whole
 from onnx import numpy_helper
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, ComputeOp
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Comm, Compute
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.sharding.budget import check_budget
+from partc.compiler.sharding.values.budget import check_budget
 from partc.runtime.checker.check import check_artifact
 from small_training import NORMALIZED
 from training_equivalence import from_text, trained
@@ -52,7 +52,7 @@ def test_a_weight_that_is_made_whole_and_cut_on_one_rank() -> None:
         }}"""
     )
     program = same_as_whole(proto, "ranks: 2\nsharding: {add: {in: [[1, 2], null]}}\n", {"x": X}, rtol=0, atol=1e-6)
-    made = [step for step in program.parts[0].steps if isinstance(step, ComputeOp) and step.node.op_type == "Tanh"]
+    made = [step for step in program.parts[0].steps if isinstance(step, Compute) and step.node.op_type == "Tanh"]
     assert len(made) == 2
 
 
@@ -110,12 +110,9 @@ def test_a_model_may_have_the_names_that_partc_derives() -> None:
         same_as_whole(with_names(proto, names), NAMES_PLAN, *steps, rtol=0, atol=1e-5)
 
 
-def names_of(program: Program) -> set[str]:
+def names_of(program: Complete) -> set[str]:
     """All that ranks' programs make and hold."""
-    found = {name for part in program.parts for name in part.constants}
-    for step in (step for part in program.parts for step in part.steps):
-        found.update(step.outputs if isinstance(step, CommOp) else (out.name or "" for out in step.node.outputs))
-    return found
+    return {str(one) for part in program.parts for step in part.steps for one in (*step.reads, *step.makes)}
 
 
 def with_names(proto: onnx.ModelProto, names: dict[str, str]) -> onnx.ModelProto:
@@ -238,8 +235,8 @@ def test_a_value_of_unknown_shape_is_gathered_on_more_ranks_than_read_it(more: s
     plan = f"ranks: 4\n{more}\nsharding: {{nz: {{out: [[2, 1]]}}}}\n"
     program = same_as_whole(proto, plan, {"x": X}, rtol=0, atol=0)
     for part in program.parts:
-        made = {name for step in part.steps if isinstance(step, CommOp) for name in step.outputs}
-        assert made <= part.types.keys()
+        made = [one for step in part.steps if isinstance(step, Comm) for one in step.makes]
+        assert all(one.of is not None for one in made)
 
 
 def test_what_a_rank_makes_alone_has_another_name_than_what_it_gathers() -> None:

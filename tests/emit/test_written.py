@@ -15,10 +15,10 @@ from partc.compiler.emit.rank_model import RankModels
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import RankProgram
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import RankProgram
 from partc.compiler.pipeline import compile_source
-from partc.runtime.checker.written import written
+from partc.runtime.checker.structures import structures
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
 PLAIN = f"{HEAD} m (float[4, 6] x) => (float[4, 6] y) {{ [a] h = Relu (x) [b] y = Neg (h) }}"
@@ -73,7 +73,7 @@ def test_ranks_of_one_structure_are_looked_at_once(tmp_path: Path) -> None:
     proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
     del proto.graph.value_info[:]
     compiled(proto, "ranks: 3\nsharding: {mm: {in: [null, [1, 3]]}}\noutputs: cut\n", tmp_path / "build")
-    assert len(written(tmp_path / "build")) == 1
+    assert len(structures(tmp_path / "build")) == 1
     assert len([*(tmp_path / "build").glob("rank_*.onnx")]) == 3
 
 
@@ -89,7 +89,7 @@ def test_an_older_model_is_converted_no_further_than_needed() -> None:
     same_as_whole(proto, "ranks: 2\nsharding: {tr: replicate}\n", {"x": x}, rtol=0, atol=1e-6)
 
 
-def again(proto: onnx.ModelProto, plan: str, out: Path, opset: int) -> tuple[Program, Program]:
+def again(proto: onnx.ModelProto, plan: str, out: Path, opset: int) -> tuple[Complete, Complete]:
     """A program by a plan, and by the annotations that it was written with alone, in an older opset."""
     first = compiled(proto, plan, out)
     told = onnx.load_from_string(onnx_bytes(first))
@@ -98,7 +98,7 @@ def again(proto: onnx.ModelProto, plan: str, out: Path, opset: int) -> tuple[Pro
     return first, compile_source(Source(from_proto(told, Path("model.onnx"))), None, out).program
 
 
-def onnx_bytes(program: Program) -> bytes:
+def onnx_bytes(program: Complete) -> bytes:
     import onnx_ir as ir
 
     data: bytes = ir.serde.serialize_model(annotated(program)).SerializeToString()
@@ -123,7 +123,7 @@ def test_annotations_tell_where_a_constant_is_delivered(tmp_path: Path) -> None:
     )
     first, second = again(proto, "ranks: 4\nplacement: {n: [0, 3, 1, 2]}\noutputs: producer\n", tmp_path / "build", 21)
     for part, other in zip(first.parts, second.parts, strict=True):
-        assert [held.name for held in other.outputs] == [held.name for held in part.outputs]
+        assert [str(held.value) for held in other.outputs] == [str(held.value) for held in part.outputs]
 
 
 def test_annotations_of_a_value_of_unknown_rank(tmp_path: Path) -> None:

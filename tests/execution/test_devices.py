@@ -9,14 +9,13 @@ import pytest
 from artifact_text import write
 from onnx import ModelProto, NodeProto
 from partc.cli.comparison.variant import variant
-from partc.runtime import load_local
+from partc.runtime import Trainer, load_local, load_trainer
 from partc.runtime.artifact.format import OPTIMIZER, TARGET, Manifest
 from partc.runtime.devices.device_memory import Remote
 from partc.runtime.devices.devices import Device, Devices, devices_from, parse_devices
 from partc.runtime.errors import ArtifactError, UsageError
 from partc.runtime.execution.targets.counts import Copies
 from partc.runtime.program import kernels, sessions
-from partc.runtime.training.trainer import Trainer, load_trainer
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 from stub_gpu import stub_gpu as stub_gpu
 from targeted import ON_CPU, perceptron_steps, scattered, targeted

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dis
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from artifact_text import write
-from test_turns import PING_PONG
+from partc.runtime.job.turn import PROGRAM, TRAINER, Turn, one_at_a_time
+from turns_case import PING_PONG
 
 INTERRUPTED = """
 import faulthandler, random, signal, sys, time
@@ -60,3 +64,69 @@ def test_ctrl_c_at_random_instants(built: Path, seed: int) -> None:
     told, late = ended(INTERRUPTED, built / "two", seed, 10).split()
     assert int(told) == 10
     assert float(late) < 10
+
+
+class Nested:
+    """A call that makes a call, as a trainer's step makes one of its program."""
+
+    def __init__(self) -> None:
+        self.turn = Turn(waits=True)
+
+    @one_at_a_time(TRAINER)
+    def outer(self) -> int:
+        with self.turn.lent("the schedule"):
+            self.doing = "asks"
+        return self.inner() + 1
+
+    @one_at_a_time(PROGRAM)
+    def inner(self) -> int:
+        return 1
+
+
+class Interrupt:
+    """KeyboardInterrupt at the `at`-th instant of turn.py where the interpreter looks for signals: a function's start, a call's end."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.before: dict[FrameType, str] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Interrupt | None:
+        if not frame.f_code.co_filename.endswith("turn.py"):
+            return None
+        frame.f_trace_opcodes = True
+        looks = event == "call" or (event == "opcode" and self.before.get(frame, "").startswith(("CALL", "JUMP_BACK")))
+        if event == "opcode":
+            self.before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if looks:
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def test_ctrl_c_at_each_instant_of_taking_and_giving_back() -> None:
+    """The next call is made, whoever makes it."""
+    thing, interrupted = Nested(), 0
+    while True:
+        before = sys.gettrace()
+        sys.settrace(Interrupt(interrupted))
+        try:
+            found = thing.outer()
+        except KeyboardInterrupt:
+            found = 0
+        finally:
+            sys.settrace(before)
+        if found == 2:
+            break
+        assert not thing.turn.busy
+        if interrupted % 2:
+            assert (thing.inner(), thing.outer()) == (1, 2)
+        else:
+            others: list[int] = []
+            thread = threading.Thread(target=lambda others=others: others.append(thing.outer()))
+            thread.start()
+            thread.join(60)
+            assert others == [2]
+        interrupted += 1
+    assert interrupted > 30

@@ -31,6 +31,11 @@ PING_PONG = [
     {{ {recv("h", 0, 0)} k = Mul(h, c) {send("k", 0, 1)} }}""",
 ]
 
+ALONE = [
+    """rank0 (float[batch, 3] x) => (float[batch, 3] y) <float[batch, 3] h, float c = {-0.5}>
+    { h = Relu(x) y = Mul(h, c) }"""
+]
+
 
 def test_sizes_alternate(tmp_path: Path) -> None:
     with load_local(write(tmp_path, PING_PONG)) as program:
@@ -69,6 +74,42 @@ def test_inputs_of_any_layout(tmp_path: Path, order: str) -> None:
     with load_local(write(tmp_path, PING_PONG)) as program:
         for _ in range(2):
             np.testing.assert_array_equal(program(x=given)["y"], np.maximum(x, 0) * np.float32(-0.5))
+
+
+@pytest.mark.parametrize("graphs", [PING_PONG, ALONE], ids=["two ranks", "one rank"])
+def test_an_array_is_read_as_it_is_in_each_step(tmp_path: Path, graphs: list[str]) -> None:
+    """Whatever became of it since the last step, of which it was an input, and after one that was refused."""
+    x = np.arange(-6, 9, dtype=np.float32).reshape(5, 3)
+    given = x.copy()
+    with load_local(write(tmp_path, graphs)) as program:
+
+        def check() -> None:
+            np.testing.assert_array_equal(program(x=given)["y"], np.maximum(given, 0) * np.float32(-0.5))
+
+        def refused(words: str, **inputs: object) -> None:
+            with pytest.raises(InputError, match=words):
+                program(**inputs)
+
+        check()
+        given *= -1
+        check()
+        given.resize((2, 3), refcheck=False)
+        check()
+        given.resize((50, 3), refcheck=False)
+        check()
+        given = given.copy()
+        check()
+        refused("the input 'x' is missing")
+        check()
+        refused("the model has no input 'z'", x=given, z=x)
+        check()
+        refused("is of float64", x=given.astype(np.float64))
+        check()
+        refused("axis 1 is 2, the model was compiled for 3", x=given[:, :2])
+        check()
+        refused("has 1 axes", x=given[0])
+        given = np.asfortranarray(given)
+        check()
 
 
 def test_contiguous_inputs_are_not_copied(tmp_path: Path) -> None:
@@ -290,7 +331,7 @@ def test_an_object_that_cannot_become_an_array_is_refused_by_all(tmp_path: Path)
             raise RuntimeError("it requires grad")
 
     with load_local(write(tmp_path, PING_PONG)) as program:
-        with pytest.raises(InputError, match="input 'x': a Odd is no array: it requires grad"):
+        with pytest.raises(InputError, match="input 'x': a Odd is not an array: it requires grad"):
             program(x=Odd())
         assert program(x=np.full((1, 3), 2, np.float32))["y"].tolist() == [[-1.0] * 3]
 

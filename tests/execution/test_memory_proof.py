@@ -14,6 +14,7 @@ import pytest
 from partc.runtime import load_local
 from partc.runtime.errors import RankError
 from partc.runtime.execution import step_plan
+from partc.runtime.execution.memory import layout
 from partc.runtime.execution.memory.freed import VARIABLE, Freed, pattern
 from partc.runtime.execution.memory.proof import meetings
 from partc.runtime.execution.program import Program
@@ -53,11 +54,11 @@ class Planned:
     """Step plans of a rank whose arenas a test changes."""
 
     def __init__(self, rank: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-        (key,) = rank._schedules
-        self.rank, self.bindings = rank, dict(key)
+        (plan,) = rank._schedules.values()
+        self.rank, self.bindings = rank, dict(plan.bindings)
         self.lives: list[Sequence[Lifetime]] = []
         self.moved: tuple[str, str] | None = None
-        monkeypatch.setattr(step_plan, "assign", self._assigned)
+        monkeypatch.setattr(layout, "assign", self._assigned)
         monkeypatch.setattr(step_plan, "refuse_meeting", lambda plan: None)
 
     def _assigned(self, lives: Sequence[Lifetime]) -> Arena:
@@ -105,7 +106,9 @@ def test_members_of_an_update_that_lie_apart_are_found(
     count = 0
     for rank in ranks:
         plan = Planned(rank, monkeypatch).plan()
-        for group in (one.group for some in plan.program.updates.values() for one in some if isinstance(one, Updater)):
+        for group in (
+            one.group for some in plan.program.replacement.updates.values() for one in some if isinstance(one, Updater)
+        ):
             for one, other in (names[:2] for names in (*group.operands, *group.results) if len(names) > 1):
                 kept = plan.cells[one], plan.cells[other]
                 plan.cells[one], plan.cells[other] = kept[::-1]
@@ -118,7 +121,7 @@ def test_members_of_an_update_that_lie_apart_are_found(
 
 def _sums(rank: Program) -> set[tuple[str, str]]:
     """By the places where they lie, sums and the terms that may have been there."""
-    places, roots = rank._program.values.flat_places, rank._program.in_place_aliases
+    places, roots = rank._program.values.flat_places, rank._program.arenas.aliases
     pairs = [pair for step in rank._program.steps if isinstance(step, Segment) and step.task for pair in step.sums]
     return {(roots.get(term, term), places.get(made, (made, 0))[0]) for term, made in pairs}
 
@@ -148,7 +151,7 @@ def test_no_step_runs_with_a_plan_that_fails(tmp_path: Path, monkeypatch: pytest
         arena = assign(lives)
         return Arena(arena.bytes, dict.fromkeys(arena.offsets, 0), arena.waits)
 
-    monkeypatch.setattr(step_plan, "assign", at_zero)
+    monkeypatch.setattr(layout, "assign", at_zero)
     built = compiled(tmp_path / "build", PERCEPTRON, DATA_PARALLEL, MOMENTUM)
     with load_local(built, trust=True) as ranks, pytest.raises(RankError) as error:
         perceptron_steps(ranks, 1)
@@ -218,7 +221,7 @@ def test_free_memory_is_filled_and_nothing_changes(name: str, tmp_path: Path, mo
         monkeypatch.setenv(VARIABLE, fills)
         with load_local(built, trust=True, devices=ON_CPU) as ranks:
             found.append(perceptron_steps(ranks))
-            arena = ranks.ranks[0]._program.memory
+            arena = ranks.ranks[0]._program.arenas.host
             assert (pattern(64).tobytes() in arena.tobytes()) == (fills == "1")
     assert found[0][0] == found[1][0]
     for tensor, value in found[0][1].items():

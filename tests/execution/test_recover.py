@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_text import write
+from collectives_mpi_case import MPIEXEC, every_op
 from partc.runtime import InputError, StepError, UsageError, load, load_local
 from partc.runtime.execution.in_process import LocalProgram
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.program.steps import Segment
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
-from test_collectives_mpi import MPIEXEC, every_op
 
 UNKNOWN = [
     """rank0 (float[n, 3] x, int64[k] index) => (float[k, 3] y, string[k] t)

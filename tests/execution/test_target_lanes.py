@@ -142,7 +142,10 @@ def test_a_profile_and_a_run_tell_of_targets(tmp_path: Path) -> None:
         for _ in range(5):
             program(x=x)
         told = json.loads(profiler.text())
+        (spans,) = json.loads(profiler.trace())["plans"]
         counts = counted([program.ranks[0].counts.text()])
+    assert {one["lane"] for one in spans} == {0, 1}
+    assert [one["bytes"] for one in spans if one["kind"] == "Copy"] == [48, 48]
     assert set(told["targets"]) == {"cpu", "cuda"}
     assert len(told["overlap"]) == len(told["step"]) == 2
     assert counts["to"] == {"cpu": {"copies": 1.0, "bytes": 48.0}, "cuda": {"copies": 1.0, "bytes": 48.0}}
@@ -158,7 +161,7 @@ def test_one_target_has_no_lanes(tmp_path: Path) -> None:
             program(x=np.zeros((1, 3), np.float32))
             (plan,) = program.ranks[0]._schedules.values()
             assert plan.lanes is None
-            assert program.ranks[0]._program.workers is None
+            assert program.ranks[0]._program.targets.workers is None
 
 
 FAILS = """rank0 (float[n, 3] x, int64[1] at) => (float[n, 3] y) <float[n, 3] h, float[n, 3] k>

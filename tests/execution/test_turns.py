@@ -21,16 +21,11 @@ from partc.runtime import LocalProgram, Program, RankError, Trainer, UsageError,
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.user_code import user_code
 from training_equivalence import from_text
+from turns_case import PING_PONG
 
 THREADS, CALLS = 4, 500
 OF_FILES = {"save": 60, "load": 100, "load_weights": 100}
 """Calls of methods that write or read a checkpoint: each takes as long as a hundred of the others, and all of it is within its turn."""
-PING_PONG = [
-    """rank0 (float[batch, 3] x) => (float[batch, 3] y) <float[batch, 3] h, float[batch, 3] k>
-    { h = Relu(x) = partc.comm.Send <peer = 1, tag = 0> (h) k = partc.comm.Recv <peer = 1, tag = 1> () y = Sub(k, h) }""",
-    """rank1 () => () <float[batch, 3] h, float[batch, 3] k, float c = {0.5}>
-    { h = partc.comm.Recv <peer = 0, tag = 0> () k = Mul(h, c) = partc.comm.Send <peer = 0, tag = 1> (k) }""",
-]
 ALONE = ["rank0 (float[batch, 3] x) => (float[batch, 3] y) <float[batch, 3] h> { h = Relu(x) y = Neg(h) }"]
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[B, 6] x) => (float[B, 4] y) <float[6, 8] w, float[8, 4] v> { a = MatMul (x, w) b = Tanh (a) y = MatMul (b, v) }"""
@@ -113,13 +108,15 @@ PROGRAM: Mapping[str, Case] = {
 }
 LOCAL: Mapping[str, Case] = {**SHARED, "ranks": read("ranks"), "__call__": stepped(-0.5), "close": nothing("close")}
 TRAINER: Mapping[str, Case] = {
-    **{name: read(name) for name in ("rank", "source", "manifest", "inputs", "turn")},
+    **{name: read(name) for name in ("rank", "source", "manifest", "inputs", "turn", "is_saving")},
     "train": lambda trainer, k, _: bool(np.isfinite(trainer.train(BATCH)["loss"])),
     "advance": lambda trainer, k, _: bool(np.isfinite(trainer.advance(BATCH)["loss"])),
     "numbers": said("numbers", {"a": 1}, {"a": 1}),
+    "ask_to_stop": said("ask_to_stop", 0, None),
     "check_last_loss": nothing("check_last_loss"),
     "evaluate": evaluated,
     "save": saved,
+    "finish_saving": lambda trainer, k, folder: trainer.finish_saving() is None,
     "claim": lambda trainer, k, folder: trainer.claim(folder / "runs") is None,
     "load": loaded,
     "load_weights": lambda trainer, k, folder: len(trainer.load_weights(folder / "before")) == 2,
@@ -128,7 +125,7 @@ TRAINER: Mapping[str, Case] = {
 KINDS: dict[type, Mapping[str, Case]] = {LocalProgram: LOCAL, Program: PROGRAM, Trainer: TRAINER}
 STILL = {
     *("inputs", "outputs", "state", "looked_up", "usable", "describe", "leave", "release", "close", "ranks", "rank"),
-    *("source", "manifest", "turn", "numbers"),
+    *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving"),
 }
 """What works after the end; all else is a RankError then."""
 EACH = [(kind, name) for kind, cases in KINDS.items() for name in cases]

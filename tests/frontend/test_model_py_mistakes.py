@@ -148,7 +148,7 @@ MISTAKES = {
     "unknown op": (
         f"{PLAIN.replace('Neg', 'Negate')}model = Net()\ninputs = [[3]]",
         "model.py:5: onnxruntime does not know the op Negate (1 times, first 'Negate_node_0')\n"
-        "  help: express it by standard ops, or as a function inside of the model",
+        "  help: decompose it into standard ops, or define it as a model-local function",
     ),
 }
 

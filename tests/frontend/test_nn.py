@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from partc.compiler import nn
 from partc.compiler.frontend.inputs import Spec, data_type
 from partc.compiler.frontend.trace import trace
-from partc.runtime.artifact import draw
+from partc.runtime.artifact.tensors import draw
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(3)

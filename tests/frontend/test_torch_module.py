@@ -8,11 +8,14 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend import torch_module
+from partc.compiler.frontend.huggingface import settings
+from partc.compiler.frontend.huggingface.ports import image_inputs
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.python import load_python
 from partc.compiler.frontend.source import Source
+from partc.compiler.training.trainable import trainable_names
 
 torch = pytest.importorskip("torch", reason="needs partc[torch]")
 
@@ -260,37 +263,65 @@ config = transformers.MixtralConfig(
     num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=16,
 )
 model = transformers.MixtralForCausalLM(config).eval()
-inputs = {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}
-dynamic_shapes = {"input_ids": {0: "batch", 1: "seq"}}
+model.model.embed_tokens.weight.requires_grad = False
+inputs = ["input_ids", "labels"]
 """
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_of_transformers_gets_the_settings_by_which_torch_exports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it is written first: it returns a cache, and its experts are grouped."""
+def test_a_model_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is written first: torch exports neither its cache nor its grouped experts, and nobody says its inputs."""
     pytest.importorskip("transformers")
-    refused: list[Exception] = []
+    calls: list[object] = []
     export = torch.onnx.export
-
-    def watched(*arguments: object, **options: object) -> object:
-        try:
-            return export(*arguments, **options)
-        except Exception as error:
-            refused.append(error)
-            raise
-
-    monkeypatch.setattr(torch.onnx, "export", watched)
-    graph = load(tmp_path, MIXTRAL).model.graph
-    assert [value.name for value in graph.outputs] == ["logits"]
-    assert len(refused) == 2, "for its cache, and for its experts"
+    monkeypatch.setattr(torch.onnx, "export", lambda *given, **how: calls.append(given) or export(*given, **how))
+    source = load(tmp_path, MIXTRAL)
+    graph = source.model.graph
+    assert len(calls) == 1, "it has the settings before it is exported"
+    shapes = {value.name: [str(dim) for dim in value.shape or ()] for value in graph.inputs}
+    assert shapes == {name: ["batch", "sequence"] for name in ("input_ids", "labels")}
+    symbol = source.declared.symbols["sequence"]
+    assert (symbol.min, symbol.max) == (2, 16), "the loss compares a position with the next token, and there are 16"
+    assert [value.name for value in graph.outputs] == ["loss", "logits"]
+    trained = set(trainable_names(source.model))
+    assert "lm_head.weight" in trained
+    assert "model.embed_tokens.weight" not in trained, "it requires no gradient"
+    misspelled = MIXTRAL.replace('"labels"]', '"label", "past_key_values"]')
+    with pytest.raises(CompileError) as caught:
+        load(tmp_path, misspelled)
+    assert "the forward of MixtralForCausalLM takes no 'label'\n  help: the nearest names are 'labels'" in str(
+        caught.value
+    )
+    assert "the shape of 'past_key_values' of MixtralForCausalLM is not known" in str(caught.value)
 
     def refuse(*arguments: object, **options: object) -> object:
-        raise refused[0]
+        raise RuntimeError("DynamicCache has no pytree")
 
-    monkeypatch.setattr(torch.onnx, "export", refuse)  # what torch says again of a model that takes no setting
-    monkeypatch.setattr(torch_module, "_settled", lambda module, setting: False)
+    monkeypatch.setattr(torch.onnx, "export", refuse)  # a model that takes no setting
+    monkeypatch.setattr(settings, "settle", lambda module, setting: False)
     with pytest.raises(CompileError) as caught:
         load(tmp_path, MIXTRAL)
     assert caught.value.problems[0].help.startswith("set config.use_cache = False, or wrap the model")
+
+
+def test_a_model_of_timm_or_torchvision_needs_no_inputs(tmp_path: Path) -> None:
+    """They take images: of the size that `pretrained_cfg` says, else of the usual one, and the user is told."""
+    found = []
+    for library, said in (
+        ("timm", {"pretrained_cfg": {"input_size": (3, 32, 32)}}),
+        ("torchvision", {}),
+        ("torch", {}),
+    ):
+        members = {"__module__": f"{library}.models.net", "forward": lambda self, images: images, **said}
+        found.append(image_inputs(type("Net", (), members)()))
+    timm, torchvision, other = found
+    assert timm == ({"images": Input(["batch", 3, 32, 32])}, "its pretrained_cfg")
+    assert torchvision == ({"images": Input(["batch", 3, 224, 224])}, "the usual one of torchvision")
+    assert other is None
+    net = "from torch import nn\nmodel = nn.Sequential(nn.Conv2d(3, 4, 7, 8), nn.ReLU())\ntype(model).__module__ = 'torchvision.models'"
+    (tmp_path / "model.py").write_text(f"{net}\n")
+    try:
+        (warning,) = load_python(tmp_path / "model.py").declared.warnings
+    finally:
+        torch.nn.Sequential.__module__ = "torch.nn.modules.container"
+    assert warning.startswith("model.py:2: the input 'input' is ['batch', 3, 224, 224], the usual one of torchvision; ")

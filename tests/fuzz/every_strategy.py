@@ -126,7 +126,7 @@ def outcome(proto: ModelProto, plan: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    from test_rules import CASES
+    from rules_case import CASES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the op")

@@ -21,8 +21,8 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime.checker.check import check_artifact
 from pool import Wrong, main
 from random_cases import cases as risky
-from test_random_placement import cases as placed
-from test_random_sharding import cases as sharded
+from random_placement_case import cases as placed
+from random_sharding_case import cases as sharded
 
 REASONS = ("partc.rule", "partc.cut", "partc.cause")
 """Metadata of a node that names lines of a plan, or the file of a model."""

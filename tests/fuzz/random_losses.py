@@ -49,13 +49,13 @@ def train(case: Case) -> None:
     def source() -> Source:
         return Source(from_proto(case.model, Path("model.onnx")))
 
-    known = _changing(case.model.graph)
+    known = changing(case.model.graph)
     steps = [{name: value for name, value in step.items() if name in known} for step in case.steps()]
     with tempfile.TemporaryDirectory() as folder:
         same_training(source, case.plan, Path(folder), steps, rtol=1e-4, atol=1e-3)
 
 
-def _changing(graph: onnx.GraphProto) -> set[str]:
+def changing(graph: onnx.GraphProto) -> set[str]:
     """The values that the loss is made of: inputs that are none of them are no inputs of a training."""
     found = {LOSS}
     for node in reversed(graph.node):

@@ -261,8 +261,8 @@ def _equal(case: Case, folder: Path) -> None:
 
     have = ran(case.plan(), "cut")
     checked(folder / "cut")
-    if case.rows and have.program.schedule is not None:
-        rows = [line.split(": ", 1)[1] for line in str(have.program.schedule).splitlines()]
+    if case.rows and have.program.tasks is not None:
+        rows = [line.split(": ", 1)[1] for line in str(have.program.tasks.schedule).splitlines()]
         have = ran(case.plan(rows), "rows")
         checked(folder / "rows")
     want = ran(case.whole, "whole")

@@ -192,7 +192,7 @@ def outcome(case: Case, folder: Path) -> str:
         kept = {name: sent.after[name] for name in after}  # a slot is the last gradient, in which terms cancel
         same_tensors(kept, after, want.before, case.tolerance)
     assert have.program.training is not None
-    return f"equal, {sum('by rows' in line for line in have.program.training.tables)} tables by rows"
+    return f"equal, {sum('by rows' in line for line in have.program.training.notes.tables)} tables by rows"
 
 
 def law(case: Case, folder: Path, optimizer: str) -> str:

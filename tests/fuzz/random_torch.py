@@ -40,7 +40,7 @@ from partc.compiler.frontend.torch_module import export
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer, load_trainer
-from partc.runtime.artifact.boxes import slices
+from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.errors import NonFiniteError, PartcError

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
-from test_random_placement import Builder
+from random_placement_case import Builder
 
 DERIVED = (
     ".shape",

@@ -1,6 +1,6 @@
 """Trainings over MPI that are killed while they save, at any moment, and go on: the result has every byte of one that was never killed.
 
-python tests/fuzz/saving.py --kills 100 --seed 1
+python tests/fuzz/saving.py --kills 100 --seed 1 [--background]
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--background", action="store_true", help="save while training goes on")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        prepare(folder)
+        prepare(folder, given.background)
         told = killed(folder, given.kills, random.Random(given.seed))
         last = latest(folder / "runs")
         assert last is not None
@@ -72,13 +73,14 @@ def main() -> None:
     sys.exit(1 if differ or left != [".written.json"] else 0)
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, background: bool = False) -> None:
     """A model, its data, and its artifact for two ranks."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((60, 64)).astype(np.float32)
     np.savez(folder / "data.npz", x=x, label=x[:, :6].argmax(1).astype(np.int64))
     (folder / "model.py").write_text(MODEL)
-    (folder / "plan.yaml").write_text(PLAN)
+    saves = "  checkpoint: {background: true}\n" if background else ""
+    (folder / "plan.yaml").write_text(PLAN + saves)
     compile_model(folder / "model.py", folder / "plan.yaml", folder / "build")
 
 

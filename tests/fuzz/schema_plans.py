@@ -131,7 +131,7 @@ def plan_of(chance: random.Random) -> Schema:
             "loss": chance.choice(LOSSES),
             "optimizer": chance.choice([{"type": "sgd", "lr": 0.1}, {"type": "adam", "lr": 0.01}]),
         }
-    entry = drawn.definitions["TrainEntry"]
+    entry = drawn.definitions["TrainRules"]
     for _ in range(chance.choice([1, 1, 2, 3])):
         if "train" in plan and chance.random() < 0.7:
             owner, known = plan["train"], entry["properties"]

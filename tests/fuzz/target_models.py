@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.rank_program import CopyOp
+from partc.compiler.ir.programs import Copy
 from partc.runtime.checker.check import check_artifact
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -126,7 +126,7 @@ def in_process(name: str, layout: Layout, way: Way, folder: Path, wholes: dict[s
     if faults := check_artifact(folder / "cut"):
         return float("inf"), str(faults[0])
     copies = sum(
-        isinstance(step, CopyOp) for part in have.program.parts for body in (part, *part.bodies) for step in body.steps
+        isinstance(step, Copy) for part in have.program.parts for body in (part, *part.bodies) for step in body.steps
     )
     off, said = times(have, wholes[key], way.bounds), f"{copies} copies"
     if off > 1 and name == "resnet":

@@ -35,7 +35,7 @@ COMPARED = {
 KNOWN = {
     "random_cases --cases 2 --seed 1": "2  refused by the compile",
     "random_annotations --cases 1 --seed 1": "1 cases: 1 ok",
-    "mutations 1": "6 of 6 mutations refused",
+    "mutations 1": "7 of 7 mutations refused",
     "microbatch_numbers 5 45": r"\d+ changes: (\d+ harmless, )?\d+ refused$",
     "every_strategy --only Clip": r"\d+ accepted$",
     "recomputed_models --only mlp": "mlp, ranks: 2, 4 microbatches: by .* without, .* with",
@@ -46,6 +46,7 @@ KNOWN = {
 OVER_MPI = {
     "late_updates one": "one: table 2, up 1 steps late: losses .*, parameters",
     "saving --kills 1": "1 kills .* files that differ: none",
+    "preemption --signals 1 --seed 1": "1 signals, .* files that differ: none",
     "kills --cases 1 --seed 1": "1 cases, 0 wrong",
 }
 """Scripts that start jobs."""

@@ -133,11 +133,10 @@ _span_of = functools.cache(span_of)
 def _exchanged(move: Exchange | Transfer, held: Held, shape: tuple[int, ...]) -> Held:
     source_group = move.source_group if isinstance(move, Transfer) else move.group
     sent = {}
-    for index, rank in enumerate(source_group):
-        for part in move.routes.of_source(rank):
-            assert part.source == rank
-            assert (rank, part.target, part.span) not in sent
-            sent[rank, part.target, part.span] = held[rank][_place(part.span, move.before, index, held[rank].shape)]
+    for part in move.routes.parts():
+        key, mine = (part.source, part.target, part.span), held[part.source]
+        assert key not in sent
+        sent[key] = mine[_place(part.span, move.before, source_group.index(part.source), mine.shape)]
     found = {}
     for index, rank in enumerate(move.group):
         local = tuple(end - begin for begin, end in move.after.box(index, shape))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from artifact_text import write
 from partc.runtime import RankError, load, load_local
-from partc.runtime.artifact.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.errors import StepError
@@ -146,7 +146,7 @@ def test_received_bytes_are_those_of_the_formula(tmp_path: Path, ranks: int, ids
             once = np.unique(given)
             others = np.count_nonzero(once // each != at)
             owned = (once.size - others) * (ranks - 1)
-            pull, push = (one.moved for one in rank._program.lookups.values())
+            pull, push = (one.moved for one in rank._program.messages.lookups.values())
             assert [(one.steps, one.ids, one.distinct) for one in (pull, push)] == [
                 (3, 3 * given.size, 3 * once.size)
             ] * 2
@@ -209,20 +209,20 @@ def test_a_rank_that_fails_between_a_pull_and_its_push_gives_zeros(tmp_path: Pat
     ("old", "new", "fact"),
     [
         ("owners = [0, 1]", "owners = [0, 0]", "its owners are [0, 0]: different places are needed"),
-        ("rows = 12", "rows = 13", "13 rows are no equal runs of 2 owners"),
+        ("rows = 12", "rows = 13", "13 rows do not divide into equal runs for 2 owners"),
         ("rows = 12", "rows = 24", "its 't0' has the shape [6, 2, 3], and it is [12, 2, 3]"),
-        ("owners = [0, 1]", "owners = [0, 2]", "its owner 2 is no place in a list of 2 ranks"),
+        ("owners = [0, 1]", "owners = [0, 2]", "its owner 2 is not an index in a list of 2 ranks"),
         (
             'Pull <tag = 0, group = "all", owners = [0, 1]',
             'Pull <tag = 0, group = "all", owners = [0]',
-            "a rank that is no owner gives a table",
+            "a rank that is not an owner gives a table",
         ),
         ("(t0, i0)", "(t0, )", "a giver has no ids"),
         ("(a, c, o, d)", "(a, , o, d)", "it leaves out counts, and is an owner and a giver"),
         ("givers = [0, 1]> (t0", "givers = [1]> (t0", "it has places, and is an owner"),
         ("(a, c, o, d)", "(a, c, o)", "a giver has no rows to give"),
         ("givers = [0, 1]", "givers = [0, 0]", "its givers are [0, 0]: different places are needed"),
-        ("givers = [0, 1]", "givers = [0, 2]", "its giver 2 is no place in a list of 2 ranks"),
+        ("givers = [0, 1]", "givers = [0, 2]", "its giver 2 is not an index in a list of 2 ranks"),
         ("(t0, i0)", "(, i0)", "an owner gives no table"),
         ("row = [2, 3]", "row = [3, 2]", "row"),
     ],

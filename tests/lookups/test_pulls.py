@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from partc.compiler.emit.annotated import annotated
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.checker.check import check_artifact
@@ -53,7 +53,7 @@ def steps(*batches: int) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def kinds(program: Program) -> Counter[str]:
+def kinds(program: Complete) -> Counter[str]:
     return Counter(event.op_type for event in program.events)
 
 

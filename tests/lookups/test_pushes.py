@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {}
 
 
-def trained(plan: str, optimizer: str, more: str, folder: Path, whole: dict[str, Run]) -> Program:
+def trained(plan: str, optimizer: str, more: str, folder: Path, whole: dict[str, Run]) -> Complete:
     """Trains whole and cut; the program."""
     said = plan + SYMBOLS + TRAIN.replace("OPTIMIZER}", f"OPTIMIZER{more}}}").replace("OPTIMIZER", optimizer)
     train = train_whole(said)
@@ -64,7 +64,7 @@ def trained(plan: str, optimizer: str, more: str, folder: Path, whole: dict[str,
     return same_training(looked_up, said, folder, batches(), rtol=1e-6, atol=2e-6, whole=whole[key])
 
 
-def kinds(program: Program) -> Counter[str]:
+def kinds(program: Complete) -> Counter[str]:
     return Counter(event.op_type for event in program.events)
 
 
@@ -102,7 +102,7 @@ def test_a_pulled_table_trains_as_one_rank_does(
     """Duplicates within a rank, over ranks, over two look-ups of one table and over parts of a batch."""
     program = trained(plan, optimizer, more, tmp_path, whole)
     assert program.training is not None
-    (table,) = program.training.tables
+    (table,) = program.training.notes.tables
     assert table.startswith(f"table [288, 4]: {'dense gradient' if optimizer is ADAM else 'gradient by rows'}: ")
     if moved:
         wanted = {one.split()[0]: int(one.split()[1]) for one in moved.split(", ")}
@@ -119,7 +119,7 @@ def test_a_table_of_which_rows_are_also_masked_has_a_dense_gradient(
 ) -> None:
     program = trained(plan, SGD, "", tmp_path, whole)
     assert program.training is not None
-    assert program.training.tables == ("table [288, 4]: dense gradient: its rows are cut",)
+    assert program.training.notes.tables == ("table [288, 4]: dense gradient: its rows are cut",)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -140,7 +140,7 @@ def test_the_bytes_that_the_artifact_states_are_those_that_come(ranks: int, tmp_
         program({**fed(program, 0), **step})
         stated = {one.tag: parse(one.bytes)({"batch": batch}) for one in program.manifest.collectives}
         for rank in program.ranks:
-            lookups = rank._program.lookups
+            lookups = rank._program.messages.lookups
             assert {tag: one.moved.received for tag, one in lookups.items()} == {tag: stated[tag] for tag in lookups}
             found = Counter(one.call.op for one in lookups.values() for _ in range(one.moved.received))
             once = (3 * count + count) * (ranks - 1) // ranks

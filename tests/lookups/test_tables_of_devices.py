@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CopyOp
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Copy
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.checker.check import check_artifact
@@ -69,6 +69,6 @@ def test_a_frozen_weight_beside_a_served_table_lies_where_it_is_read(tmp_path: P
     assert check_artifact(tmp_path / "b") == []
 
 
-def copied(program: Program) -> set[str]:
+def copied(program: Complete) -> set[str]:
     """What is copied between targets, on any rank."""
-    return {step.source for part in program.parts for step in part.steps if isinstance(step, CopyOp)}
+    return {str(step.source) for part in program.parts for step in part.steps if isinstance(step, Copy)}

@@ -15,7 +15,7 @@ from gradient_case import cut_faults, faults
 from gradient_cases_compute import CASES
 from partc.cli.main import invoke
 from rule_prover import unclaimed, violations
-import partc.compiler.ops.families.linalg as family
+import partc.compiler.ops.families.arithmetic.linalg as family
 
 assert family.__file__.startswith(sys.argv[1]), family.__file__
 (proof,) = [one for one in CASES if one.case.op_type == "CDist"]
@@ -35,7 +35,7 @@ for strategy in ("[[2, 1], [3, 1]]", "[[1, 2], [1, 2]]"):
 
 
 def test_an_op_is_an_entry_and_a_case(tmp_path: Path) -> None:
-    copy = followed("Add an op", tmp_path)
+    copy = followed(tmp_path, "Add an op")
     proven, _, row, *cut = output_of(copy, "-c", FOLLOWED, str(copy)).splitlines()
     assert proven == "[] [] [] [] []"
     assert row.split()[:4] == ["com.microsoft.CDist", "mk,nk->mn", "k", "yes"]

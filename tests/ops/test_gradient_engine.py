@@ -160,7 +160,9 @@ WRONG = {
 def with_gradient(monkeypatch: pytest.MonkeyPatch, op_type: str, rule: GradientRule) -> None:
     """The op table with another gradient of an op."""
     registry.load()
-    monkeypatch.setitem(registry.TABLE, ("", op_type), replace(registry.TABLE["", op_type], gradient=rule))
+    monkeypatch.setitem(
+        registry.TABLE, ("", op_type), replace(registry.TABLE["", op_type], gradients=registry.Gradients(rule))
+    )
 
 
 @pytest.mark.parametrize("name", WRONG)

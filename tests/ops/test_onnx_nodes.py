@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import onnx
 import onnxruntime
 import pytest
 from equivalence import same
-from fast_pool import all_windows_at_once, pool
+from fast_pool import pool
 from onnx.backend.test.case.test_case import TestCase
 from onnx.reference.ops import op_pool_common
+from onnx_nodes_case import cases, quiet
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, from_proto
+from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
@@ -24,24 +24,6 @@ from partc.runtime import load_local
 
 # tests that stock onnxruntime passes and partc does not, each with its reason
 CANNOT: dict[str, str] = {}
-
-
-@cache
-def cases() -> dict[str, TestCase]:
-    """ONNX's node tests whose opset onnxruntime loads and partc takes; of the expanded ones, of ops that have their own, each fourth."""
-    from onnx.backend.test.loader import load_model_tests
-
-    with all_windows_at_once(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = load_model_tests(kind="node")
-    expanded = [case.name for case in found if "_expanded" in case.name]
-    left_out = {name for k, name in enumerate(expanded) if k % 4}
-    return {
-        case.name: case
-        for case in found
-        if case.name not in left_out
-        and all(OLDEST_OPSET <= e.version <= NEWEST_OPSET for e in case.model.opset_import if e.domain == "")
-    }
 
 
 def stock_outputs(case: TestCase, inputs: dict[str, Any], expected: list[Any]) -> dict[str, Any] | None:
@@ -56,13 +38,6 @@ def stock_outputs(case: TestCase, inputs: dict[str, Any], expected: list[Any]) -
     except Exception:
         return None
     return dict(zip((out.name for out in session.get_outputs()), outputs, strict=True))
-
-
-def quiet() -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    return options
 
 
 def close(have: Any, want: Any, case: TestCase) -> None:

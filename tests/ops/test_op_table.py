@@ -20,7 +20,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_contradicts_an_entry_is_refused() -> None:
     made = op("Made", factors="*->*")
     made.gradient(lambda g, dy, x: dy)
-    with pytest.raises(ValueError, match="Made has two functions 'gradient'"):
+    with pytest.raises(ValueError, match="Made has two functions 'rule'"):
         made.gradient(lambda g, dy, x: dy)
     with pytest.raises(ValueError, match="two entries for Made"):
         op("Made", factors="*->*")
@@ -31,7 +31,7 @@ def test_what_contradicts_an_entry_is_refused() -> None:
 
 
 def test_a_letter_in_prose_does_not_make_an_op_replicated() -> None:
-    found = {entry.op_type for entry in entries() if entry.shardable}
+    found = {entry.op_type for entry in entries() if entry.notation.shardable}
     assert {"Split", "Concat", "Pad", "QuantizeLinear"} <= found
 
 

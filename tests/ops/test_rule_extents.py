@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 import pytest
-from partc.compiler.ops.families.reshape import matched
+from partc.compiler.ops.families.shapes.reshape import matched
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
 from rule_case import Case, case, node_of

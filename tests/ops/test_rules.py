@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from conftest import Golden
+from partc.compiler.analysis import shape_rules
+from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.dims.facts import Facts
 from partc.compiler.ops.notation import replicated_rule
-from partc.compiler.ops.registry import Entry, entries, rule_of, standard_ops
-from partc.compiler.ops.rule import Local, Rule
+from partc.compiler.ops.registry import Entry, entries, fresh_rule, rule_of, standard_ops
+from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.rewrite.decompose import BENT, decompose
 from rule_case import feeds_of, run
 from rule_prover import Case, case, equal, local_of, node_of, text_of, unclaimed, violations
+from rules_case import CASES, HERE, MODULES
 
-HERE = Path(__file__).parent
-MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("rule_cases_*.py"))]
-CASES: list[Case] = [one for module in MODULES for one in module.CASES]
 PROVEN = {(one.domain, one.op_type) for one in CASES}
 GRADIENTS = [importlib.import_module(path.stem) for path in sorted(HERE.glob("gradient_cases_*.py"))]
 CASES += [one.case for module in GRADIENTS for one in module.CASES if (one.case.domain, one.case.op_type) not in PROVEN]
@@ -37,18 +40,115 @@ def test_what_the_rule_lacks_is_listed(case: Case) -> None:
     assert unclaimed(case) == set(case.lacks)
 
 
+def changed(case: Case) -> Iterator[ir.Node]:
+    """Nodes that differ from the case's in one thing that a rule may read."""
+    for name in case.attributes:
+        node = node_of(case)
+        del node.attributes[name]
+        yield node
+    for k in range(len(node_of(case).inputs)):
+        node = node_of(case)
+        value = node.inputs[k]
+        if value is None:
+            continue
+        for dim in range(len(value.shape or ())):
+            for size in (1, 6, ir.SymbolicDim("n"), ir.SymbolicDim(None)):
+                node = node_of(case)
+                value = node.inputs[k]
+                assert value is not None
+                assert value.shape is not None
+                value.shape = ir.Shape([size if at == dim else old for at, old in enumerate(value.shape.dims)])
+                yield node
+        for dtype in (ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.STRING):
+            node = node_of(case)
+            value = node.inputs[k]
+            assert value is not None
+            value.dtype = dtype
+            yield node
+        for const in (None, ir.tensor(np.array([0])), ir.tensor(np.array([1, 1])), ir.tensor(np.array([-1.5]))):
+            node = node_of(case)
+            value = node.inputs[k]
+            assert value is not None
+            value.const_value = const
+            yield node
+    for k, out in enumerate(node_of(case).outputs):
+        shapes = [None, ir.Shape([1] * len(out.shape or ())), ir.Shape([6] * len(out.shape or ())), ir.Shape([6, 2, 3])]
+        for shape in shapes:
+            node = node_of(case)
+            node.outputs[k].shape = shape
+            yield node
+        node = node_of(case)
+        node.outputs[k].name, node.outputs[k].shape = "", None
+        yield node
+    for version in (1, 7, 12, 23):
+        node = node_of(case)
+        node.version = version
+        yield node
+
+
+def found(rule: Callable[[ir.Node], Rule], node: ir.Node) -> Rule | str:
+    """A node's rule but for its closures, or what asking for it raises."""
+    try:
+        return replace(rule(node), local=None)
+    except Exception as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("case", [*FIRST.values()], ids=str)
+def test_nodes_that_share_a_rule_have_it_by_themselves(case: Case) -> None:
+    for node in (node_of(case), *changed(case), node_of(case)):
+        assert found(rule_of, node) == found(fresh_rule, node)
+
+
+def inferred(nodes: list[ir.Node]) -> list[list[str]]:
+    """The types and dims of the nodes' outputs; names that are not given are all alike."""
+    inputs = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
+    values = {
+        value: ir.Value(name=f"x{k}", type=value.type, shape=value.shape, const_value=value.const_value)
+        for k, value in enumerate(inputs)
+    }
+    nodes = [
+        ir.Node(
+            node.domain,
+            node.op_type,
+            [values[value] if value is not None else None for value in node.inputs],
+            node.attributes.values(),
+            num_outputs=len(node.outputs),
+        )
+        for node in nodes
+    ]
+    opsets = {"": 21, "com.microsoft": 1, "ai.onnx.ml": 4}
+    graph = ir.Graph(list(values.values()), [], nodes=nodes, opset_imports=opsets)
+    infer_shapes(ir.Model(graph, ir_version=11), {"n": Facts(min=1)})
+    return [[re.sub(r"\b_d\d+", "_", f"{out.type} {out.shape}") for out in node.outputs] for node in nodes]
+
+
+@pytest.mark.parametrize("case", [one for one in FIRST.values() if one.domain != OWN], ids=str)
+def test_nodes_that_are_alike_have_the_shapes_that_each_has_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inferred([node_of(case), *changed(case), node_of(case)])
+    monkeypatch.setattr(shape_rules, "key_of", lambda node: None)
+    assert found == inferred([node_of(case), *changed(case), node_of(case)])
+
+
+def test_nodes_of_equal_layers_share_a_rule() -> None:
+    one, other = (node_of(case("MatMul", [(2, 6, 12), (12, 18)])) for _ in range(2))
+    assert rule_of(one) is rule_of(other)
+
+
 def test_every_standard_op_has_an_entry() -> None:
     assert set(standard_ops(23)) - {entry.op_type for entry in entries() if entry.domain == ""} == set()
 
 
 def test_every_shardable_op_has_a_case() -> None:
     unproven = {name: reason for module in MODULES for name, reason in getattr(module, "UNPROVEN", {}).items()}
-    without = {entry.name for entry in entries() if entry.shardable and (entry.domain, entry.op_type) not in FIRST}
+    without = {
+        entry.name for entry in entries() if entry.notation.shardable and (entry.domain, entry.op_type) not in FIRST
+    }
     assert without == set(unproven)
 
 
 def test_a_rule_is_linear_only_where_its_entry_says_so() -> None:
-    linear = {(entry.domain, entry.op_type) for entry in entries() if entry.linear}
+    linear = {(entry.domain, entry.op_type) for entry in entries() if entry.notation.linear}
     assert [str(one) for one in CASES if rule_of(node_of(one)).linear and (one.domain, one.op_type) not in linear] == []
 
 

@@ -19,7 +19,7 @@ from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.trace import trace
 from partc.compiler.ir.declared import Declared
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Prepared
 from partc.compiler.plan.rules import Plan
 from training_models import Feeds, Model
 
@@ -39,7 +39,14 @@ def parameters_of(graph: ir.Graph) -> dict[str, np.ndarray]:
 def joint(model: Model) -> tuple[onnx.ModelProto, dict[str, np.ndarray], dict[str, str]]:
     """The graph of loss and gradients, the parameters that it takes as inputs, and the gradients' names by parameter."""
     traced = trace(model.module, model.inputs, ["loss"], model.name)
-    program = Program(model.name, traced, Plan.whole(), Declared(), node_paths(traced))
+    program = Prepared(
+        name=model.name,
+        model=traced,
+        plan=Plan.whole(),
+        declared=Declared(),
+        paths=node_paths(traced),
+        training=None,
+    )
     graph = shapes(program).model.graph
     parameters = parameters_of(graph)
     values = [*graph.inputs, *graph.initializers.values()]

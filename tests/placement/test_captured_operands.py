@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from equivalence import compiled, model, same_as_whole
+from gradient_bodies_case import LOOPED, PLANS, TRAIN, steps, trained_source
 from partc.compiler.errors import CompileError
-from test_gradient_bodies import LOOPED, PLANS, TRAIN, steps, trained_source
 from training_equivalence import same_training
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'

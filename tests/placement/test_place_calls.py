@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from shard_call_models import collectives, compiled, line, load, refused, said_by_compile, same_on_all_ranks
 
 NET = """
@@ -37,7 +37,7 @@ def net(setup: str = "pass", call: str = "op.MatMul(x, self.w)") -> str:
     return NET.replace("SETUP", setup).replace("CALL", call)
 
 
-def ranks_of(program: Program) -> dict[str, tuple[int, ...]]:
+def ranks_of(program: Complete) -> dict[str, tuple[int, ...]]:
     return {program.paths[node]: placed.ranks for node, placed in program.placement.items()}
 
 

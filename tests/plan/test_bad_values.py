@@ -74,7 +74,7 @@ def test_all_values_of_parameters_at_once() -> None:
 def test_an_optimizer_of_some_parameters_has_the_common_rate() -> None:
     rules = parse_plan(f"ranks: 1\n{TRAIN}  parameters: {{table: {{optimizer: lazy_ftrl}}}}\n", "plan.yaml").train
     assert rules is not None
-    own = rules.parameters[0].optimizer
+    own = rules.parameters["table"].optimizer
     assert own is not None
     assert own.lr == 0.5
 
@@ -107,7 +107,7 @@ REFUSED = {
         "plan.yaml:5: no trainable parameter changes the loss\n  all 2 parameters are frozen",
         "help: freeze fewer",
     ],
-    "  metrics: [f1]": ["plan.yaml:5: 'f1' is no metric", "help: name one of them, or compute it in the model"],
+    "  metrics: [wer]": ["plan.yaml:5: 'wer' is no metric", "help: name one of them, or compute it in the model"],
     "  metrics: [l1_los]": ["help: say 'mae'"],
     "  parameters: {nope: {lr: 2}}": ["plan.yaml:5: 'nope' matches no parameter", "`partc plan MODEL` lists all names"],
     "  on_nonfinite: skip\n  parameters: {'*': {staleness: 1}}": ["plan.yaml:6: 'table' is updated late"],

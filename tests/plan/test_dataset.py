@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.plan.read import parse_plan
 from shard_call_models import compiled, line, refused, said_by_compile, same_on_all_ranks
 
@@ -28,7 +28,7 @@ STEP = {"x": X, "mask": np.arange(12, dtype=np.float32)[:, None]}
 MESH = "mesh: {dp: 2, tp: 2}\n"
 
 
-def arriving(program: Program) -> dict[str, str]:
+def arriving(program: Complete) -> dict[str, str]:
     """How each input of rank 0 lies, as cuts."""
     return {held.version.value.name or "": str(held.version.layout) for held in program.parts[0].inputs}
 

@@ -69,7 +69,7 @@ def test_stages_are_spread_over_ranks(text: str, homes: list[tuple[int, ...]]) -
 def stages(plan: str, net: str = NET) -> dict[str, int]:
     """The stage of every node that has one."""
     source = from_text(net, WEIGHTS)
-    program = run_passes(start(source, parse_plan(plan + TRAIN, "plan.yaml"), "m"), through=place)
+    program = run_passes(start(source, parse_plan(plan + TRAIN, "plan.yaml"), "m"), place)
     return {program.paths[node]: stage for node, stage in program.stages.items()}
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.plan.training.rules import TrainEntry
+from partc.compiler.plan.training.rules import TrainRules
 
 TRAIN = "ranks: 1\ntrain:\n  loss: {type: mse, prediction: y, target: t}\n  optimizer: {type: sgd, lr: 0.1}\n"
 
@@ -15,7 +15,7 @@ TRAIN = "ranks: 1\ntrain:\n  loss: {type: mse, prediction: y, target: t}\n  opti
 def settings(text: str) -> dict[str, object]:
     train = parse_plan(TRAIN + text, "plan.yaml").train
     assert train is not None
-    return dict(train.settings)
+    return train.settings().model_dump()
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_older_keys_that_say_nothing(text: str, said: list[str]) -> None:
 
 
 def test_the_schema_shows_the_newer() -> None:
-    keys = json.loads(json.dumps(TrainEntry.model_json_schema()))["properties"].keys()
+    keys = json.loads(json.dumps(TrainRules.model_json_schema()))["properties"].keys()
     assert {"drop_last", "interleave"} <= keys
     assert keys.isdisjoint({"last", "deal"})

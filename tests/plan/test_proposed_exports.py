@@ -11,11 +11,14 @@ from partc.compiler.frontend import load
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.propose import Degrees, propose
 from partc.runtime import load_local
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.execution.memory.needed import rank_memory
 
 torch = pytest.importorskip("torch", reason="torch exports the models of these tests")
 pytest.importorskip("onnxscript", reason="torch's exporter needs it")
 
 HEADS, SIZE, LAYERS = 4, 8, 2
+LARGE = {"batch": 8, "seq": 16, "past": 32}
 WIDTH = HEADS * SIZE
 
 
@@ -99,6 +102,8 @@ def test_a_step_with_a_cache(exported: Path, degrees: Degrees, sent: dict[str, i
             have = local(fed)
             for name, value in whole_outputs(onnx.load(exported), fed).items():
                 same(have[name], value, name, rtol=1e-4, atol=1e-5)
+    needed = (rank_memory(open_artifact(report.out), rank, LARGE) for rank in range(report.manifest.ranks))
+    assert not any(one.unknown for one in needed), "partc inspect leaves values out of a peak"
     ops = [event.op_type for event in report.program.events]
     assert {op: ops.count(op) for op in ops} == sent
     plan = parse_plan(text, "plan.yaml")

@@ -13,12 +13,12 @@ from onnx import TensorProto, helper
 from partc.cli.commands.plan import command
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.flow import Unit
 from partc.compiler.proposal.propose import Degrees, _placement, propose
 from partc.compiler.proposal.stages import Stage, _partition
-from test_proposal import WIDTH, WORDS, _Graph, source
+from proposal_case import WIDTH, WORDS, Graph, source
 
 HEADS, SIZE = 2, WIDTH // 2
 
@@ -28,7 +28,7 @@ def decoder(layers: int = 4, past: bool = True, first: int | None = None) -> onn
 
     `first`: the layer whose nodes on its cache stand at the very begin; the last one by default.
     """
-    g = _Graph()
+    g = Graph()
     fed: dict[str, list[int | str]] = {"ids": ["batch", "seq"]}
     order = sorted(range(layers), key=lambda layer: layer != (layers - 1 if first is None else first))
     for k in order if past else []:
@@ -88,7 +88,7 @@ def placed(text: str) -> Mapping[str, tuple[int, ...]]:
     return {rule.pattern: rule.ranks for rule in parse_plan(text, "plan.yaml").placement}
 
 
-def against_the_way(program: Program, each: int) -> list[str]:
+def against_the_way(program: Complete, each: int) -> list[str]:
     """The nodes that read from a later stage than theirs, where a stage has so many ranks."""
     at = {node: one.groups[0][0] // each for node, one in program.placement.items() if not one.follows}
     return [
@@ -153,7 +153,7 @@ def test_keys_and_values_of_a_first_step_stay_too() -> None:
 
 def chain(*nodes: tuple[str, str, str, str], outputs: tuple[str, ...]) -> onnx.ModelProto:
     """Products and the like one behind the other: the node's name, its op, what it reads, and its weight."""
-    g = _Graph()
+    g = Graph()
     known = set[str]()
     for name, op, x, weight in nodes:
         if weight not in known:
@@ -220,7 +220,7 @@ def _least(costs: list[float], count: int) -> float:
 
 def test_a_weight_that_is_turned_counts_where_it_is_read() -> None:
     """As torch's exporter leaves a Linear: Transpose of the weight, which runs wherever it is read."""
-    g = _Graph()
+    g = Graph()
     x = "x"
     for k in range(4):
         turned = g.node(f"layers.{k}.Transpose", "Transpose", g.weight(f"layers.{k}.weight", WIDTH, WIDTH), perm=(1, 0))
@@ -236,7 +236,7 @@ def test_a_weight_that_is_turned_counts_where_it_is_read() -> None:
 
 def test_a_layer_is_cut_only_where_no_more_crosses() -> None:
     """Whole layers are two thirds to one; behind the first sum of layer 0 stages are equal, and one value crosses as between layers."""
-    g = _Graph()
+    g = Graph()
 
     def product(name: str, x: str) -> str:
         return g.node(f"{name}.MatMul", "MatMul", x, g.weight(f"{name}.weight", WIDTH, WIDTH))
@@ -264,7 +264,7 @@ def test_a_layer_is_cut_only_where_no_more_crosses() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_each_reader_of_a_shared_table_has_a_stage(tp: int) -> None:
     """An encoder and a decoder look their rows up in one table: the decoder's stand where they are read, first in the file or not."""
-    g = _Graph()
+    g = Graph()
     table = g.weight("table", WORDS, WIDTH)
     second = g.node("decoder.embed.Gather", "Gather", table, "more")
     first = g.node("encoder.embed.Gather", "Gather", table, "ids")
@@ -353,7 +353,7 @@ def test_a_line_of_the_model_that_decides_must_name_ranks_that_are_there(tmp_pat
 
 def test_a_small_layer_that_is_sharded_has_a_stage() -> None:
     """Too small to be a unit of its own, its sharding alone would put it on all ranks, since it reads inputs alone."""
-    g = _Graph()
+    g = Graph()
     x = g.node("body.0.MatMul", "MatMul", "x", g.weight("body.0.weight", 96, 96))
     x = g.node("body.1.MatMul", "MatMul", x, g.weight("body.1.weight", 96, 96))
     up = g.node("small.up.MatMul", "MatMul", "z", g.weight("small.up.weight", 4, 6))

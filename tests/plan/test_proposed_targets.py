@@ -82,7 +82,7 @@ def test_targets_go_with_other_proposals() -> None:
 def test_the_optimizer_goes_first_where_a_training_does_not_fit(optimizer: str) -> None:
     roomy, tight = of_training(optimizer, 10**9), of_training(optimizer, 300_000)
     assert roomy.startswith(TRAIN.format(optimizer))  # all else as it was written
-    assert parse_plan(tight, "p").train.target == "cpu"
+    assert parse_plan(tight, "p").train.optimizer.target == "cpu"
     assert "# a comment" in tight
     assert proposed(tight) == proposed(roomy) == [("**", "cuda"), ("embed.Gather", "cpu")]
 

@@ -49,8 +49,8 @@ def test_the_starting_plan_of_modules() -> None:
     text = starting_plan(*small_model(), "net.onnx")
     plan = parse_plan(text, "p")
     assert (plan.ranks, plan.placement, plan.outputs) == (1, (), ())
-    assert {name: rule.symbol for name, rule in plan.symbols.items()} == {"batch": Symbol(unique=True)}
-    assert {name: rule.dims for name, rule in plan.inputs.items()} == {
+    assert {name: rule.symbol for name, rule in plan.dims.symbols.items()} == {"batch": Symbol(unique=True)}
+    assert {name: rule.dims for name, rule in plan.dims.inputs.items()} == {
         "x:0": ("batch", 1, 28, None),
         "mask": ("batch", None, "a.b"),
     }
@@ -77,7 +77,7 @@ def test_a_starting_plan_keeps_what_the_model_promises() -> None:
     built, paths, name = (*small_model(), "net.onnx")
     dims = [dim.value for value in built.graph.inputs for dim in value.shape or () if not isinstance(dim, int)]
     text = starting_plan(built, paths, name, {str(dims[0]): Symbol(divisor=8, max=512)})
-    assert parse_plan(text, "plan.yaml").symbols[str(dims[0])].symbol.max == 512
+    assert parse_plan(text, "plan.yaml").dims.symbols[str(dims[0])].symbol.max == 512
     assert "divisor: 8" in text
 
 
@@ -111,7 +111,7 @@ def test_the_starting_plan_of_a_model_without_modules() -> None:
     squeezed = [" ".join(line.split()) for line in text.splitlines()]
     assert "# MatMul_4 36 B 20.0 % MatMul" in squeezed
     assert "# . w4 float32 [3, 3] 36 B" in squeezed
-    assert parse_plan(text, "p").symbols["n"].symbol.facts() == Facts(1, 0, 1)
+    assert parse_plan(text, "p").dims.symbols["n"].symbol.facts() == Facts(1, 0, 1)
 
 
 def test_the_starting_plan_of_many_nodes_is_in_runs() -> None:
@@ -131,7 +131,7 @@ def test_names_of_any_kind_stay_yaml(name: str) -> None:
     node = ir.node("Relu", [x])
     built = model([x], [node], [])
     text = starting_plan(built, {node: name}, name)
-    assert list(parse_plan(text, "p").inputs) == [name]
+    assert list(parse_plan(text, "p").dims.inputs) == [name]
     uncommented = text.replace("  # a name or a pattern", "  #").replace("\n  # ", "\n  ")
     lines = [line for line in uncommented.splitlines() if not line.startswith("  from below")]
     (rule,) = parse_plan("\n".join(lines), "p").placement

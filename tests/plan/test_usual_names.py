@@ -9,9 +9,8 @@ import onnx_ir as ir
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.plan.training.loss import loss
-from partc.compiler.plan.training.metric import metric
-from partc.compiler.training.metrics import add_metric
+from partc.compiler.training.loss_and_metrics import add_metric
+from plan_values import loss, metric
 
 NUMBERS = {"prediction": "y", "target": "t"}
 CLASSES = {"logits": "y", "labels": "t"}
@@ -80,7 +79,7 @@ def test_a_loss_that_means_something_else_elsewhere_is_refused_with_what_to_writ
 
 
 def test_a_key_of_another_type_is_told_by_its_counterpart() -> None:
-    with pytest.raises(CompileError, match=r"'mean_squared' has no key 'labels'\n.*\n  help: say 'target'"):
+    with pytest.raises(CompileError, match=r"unknown key 'labels'\n  help: write 'target'"):
         loss({"type": "mse", "prediction": "y", "labels": "t"})
     with pytest.raises(CompileError, match="leave it out: the loss itself is reported"):
         metric("error", {"type": "cross_entropy", **CLASSES})
@@ -101,6 +100,6 @@ def test_a_name_that_is_neither_is_refused_with_what_there_is() -> None:
         add_metric(from_proto(model("y"), Path("m.onnx")), "accurcy", metric("accurcy", {}), "p:3")
     assert str(caught.value) == (
         "p:3: 'accurcy' is no metric and no output of the model\n"
-        "  the metrics are accuracy, top_k, mse, mae, auc; the model's outputs are 'y'\n"
+        "  the metrics are accuracy, top_k, mse, mae, auc, perplexity, precision, recall, f1, r2, formula; the model's outputs are 'y'\n"
         "  help: say 'accuracy'"
     )

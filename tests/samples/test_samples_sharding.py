@@ -23,6 +23,8 @@ from partc.compiler.frontend import load
 from partc.compiler.pipeline import Report, compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime import InputError, load_local
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.execution.memory.needed import rank_memory
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 FFN, SHARD, GPT = "ffn_dynamic", "shard_function", "gpt"
@@ -336,15 +338,19 @@ def test_the_gpt_of_torch(
 ) -> None:
     report = compile_model(exported, samples / GPT / f"{plan}.yaml", tmp_path / "build")
     assert kinds(report) == communication
+    needed = (
+        rank_memory(open_artifact(report.out), rank, {"batch": 2, "seq": 5}) for rank in range(report.manifest.ranks)
+    )
+    assert not any(one.unknown for one in needed)
     same_as_whole(report.out, whole(exported), token_ids(2, 5), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("sample", [FFN, GPT])
 def test_the_strategies_that_the_guide_quotes(sample: str) -> None:
-    guide = (SAMPLES / "README.md").read_text()
+    guide = "".join((SAMPLES / "guide" / page).read_text() for page in ("sharding.md", "sharding_models.md"))
     quoted = re.findall(r"^```yaml\n(sharding:\n.*?)^```$", guide, re.DOTALL | re.MULTILINE)
     real = read_plan(SAMPLES / sample / "plan.yaml")
-    plans = [parse_plan(f"ranks: {real.ranks}\n{text}", "README.md") for text in quoted]
+    plans = [parse_plan(f"ranks: {real.ranks}\n{text}", "guide") for text in quoted]
     assert [replace(rule, where="") for rule in real.sharding] in [
         [replace(rule, where="") for rule in plan.sharding] for plan in plans
     ]

@@ -12,7 +12,7 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.targets.counts import Copies, TargetCounts
-from test_samples_training import SAMPLES, same, train, with_few_tables
+from samples_training_case import SAMPLES, same, train, with_few_tables
 from training_equivalence import fed
 
 SMALL = """from model import GPT, Sizes, batch, inputs, outputs, seq

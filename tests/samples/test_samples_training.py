@@ -6,12 +6,6 @@ What they carry is enough for that; where all of MNIST lies beside the repositor
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,89 +13,25 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
-from partc.cli.main import invoke
 from partc.compiler.frontend import load
-from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.read import parse_plan, read_plan
-from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.data.files import open_field
 from partc.runtime.data.sampler import Order
+from samples_training_case import SAMPLES, Trained, same, samples, train, with_few_tables
 from training_equivalence import train_whole
 
-SAMPLES = Path(__file__).parents[2] / "samples"
+__all__ = ["samples"]
+
 MNIST = SAMPLES.parent.parent / "shared" / "mnist"
 LENET = ("train_one.yaml", "train.yaml", "train_dp.yaml", "train_dp_stages.yaml")
 ORIGIN_LOSSES = (0.618, 0.392, 0.358, 0.341, 0.330)
-OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"there is no {MNIST} with the files of MNIST")
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the samples, without what was made in them."""
-    folder = tmp_path_factory.mktemp("copy") / "samples"
-    shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("build*", "resnet18.*", "__pycache__"))
-    return folder
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training told of its steps and of evaluation, and its tensors, whole, after the last step."""
-
-    steps: list[dict[str, float]]
-    evaluations: list[dict[str, float]]
-    tensors: dict[str, np.ndarray]
-
-    @property
-    def losses(self) -> list[float]:
-        return [step["loss"] for step in self.steps]
-
-
-def train(folder: Path, plan: str, out: Path, *options: str, mpi: bool = False, model: str = "model.py") -> Trained:
-    """Compiles a sample's model by one of its plans, and trains."""
-    compile_model(folder / model, folder / plan, out / "build")
-    kept, told = out / "checkpoints", out / "metrics.jsonl"
-    command = [
-        "train",
-        str(out / "build"),
-        "--plan",
-        str(folder / plan),
-        "--threads",
-        "1",
-        "--checkpoint",
-        str(kept),
-        "--metrics",
-        str(told),
-        *options,
-    ]
-    if mpi:
-        run = [sys.executable, "-m", "partc.cli", *command]
-        subprocess.run(run, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **OPEN_MPI_AS_ROOT}, timeout=120)
-    else:
-        assert invoke([*command, "--in-process"]) == 0
-    lines = [json.loads(line) for line in told.read_text().splitlines()]
-    checkpoint = Checkpoint.open(kept)
-    return Trained(
-        [line for line in lines if line["kind"] == "train"],
-        [line for line in lines if line["kind"] == "test"],
-        {name: checkpoint.read(name) for name in checkpoint.index.tensors},
-    )
 
 
 def whole(folder: Path, out: Path, *options: str) -> Trained:
     """The training that `train.yaml` says, on one rank, whose program has no communication."""
     (folder / "whole.yaml").write_text(train_whole((folder / "train.yaml").read_text()))
     return train(folder, "whole.yaml", out, *options)
-
-
-def same(have: Trained, want: Trained, *, rtol: float, atol: float) -> None:
-    """Equal in every step and in every tensor, those of the optimizer too; `atol` is a share of a tensor's largest element."""
-    np.testing.assert_allclose(have.losses, want.losses, rtol=rtol)
-    assert have.tensors.keys() == want.tensors.keys()
-    for name, tensor in want.tensors.items():
-        np.testing.assert_allclose(
-            have.tensors[name], tensor, rtol=rtol, atol=atol * float(np.abs(tensor).max()), err_msg=name
-        )
 
 
 def full(*, test: bool = False) -> list[str]:
@@ -249,18 +179,6 @@ def test_ffn_dynamic(samples: Path, tmp_path: Path) -> None:
         have = train(samples / "ffn_dynamic", "train.yaml", tmp_path / f"cut_{batch}", *steps)
         same(have, want, rtol=1e-4, atol=1e-4)
     assert have.losses[-1] < have.losses[0] - 0.02
-
-
-def with_few_tables(folder: Path) -> Path:
-    """Wide & deep in the folder, with 6 of its 26 tables, so that it compiles soon."""
-    shutil.copytree(SAMPLES / "wide_deep", folder, ignore=shutil.ignore_patterns("build*", "__pycache__"))
-    text = (folder / "model.py").read_text()
-    few, count = re.subn(
-        r"^SIZES = .*\nSIZES \+= .*$", "SIZES = [1460, 584, 12000, 304, 4, 28]", text, flags=re.MULTILINE
-    )
-    assert count == 1
-    (folder / "model.py").write_text(few)
-    return folder
 
 
 def test_tables_whole_and_on_servers_learn_the_same(tmp_path: Path) -> None:

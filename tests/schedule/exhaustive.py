@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from partc.compiler.schedule.costs import Costs
 from partc.compiler.schedule.memory import change
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 def least_time(stages: Stages, microbatches: int, costs: Costs, limits: Sequence[float]) -> float:

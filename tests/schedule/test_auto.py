@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from event_rows import actions, validate_actions
 from exhaustive import least_time
-from partc.compiler.schedule.costs import Costs, StageCost, transfer_times, unit_costs, with_times
-from partc.compiler.schedule.deadlock import validate_actions
+from homes import loop, one_each, vee
+from partc.compiler.schedule.costs import Costs, StageCost, unit_costs, with_times
 from partc.compiler.schedule.memory import one_microbatch, peaks, within
-from partc.compiler.schedule.messages import actions
 from partc.compiler.schedule.simulate import simulate
-from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
+from partc.compiler.schedule.stages import Edge, Stages, chain, graph
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedulers import improve as improve_module
 from partc.compiler.schedulers.auto import LimitError, auto
@@ -21,7 +21,7 @@ from partc.compiler.schedulers.gpipe import gpipe
 from partc.compiler.schedulers.improve import improve
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
-from partc.runtime.artifact.cells import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task
 
 
 def random_stages(chosen: random.Random) -> Stages:
@@ -210,9 +210,9 @@ def test_given_times_of_kinds_and_tasks() -> None:
         with_times(costs, {"2F": 1})
 
 
-def test_messages_take_latency_and_bytes_over_bandwidth() -> None:
+def test_messages_take_the_times_of_their_edges() -> None:
     stages = one_each(3)
-    costs = Costs((StageCost(),) * 3, 9.0, transfer_times({(0, 1): 100, (1, 2): 300}, 0.5, 200))
+    costs = Costs((StageCost(),) * 3, 9.0, {(0, 1): 1.0, (1, 2): 2.0})
     spans = simulate(one_f_one_b(stages, 1), costs).spans
     assert spans[Task(1, Kind.FORWARD, 0)] == (2, 3)
     assert spans[Task(2, Kind.FORWARD, 0)] == (5, 6)

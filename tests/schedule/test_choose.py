@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from homes import loop, one_each, vee
 from partc.compiler.errors import CompileError
 from partc.compiler.schedule.costs import BYTES, MICROBATCHES, Costs, StageCost, unit_costs
 from partc.compiler.schedule.memory import Limit, parse_limit, peaks
-from partc.compiler.schedule.stages import Edge, Stages, chain, grouped, loop, one_each, vee
+from partc.compiler.schedule.stages import Edge, Stages, chain, grouped
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedulers.choose import NAMES, choose
 

@@ -6,17 +6,18 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from event_rows import Action, Message, Role, actions, blocked, most_unread, roles, validate_actions
+from homes import loop, one_each, vee
 from partc.compiler.schedule.costs import Costs, StageCost
-from partc.compiler.schedule.deadlock import blocked, validate_actions
-from partc.compiler.schedule.messages import Action, Message, Role, actions, message_counts, most_unread, readers, roles
+from partc.compiler.schedule.messages import message_counts, readers
 from partc.compiler.schedule.schedule import Schedule
-from partc.compiler.schedule.stages import Edge, graph, loop, one_each, vee
+from partc.compiler.schedule.stages import Edge, graph
 from partc.compiler.schedulers.gpipe import gpipe
 from partc.compiler.schedulers.interleaved import interleaved
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.compiler.schedulers.zbv import zbv
-from partc.runtime.artifact.cells import Task
+from partc.runtime.artifact.tasks.task import Task
 
 Rows = tuple[tuple[Action, ...], ...]
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
+from homes import loop, one_each, vee
 from partc.compiler.schedule.costs import Costs, StageCost, unit_costs
 from partc.compiler.schedule.memory import peaks
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
-from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
+from partc.compiler.schedule.stages import Edge, Stages, chain, graph
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedulers.gpipe import gpipe
 from partc.compiler.schedulers.in_turn import in_turn

@@ -6,12 +6,13 @@ import random
 
 import pytest
 from conftest import Golden
+from homes import loop, one_each, vee
 from partc.compiler.errors import CompileError
 from partc.compiler.schedule.costs import Costs, StageCost, unit_costs
 from partc.compiler.schedule.grid import grid, schedule_text
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
-from partc.compiler.schedule.stages import Edge, Stages, chain, graph, loop, one_each, vee
+from partc.compiler.schedule.stages import Edge, Stages, chain, graph
 from partc.compiler.schedule.text import schedule_of_text
 from partc.compiler.schedule.validity import validate
 from partc.compiler.schedulers.gpipe import gpipe
@@ -19,7 +20,7 @@ from partc.compiler.schedulers.interleaved import interleaved
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.compiler.schedulers.zbv import zbv
-from partc.runtime.artifact.cells import Kind, Task, parse
+from partc.runtime.artifact.tasks.task import Kind, Task, parse
 
 KNOWN = [
     gpipe(vee(2), 3),

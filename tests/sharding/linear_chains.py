@@ -20,9 +20,9 @@ from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import Facts
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.sharding.sums import pass_sums
+from partc.compiler.sharding.values.sums import pass_sums
 from sharded_models import BLOCK, BLOCK_WEIGHTS, with_weights
 
 TWO_BRANCHES = BLOCK.replace(
@@ -45,7 +45,7 @@ def parallel_block(biases: bool = True) -> onnx.ModelProto:
     return with_weights(text, shapes)
 
 
-def passes(proto: onnx.ModelProto, plan: str) -> Program:
+def passes(proto: onnx.ModelProto, plan: str) -> Complete:
     """The program after all passes."""
     source = Source(from_proto(proto, Path("model.onnx")))
     return pipeline.step_program(source, parse_plan(plan, "plan.yaml"), "model")
@@ -62,14 +62,14 @@ def at_once() -> Iterator[None]:
         pipeline.PASSES = before
 
 
-def costs(program: Program, size: int = 24) -> tuple[int, int]:
+def costs(program: Complete, size: int = 24) -> tuple[int, int]:
     """How many collectives and messages there are, and their bytes where every symbol is `size`."""
     known = dict.fromkeys(program.symbols, Facts.constant(size))
     amounts = [facts_of(event.bytes, known).max or 0 for event in program.events if event.bytes != "unknown"]
     return len(program.events), sum(amounts)
 
 
-def kinds(program: Program, backward: bool | None = None) -> Counter[str]:
+def kinds(program: Complete, backward: bool | None = None) -> Counter[str]:
     """The ops of all communication of more than a number; of one pass, if `backward` says which."""
     events = [event for event in program.events if event.shape != ()]
     return Counter(event.op_type for event in events if backward is None or (".grad" in event.name) is backward)

@@ -16,7 +16,7 @@ from partc.compiler import collectives
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_model, compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.unrolled import unrolled
@@ -114,7 +114,7 @@ def numbers(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
     return {"x": random.standard_normal((rows, 6)).astype(np.float32)}
 
 
-def same_as_unrolled(model: Path, plan: str, mesh: dict[str, int], out: Path) -> Program:
+def same_as_unrolled(model: Path, plan: str, mesh: dict[str, int], out: Path) -> Complete:
     """Compares the outputs of two steps, and the artifact with its own laws."""
     program = compile_source(load(model), parse_plan(plan, "plan.yaml"), out).program
     assert check_artifact(out) == []
@@ -154,7 +154,7 @@ MEANINGS: dict[str, tuple[str, Callable[[list[np.ndarray]], np.ndarray]]] = {
 }
 
 
-GUIDE = Path(__file__).parents[2] / "samples" / "README.md"
+GUIDE = Path(__file__).parents[2] / "samples" / "guide" / "sharding_models.md"
 
 
 def test_the_guide_writes_what_the_calls_take() -> None:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from equivalence import compiled, same_as_whole, whole_outputs
+from equivalence import compiled, counted, same_as_whole, whole_outputs
 from exported import Exported, steps
-from partc.compiler.ir.program import Program
 from partc.runtime import load_local
 
 ATTENTION = "sharding: {'{q,k,v}_proj': colwise, o_proj: rowwise}\n"
-
-
-def counted(program: Program) -> dict[str, int]:
-    """The collectives; a reduction for one rank that reads the result counts like one for all."""
-    return dict(
-        Counter(event.op_type.replace("AllReduce", "Reduce").replace("Reduce", "AllReduce") for event in program.events)
-    )
 
 
 def attention(heads: int, key_heads: int, flat: bool, opset: int = 21) -> onnx.ModelProto:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from shard_call_models import NET, collectives, line, said_by_compile, same_on_all_ranks
 
 PRODUCT = """
@@ -52,7 +52,7 @@ def net(form: str, cuts: object) -> str:
     return PRODUCT.replace("SETUP", setup).replace("CALL", FORMS[form].replace("CUTS", str(cuts)))
 
 
-def strategy_of(program: Program, op_type: str) -> str:
+def strategy_of(program: Complete, op_type: str) -> str:
     (found,) = [choice.strategy() for one, choice in program.choices.items() if one.node.op_type == op_type]
     return found
 
@@ -202,7 +202,9 @@ inputs = {"x": [48, 24]}
     program = same_on_all_ranks(tmp_path, text, "ranks: 8\n", {"x": X}, rtol=1e-4, atol=1e-5)
     assert program.warnings == ()
     assert collectives(program)[0][:2] == ("Exchange", "fc.weight")
-    assert {str(held.version.layout) for held in program.parts[5].weights if held.name == "fc.weight"} == {"[1, 8]"}
+    assert {str(held.version.layout) for held in program.parts[5].weights if str(held.value) == "fc.weight"} == {
+        "[1, 8]"
+    }
 
 
 def test_a_parameter_is_gathered_for_a_reader_whose_layout_is_derived_since_its_rule_asks(tmp_path: Path) -> None:

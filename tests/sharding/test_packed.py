@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from equivalence import compiled, same_as_whole
+from equivalence import compiled, counted, same_as_whole
 from exported import Exported, steps
 from partc.cli.commands.compile import trained_line
 from partc.cli.output.training_stats import trained_tensors
@@ -19,7 +19,6 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
-from test_exported import counted
 from training_equivalence import put, run, same_training, tensors
 
 FUSED = "sharding: {c_attn: colwise, o_proj: rowwise}\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from artifact_text import write
 from equivalence import model, same_as_whole
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import Reduce, Traffic, bytes_moved
 from partc.compiler.layout.reshard import lower
@@ -30,7 +30,7 @@ m (float[B, 6] x) => (float[B, 5] y) <float[6, 4] w, float[4, 5] v> {
 RANDOM = np.random.default_rng(0)
 
 
-def moved(program: Program) -> list[tuple[str, tuple[tuple[int, ...], ...], str]]:
+def moved(program: Complete) -> list[tuple[str, tuple[tuple[int, ...], ...], str]]:
     return [(event.op_type, event.ranks, event.bytes) for event in program.events]
 
 

@@ -51,7 +51,7 @@ from shard_call_models import HEAD, INPUTS, NET, line, refused, write
         ),
         (
             "model.block1.shard(((8, 1),), ((8,),))",
-            "out_strategy[0] [8] cuts 1 dim, but the tensor has 2, [batch, 32]\n  help: write one entry for each dim",
+            "out_strategy[0] [8] is for 1 dim, but the tensor has 2, [batch, 32]\n  help: write one entry for each dim",
         ),
         (
             "model.block1.shard(((8, 1),), parameter_plan={'self.block1.dense3.weight': (8, 1)})",
@@ -61,7 +61,7 @@ from shard_call_models import HEAD, INPUTS, NET, line, refused, write
         ),
         (
             "model.block1.shard(((8, 1),), parameter_plan={'dense1.bias': (8, 1), 'dense1.weight': (3, 5)})",
-            "parameter_plan: [8, 1] cuts another number of dims than 'dense1.bias' [32] has\n"
+            "parameter_plan: [8, 1] is for another number of dims than 'dense1.bias' [32] has\n"
             "  help: write one entry for each dim\n"
             "model.py:N: parameter_plan: cannot cut 'dense1.weight' dim 0 (32) into 3\n"
             "  32 is not divisible by 3\n  help: choose a divisor, or 1 to leave it whole\n"
@@ -71,7 +71,7 @@ from shard_call_models import HEAD, INPUTS, NET, line, refused, write
         (
             "shard(len, ((8, 1),), parameter_plan={'w': (8,)})",
             "parameter_plan is only for modules\n  only modules have parameters\n"
-            "  help: shard the module, or cut the tensor by in_strategy",
+            "  help: shard the module, or shard the tensor by in_strategy",
         ),
         (
             "shard(BasicBlock(), ((8, 1),))",
@@ -133,7 +133,7 @@ inputs = {{"x": [8, 3]}}
     said = refused(tmp_path, net.format(body="return op.Relu(shard(lambda op, x: x, ((2, 1),))(op, x))"))
     assert said == "model.py:5: 'function' emits no op\n  help: shard what computes"
     said = refused(tmp_path, net.format(body="return shard(lambda op, x: op.Relu(x), ((2, 1, 1),))(op, x)"))
-    assert said.startswith("model.py:5: in_strategy[0] [2, 1, 1] cuts 3 dims, but the tensor has 2, [8, 3]")
+    assert said.startswith("model.py:5: in_strategy[0] [2, 1, 1] is for 3 dims, but the tensor has 2, [8, 3]")
     said = refused(tmp_path, net.format(body="return shard(lambda x: op.Relu(x), ((2, 1),))(x)"))
     assert said.startswith("model.py:5: 'function' is called without the op builder\n")
     body = (

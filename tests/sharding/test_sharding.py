@@ -11,7 +11,7 @@ import pytest
 from equivalence import compiled, model, same_as_whole
 from onnx import TensorProto, helper
 from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from sharded_models import BLOCK_STYLES, block, mlp, with_weights
 
 RANDOM = np.random.default_rng(0)
@@ -21,7 +21,7 @@ def normal(*shape: int) -> np.ndarray:
     return RANDOM.standard_normal(shape, dtype=np.float32)
 
 
-def kinds(program: Program) -> dict[str, int]:
+def kinds(program: Complete) -> dict[str, int]:
     return dict(Counter(event.op_type for event in program.events))
 
 
@@ -127,7 +127,7 @@ def test_an_embedding_cut_by_its_vocabulary() -> None:
     ids = RANDOM.integers(-12, 12, (2, 7))
     program = same_as_whole(with_weights(EMBEDDING, {"table": (12, 5)}), plan, {"ids": ids}, rtol=0, atol=0)
     assert kinds(program) == {"AllReduce": 1}
-    assert [part.types["table"][1] for part in program.parts] == [(4, 5)] * 3
+    assert [held.value.shape for part in program.parts for held in part.weights] == [(4, 5)] * 3
 
 
 CONV = """<ir_version: 10, opset_import: ["" : 21]>
@@ -231,7 +231,7 @@ main (float[batch, 12] x) => (float[batch, 12] y) {
 
 
 def test_strict_refuses_what_nobody_asked_for(tmp_path: Path) -> None:
-    from partc.compiler.sharding.budget import check_budget
+    from partc.compiler.sharding.values.budget import check_budget
 
     plan = "ranks: 3\nsymbols: {batch: {max: 10}}\nsharding:\n  a: {in: [[1, 3]]}\n"
     program = compiled(with_weights(SOFT, {}), plan, tmp_path / "build")

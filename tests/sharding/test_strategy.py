@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from partc.compiler.layout.layout import Layout
 from partc.compiler.ops.rule import Rule
-from partc.compiler.sharding.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
+from partc.compiler.sharding.seeding.strategy import WrongStrategy, assign_integers, from_names, refined, to_axes
 
 MATMUL = Rule(("mk", "kn"), ("mn",), reduce={"k": "sum"})
 RELU = Rule(("ab",), ("ab",))

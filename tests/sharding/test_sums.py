@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from check_places_case import without
 from equivalence import compiled, same_as_whole
 from hypothesis import HealthCheck, given, settings
 from linear_chains import STYLES, WIDTH, at_once, chains, costs, kinds, parallel_block, passes
@@ -16,7 +17,6 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.runtime.checker.check import check_artifact
 from sharded_models import BLOCK_STYLES, block, with_weights
-from test_check_places import without
 from training_equivalence import same_training
 
 TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: momentum, lr: 0.05, momentum: 0.9}}\n"
@@ -299,7 +299,7 @@ def test_the_checker_finds_a_reduction_that_is_left_out(tmp_path: Path, tag: int
     assert check_artifact(tmp_path / "build") == []
     without(tmp_path / "build", tag)
     assert any(
-        "is a term of a sum that no collective has reduced" in str(one) for one in check_artifact(tmp_path / "build")
+        "is a partial sum that no collective has reduced" in str(one) for one in check_artifact(tmp_path / "build")
     )
 
 

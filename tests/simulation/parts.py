@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from partc.runtime.artifact.dtypes import Bytes
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, REDUCE_TO
+from partc.runtime.artifact.tensors.dtypes import Bytes
 from partc.runtime.communication.transport import GATHER, CollectiveArgs
 
 Key = tuple[int, int, int]

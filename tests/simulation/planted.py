@@ -6,7 +6,7 @@ Several of them give right results on ranks as threads, whose sends are copies: 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 from partc.runtime import Program
 from partc.runtime.communication.collective import nothing
 from partc.runtime.execution import recover
-from partc.runtime.execution import step_plan as execute
 from partc.runtime.execution.agreement import StepAgreement
+from partc.runtime.execution.memory import layout
+from partc.runtime.execution.moves.message_calls import MessageCalls
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.symbol_bindings import Binder
 from partc.runtime.lookups.lookup import Lookup
@@ -37,7 +38,7 @@ class Planted:
 
 
 def _no_wait_for_a_receive(session: Session, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepPlan, "_receive", lambda self, step: nothing)
+    patch.setattr(MessageCalls, "receive", lambda self, step: nothing)
 
 
 def _no_wait_for_a_collective(session: Session, patch: pytest.MonkeyPatch) -> None:
@@ -56,10 +57,10 @@ def _memory_of_receives_is_shared(session: Session, patch: pytest.MonkeyPatch) -
     """Between its posting and its wait, the memory of a receive counts as free."""
     lives = buffers.assign
 
-    def late(given: list[buffers.Life]) -> buffers.Arena:
-        return lives([buffers.Life(one.name, one.bytes, max(one.born, one.died - 1), one.died) for one in given])
+    def late(given: list[buffers.Lifetime]) -> buffers.Arena:
+        return lives([replace(one, born=max(one.born, one.died - 1), sends=()) for one in given])
 
-    patch.setattr(execute, "assign", late)
+    patch.setattr(layout, "assign", late)
 
 
 def _tags_are_swapped(session: Session, patch: pytest.MonkeyPatch) -> None:

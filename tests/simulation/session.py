@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from equivalence import same
 from partc.runtime import InputError, Program, Trainer, Whole, load, load_trainer
-from partc.runtime.artifact.boxes import slices
+from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.communication.in_process import LocalWorld
-from partc.runtime.communication.leaving import said
+from partc.runtime.communication.leaving import leaving_message
 from partc.runtime.errors import StepError
 from partc.runtime.execution.program import OnError
 from partc.runtime.execution.step_plan import StepPlan
@@ -188,7 +188,7 @@ class Session:
         return tensors(SimpleNamespace(ranks=[row[0] for row in self.programs])) if self.sample.trains else {}  # type: ignore[arg-type]
 
     def _watch_schedules(self, rank: int, program: Program) -> None:
-        made = program._schedule
+        made = program._schedules.of
 
         def schedule(bindings: dict[str, int]) -> StepPlan:
             known = [*program._schedules.values()]
@@ -197,7 +197,7 @@ class Session:
                 self._watch_actions(rank, program, found)
             return found
 
-        program._schedule = schedule  # type: ignore[method-assign]
+        program._schedules.of = schedule  # type: ignore[method-assign]
 
     def _watch_actions(self, rank: int, program: Program, schedule: StepPlan) -> None:
         def watched(place: int, index: int, action: Callable[[], object]) -> Callable[[], object]:
@@ -260,7 +260,7 @@ class Session:
                 raise
             except BaseException as error:
                 # What the end of the block of a program does.
-                self.transports[rank].leave(said(rank, error))
+                self.transports[rank].leave(leaving_message(rank, error))
                 raise
             return results
 

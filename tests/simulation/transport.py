@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from partc.runtime.artifact.dtypes import Bytes, Dtype
 from partc.runtime.artifact.format import ALL_GATHER, BROADCAST, REDUCE_TO, SUM
+from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 from partc.runtime.communication.transport import AGREEMENT, GATHER, Agreements, CollectiveArgs, Request, Vector
 
 from .parts import Joining, Transfer, named, result

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnx.parser
 from onnx import GraphProto, ModelProto, ValueInfoProto, helper, numpy_helper
-from partc.runtime.artifact.dtypes import type_text
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS, LOOKUPS
 from partc.runtime.artifact.format import (
     DOMAIN,
     MANIFEST,
@@ -38,9 +38,9 @@ from partc.runtime.artifact.format import (
     rank_file,
     weights_file,
 )
-from partc.runtime.artifact.lookup_ops import GROUP_OPS, LOOKUPS
 from partc.runtime.artifact.manifest import sha256
 from partc.runtime.artifact.manifest_file import ManifestFile
+from partc.runtime.artifact.tensors.dtypes import type_text
 from safetensors.numpy import save_file
 
 HEAD = '<ir_version: 11, opset_import: ["" : 21, "partc.comm" : 1, "ai.onnx.ml" : 3]>\n'

@@ -32,21 +32,23 @@ def patched(section: str) -> dict[str, str]:
     return texts
 
 
-def followed(section: str, folder: Path) -> Path:
-    """A copy of the project's packages and tests to which the section's diff is applied."""
+def followed(folder: Path, *sections: str) -> Path:
+    """A copy of the project's packages and tests to which the diffs of sections are applied, each to other files."""
     copy = folder / "partc"
-    ignored = shutil.ignore_patterns("__pycache__", "benchmarks", "golden", "fuzz", "simulation")
+    ignored = shutil.ignore_patterns("benchmarks", "golden", "fuzz", "simulation")
     for name in ("cli", "compiler", "runtime", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", copy)
-    for path, text in patched(section).items():
+    changed = [item for section in sections for item in patched(section).items()]
+    assert len(dict(changed)) == len(changed)
+    for path, text in changed:
         (copy / path).write_text(text)
     return copy
 
 
 def output_of(copy: Path, *arguments: str) -> str:
     """What Python prints, run in a copy of the project with these arguments; fails where it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
     run = [sys.executable, *arguments]
     made = subprocess.run(run, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stdout + made.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import onnx
 import onnxruntime
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.checker.check import check_artifact
@@ -25,9 +26,16 @@ def model(text: str) -> onnx.ModelProto:
     return proto
 
 
-def compiled(proto: onnx.ModelProto, plan: str, out: Path) -> Program:
+def compiled(proto: onnx.ModelProto, plan: str, out: Path) -> Complete:
     """Compiles a model in memory by the text of a plan into `out`."""
     return compile_source(Source(from_proto(proto, Path("model.onnx"))), parse_plan(plan, "plan.yaml"), out).program
+
+
+def counted(program: Complete) -> dict[str, int]:
+    """The collectives; a reduction for one rank that reads the result counts like one for all."""
+    return dict(
+        Counter(event.op_type.replace("AllReduce", "Reduce").replace("Reduce", "AllReduce") for event in program.events)
+    )
 
 
 def whole_outputs(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +48,7 @@ def whole_outputs(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> dict[str
 
 def same_as_whole(
     proto: onnx.ModelProto, plan: str, *steps: Mapping[str, Any], rtol: float, atol: float, checked: bool = False
-) -> Program:
+) -> Complete:
     """Runs every step of inputs whole and on in-process ranks and compares all outputs; gives the compiled program.
 
     `checked`: the checker must accept the artifact, too.

@@ -13,7 +13,7 @@ from equivalence import same, whole_outputs
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.python import load_python
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import Report, compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
@@ -92,7 +92,7 @@ def said_by_compile(folder: Path, text: str, plan: str) -> str:
 
 def same_on_all_ranks(
     folder: Path, text: str, plan: str, *steps: Mapping[str, Any], rtol: float, atol: float
-) -> Program:
+) -> Complete:
     """Compiles the model.py and compares every step's outputs, on in-process ranks, with those of the whole model."""
     report = compiled(folder, text, plan)
     proto = ir.to_proto(load(folder, text).model)
@@ -105,6 +105,6 @@ def same_on_all_ranks(
     return report.program
 
 
-def collectives(program: Program) -> list[tuple[str, str, tuple[tuple[int, ...], ...]]]:
+def collectives(program: Complete) -> list[tuple[str, str, tuple[tuple[int, ...], ...]]]:
     """Every message and collective: the op, the value, the ranks."""
     return [(event.op_type, event.value.name or "", event.ranks) for event in program.events]

@@ -34,7 +34,8 @@ DATA_PARALLEL = "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_paralle
 MOMENTUM, LAMB = "{type: momentum, lr: 0.1, momentum: 0.9}", "{type: lamb, lr: 0.1}"
 
 
-def compiled(out: Path, text: str, plan: str, optimizer: str = MOMENTUM) -> Path:
+def with_numbers(text: str) -> onnx.ModelProto:
+    """The model of a text, whose weights are random numbers."""
     model = onnx.parser.parse_model(text)
     rng = np.random.default_rng(7)
     for port in model.graph.value_info:
@@ -42,7 +43,11 @@ def compiled(out: Path, text: str, plan: str, optimizer: str = MOMENTUM) -> Path
         numbers = np.abs(rng.normal(size=shape)).astype(np.float32)
         model.graph.initializer.append(onnx.numpy_helper.from_array(numbers, port.name))
     del model.graph.value_info[:]
-    source = Source(from_proto(model, Path("model.onnx")))
+    return model
+
+
+def compiled(out: Path, text: str, plan: str, optimizer: str = MOMENTUM) -> Path:
+    source = Source(from_proto(with_numbers(text), Path("model.onnx")))
     train = TRAIN.replace("OPTIMIZER", optimizer) if plan else optimizer
     compile_source(source, parse_plan(plan + train, "plan.yaml"), out)
     return out

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.runtime.artifact.dtypes import BY_CODE, Bytes
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes
 from partc.runtime.devices.device_memory import Block, DeviceMemory, HostMemory, memory_of
 from partc.runtime.devices.devices import HOST, Device
 from partc.runtime.execution import rank_program

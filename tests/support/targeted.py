@@ -16,9 +16,9 @@ import numpy as np
 from onnx import ModelProto, NodeProto, helper
 from partc.cli.comparison.variant import variant
 from partc.runtime.artifact.format import CAUSE, COPY, CPU, DOMAIN, DOMAIN_VERSION, PATH, TARGET, Manifest
-from partc.runtime.artifact.onnx_graph import path_of, reads
-from partc.runtime.artifact.rank_constants import is_rank_constant
-from partc.runtime.artifact.tasks import rename_values
+from partc.runtime.artifact.graph.onnx_graph import path_of, reads
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant
+from partc.runtime.artifact.tasks.calls import rename_values
 from partc.runtime.execution.in_process import LocalProgram
 from training_equivalence import fed, tensors
 

@@ -19,16 +19,17 @@ from onnx import numpy_helper
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
-from partc.runtime.artifact.boxes import slices
 from partc.runtime.artifact.format import StateRecord
-from partc.runtime.artifact.lr_schedule import numbers, scalars, schedule
+from partc.runtime.artifact.tensors.boxes import slices
+from partc.runtime.artifact.training.lr_schedule import rate_of
+from partc.runtime.artifact.training.scalars import scalars
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.in_process import LocalProgram
-from partc.runtime.execution.in_process import _whole as whole_output
+from partc.runtime.execution.in_process import joined_output as whole_output
 from partc.runtime.execution.inputs import Whole
 from training_models import CrossEntropy, Model
 
@@ -72,7 +73,7 @@ class Run:
     outputs: list[dict[str, Any]]
     before: Tensors
     after: Tensors
-    program: Program
+    program: Complete
 
 
 def run(
@@ -117,7 +118,7 @@ def trained(
     out: Path,
     steps: Sequence[Mapping[str, Any]],
     start: Mapping[str, np.ndarray] | None = None,
-) -> tuple[list[dict[str, Any]], Tensors, Program]:
+) -> tuple[list[dict[str, Any]], Tensors, Complete]:
     """What every step gives, all tensors after the last, and the program."""
     found = run(source, plan, out, steps, start)
     return found.outputs, found.after, found.program
@@ -127,8 +128,8 @@ def fed(ranks: LocalProgram, step: int) -> dict[str, np.ndarray]:
     """The numbers of a step that the loop gives."""
     record = ranks.manifest.training
     assert record is not None
-    hyper = numbers(record.optimizer)
-    rate = schedule(record.schedule or None, hyper["lr"])
+    hyper = record.optimizer.numbers
+    rate = rate_of(record.settings.schedule, hyper["lr"])
     names = [name for name in record.scalars if name != "step"]
     found = {name: np.array(value) for name, value in scalars(names, step, {**hyper, "lr": rate(step)}).items()}
     found["step"] = np.array(step, np.int64)
@@ -174,7 +175,7 @@ def same_training(
     rtol: float,
     atol: float,
     whole: Run | None = None,
-) -> Program:
+) -> Complete:
     """Trains whole and cut; losses and all tensors are compared, and the checker accepts the artifact. `source()` gives the model anew.
 
     Gives the compiled program.

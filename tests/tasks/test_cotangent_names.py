@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, TaskCall, made_names
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Call
 from partc.compiler.pipeline import step_program
 from partc.compiler.plan.read import parse_plan
 from sharded_models import with_weights
@@ -27,7 +27,7 @@ WEIGHTS = {"first": (6, 6), "second": (6, 6), "shift": (6,)}
 ONE = "ranks: 1\n"
 
 
-def compiled(nodes: tuple[str, ...], plan: str) -> Program:
+def compiled(nodes: tuple[str, ...], plan: str) -> Complete:
     body = "\n".join(nodes)
     weights = {name: shape for name, shape in WEIGHTS.items() if name in body}
     text = f'<ir_version: 10, opset_import: ["" : 21]>\nmain (float[batch, 6] x) => (float[batch, 6] y) {{\n{body}\n}}'
@@ -39,11 +39,11 @@ def compiled(nodes: tuple[str, ...], plan: str) -> Program:
     return step_program(source, parse_plan(plan if "train:" in plan else plan + TRAIN, "plan.yaml"), "model")
 
 
-def cotangents(program: Program, rank: int = 0) -> list[str]:
+def cotangents(program: Complete, rank: int = 0) -> list[str]:
     """What a rank makes of the network's cotangents, in order: no helper of a node, which has a name of an op or of a constant."""
     made = []
     for step in program.parts[rank].steps:
-        names = [value.name or "" for value in step.node.outputs] if isinstance(step, ComputeOp) else step.outputs
+        names = [str(value) for value in step.makes]
         made += [name for name in names if ".grad" in name and not name.startswith("loss")]
     return [name for name in made if not re.search(r"\.grad\.[A-Z]|\.grad\.(sum|squares)", name)]
 
@@ -84,9 +84,9 @@ def test_names_that_the_model_has_itself_are_left_to_it() -> None:
 def test_a_node_called_like_the_kept_sum_of_gradients_contributes_beside_it() -> None:
     nodes = ("[one] h = MatMul(x, first)", "[turn] hr = Tanh(h)", "[sum] y = MatMul(hr, first)")
     plan = ONE + "symbols: {batch: {divisor: 2}}\n" + TRAIN.replace("optimizer", "accumulate: 2, optimizer")
-    calls = [step for step in compiled(nodes, plan).parts[0].steps if isinstance(step, TaskCall)]
+    calls = [step for step in compiled(nodes, plan).parts[0].steps if isinstance(step, Call)]
     (body,) = {call.body for call in calls if call.body.kind == "B"}
     made = [
-        name for step in body.steps for name in made_names(step) if re.match(r"(hr|h|first)\.grad(?!\.[A-Z])", name)
+        str(one) for step in body.steps for one in step.makes if re.match(r"(hr|h|first)\.grad(?!\.[A-Z])", str(one))
     ]
     assert made == ["hr.grad", "first.grad.sum@0", "h.grad", "first.grad.one", "first.grad", "first.grad.sum.next"]

@@ -14,18 +14,16 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.checker.check import check
+from pipelines_case import CLASSES, pipeline, placed, small_gpt
 from training_equivalence import from_text, source_of
-from training_models import Model, dlrm, gpt, lenet
+from training_models import Model, dlrm, lenet
 
 STAGED = "ranks: 2\nsymbols: {batch: {divisor: 16}}\nplacement: {up: 0, bend: 0, down: 1, add: 1}\n"
 THREE = "ranks: 3\nplacement: {up: 0, bend: 1, down: 2, add: 2}\n"
 LOOP = "ranks: 2\nplacement: {up: 0, bend: 1, down: 0, add: 1}\n"
 VEE = "ranks: 2\nplacement: {up: 0, bend: 1, down: 1, add: 0}\n"
 CLIP = "  clip: {norm: 0.3}\n"
-
-
-def pipeline(count: int, schedule: str = "", more: str = "") -> str:
-    return f"pipeline: {{microbatches: {count}{f', schedule: {schedule}' if schedule else ''}{more}}}\n"
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +64,9 @@ def test_microbatches_are_as_the_whole(
     close(have, wholes[name], start_of(), 2e-6)
 
 
-GPT = "'layers.0': A, 'layers.1': B, 'layers.2': C, 'layers.3': D, norm: D, head: D, tokens: A, positions: A"
-CLASSES = "{type: softmax_cross_entropy, logits: y, labels: labels, ignore_index: 3}"
 BLOCKS = "sharding: {'layers.*.*.project': colwise, 'layers.*.*.out': rowwise}\n"
 PIPES = "mesh: {pp: 2, AXIS: 2}\nplacement: {'layers.[0-1]': {pp: 0}, tokens: {pp: 0}, positions: {pp: 0}, REST}\n"
 REST = "'layers.[2-3]': {pp: 1}, norm: {pp: 1}, head: {pp: 1}"
-
-
-def placed(groups: str) -> str:
-    """The four layers of a GPT on ranks, the tied table with the first; the head is on the last."""
-    found = GPT
-    for letter, group in zip("ABCD", groups.split(), strict=True):
-        found = found.replace(f" {letter}", f" {group}")
-    return f"placement: {{{found}}}\n"
-
-
-def small_gpt() -> Model:
-    return gpt(16, 4, 2, 30, 8)
 
 
 MODELS: dict[str, tuple[Callable[[], Model], dict[str, int], str]] = {
@@ -313,3 +297,13 @@ def test_messages_and_rows_are_counted(tmp_path: Path) -> None:
     text = (tmp_path / "build" / "ir" / "schedule.txt").read_text()
     assert "rank 0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3" in text
     assert "rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3" in text
+
+
+def test_ranks_that_compute_alike_are_given_other_outputs(tmp_path: Path) -> None:
+    """The loss goes to one of three ranks, all of which do the same up to it."""
+    plan = "ranks: 3\nsymbols: {batch: {divisor: 12}}\ndataset: data_parallel\n" + train(
+        "{type: mean_squared, prediction: y, target: t}", 2
+    )
+    program = compile_source(from_text(NET, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build").program
+    assert check(tmp_path / "build").violations == []
+    assert [bool(part.outputs) for part in program.parts] == [True, False, False]

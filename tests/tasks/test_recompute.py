@@ -11,8 +11,8 @@ import pytest
 from batch_in_parts import HEAD, LOSSES, close, numbers, start_of, train, trained
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, TaskKind, made_names, read_names
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Compute, TaskKind
 from partc.compiler.pipeline import compile_source, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.program.segmentation import segmented
@@ -47,18 +47,18 @@ def pipeline(count: int, recompute: str = "", more: str = "") -> str:
     return f"pipeline: {{microbatches: {count}{f', recompute: {recompute}' if recompute else ''}{more}}}\n"
 
 
-def compiled(plan: str, source: Source | None = None, loss: str = LOSSES["mean"]) -> Program:
+def compiled(plan: str, source: Source | None = None, loss: str = LOSSES["mean"]) -> Complete:
     """The program of a plan, with the loss and plain gradient descent."""
     given = source or from_text(LAYERS, WEIGHTS)
     return step_program(given, parse_plan(plan + train(loss, 1), "plan.yaml"), "model")
 
 
-def kept(program: Program) -> list[str]:
+def kept(program: Complete) -> list[str]:
     """What the first rank keeps from the forward to the backward pass, where these are not divided."""
     steps = program.parts[0].steps
-    made = [name for step in steps if step.task is TaskKind.FORWARD for name in made_names(step)]
-    read = {name for step in steps if step.task is TaskKind.BACKWARD for name in read_names(step)}
-    return [name for name in made if name in read]
+    made = [one for step in steps if step.task is TaskKind.FORWARD for one in step.makes]
+    read = {one for step in steps if step.task is TaskKind.BACKWARD for one in step.reads}
+    return [str(one) for one in made if one in read]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_region_keeps_what_it_reads_from_outside() -> None:
     assert [name for name in kept(compiled(ONE + pipeline(1))) if name in "abcdefghi"] == [*"habegi"]
     regions = compiled(ONE + pipeline(1, "['one_{norm,up,bend,drop}']"))
     assert [name for name in kept(regions) if name in "abcdefghi"] == [*"hegi"]
-    again = [step for step in regions.parts[0].steps if isinstance(step, ComputeOp) and step.again]
+    again = [step for step in regions.parts[0].steps if isinstance(step, Compute) and step.again]
     assert {step.again for step in again} == {"plan.yaml:2 'one_{norm,up,bend,drop}'"}
     names = {step.source.name for step in again}
     assert names == {"one_norm", "one_up", "one_bend", "one_drop"}
@@ -189,7 +189,7 @@ DRAWN = f"""{HEAD}m (float[batch, 6] x) => (float[batch, 5] y) <float[6, 8] w, f
 
 def test_random_numbers_are_kept() -> None:
     program = compiled(ONE + pipeline(1, "'{up,draw,mix,bend}'"), from_text(DRAWN, {"w": (6, 8), "v": (8, 5)}))
-    again = [step.source.name for step in program.parts[0].steps if isinstance(step, ComputeOp) and step.again]
+    again = [step.source.name for step in program.parts[0].steps if isinstance(step, Compute) and step.again]
     assert again == ["up", "mix"]
     assert "noise" in kept(program)
 

@@ -76,7 +76,7 @@ def test_times_that_are_given(built: Path, capsys: Capture, tmp_path: Path) -> N
     ("options", "words"),
     [
         (["--times", "0F=1ms"], "0B, 1B, 1F: no time is given\n  help: give the times of all tasks"),
-        (["--times", "0F=fast"], "'fast' is no time\n  help: write it as 0F=1.2ms"),
+        (["--times", "0F=fast"], "'fast' is not a duration\n  help: write it as 0F=1.2ms"),
         (["--times", "7F=1ms"], "7F: the stages are 0 to 1"),
         (["--times", "none.json"], "none.json: No such file or directory"),
         (["-m", "8"], "the artifact has its rows and stages"),
@@ -119,7 +119,7 @@ def test_a_profile_that_is_none(tmp_path: Path) -> None:
     file = tmp_path / "times.json"
     one = {"rank": 0, "step": [1.0], "tasks": {"0F0": [1.0]}, "waits": {}, "kinds": {}, "arena": 0}
     for ranks, words in (
-        ([], "it is no profile: ranks"),
+        ([], "it is not a profile: ranks"),
         ([{**one, "tasks": {"0F0": [-1.0]}}], "ranks.0.tasks.0F0.0"),
         ([{**one, "tasks": {"0F0": [1.0, 2.0]}}], "times of rank 0 are of different numbers of steps"),
         ([{**one, "step": [0.0]}], "step 0 took no time on any rank"),

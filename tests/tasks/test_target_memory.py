@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from batch_in_parts import LOSSES, NET, WEIGHTS, numbers, train
-from partc.cli.output.target_memory import target_memory
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.device_bytes import device_bytes
 from partc.runtime import load_local
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.manifest import open_artifact
-from test_targets import ADAM, ON_CPU, PIPED, PLANS
+from partc.runtime.execution.memory.needed import rank_memory
+from targets_case import ADAM, ON_CPU, PIPED, PLANS
 from training_equivalence import fed, from_text
 
 MEAN = LOSSES["mean"]
@@ -34,16 +34,20 @@ def test_the_bytes_of_each_target_are_those_that_are_asked_for(name: str, tmp_pa
     with load_local(build, devices={"cuda": "cpu"}) as ranks:
         ranks({**fed(ranks, 0), **step})
         for rank in ranks.ranks:
-            arenas = {CPU: rank._program.memory.size, **{name: one.size for name, one in rank._program.blocks.items()}}
+            arenas = {
+                CPU: rank._program.arenas.host.size,
+                **{name: one.size for name, one in rank._program.arenas.blocks.items()},
+            }
             lying, kept = rank.state.targets, Counter[str]()
             for key, value in rank.state.tensors.items():
                 kept[lying.get(key, CPU)] += value.dtype.bytes_of(value.shape)
-            found = {one.target: one for one in target_memory(artifact, rank.rank, {"batch": len(step["x"])})}
-            assert {target: one.arena for target, one in found.items() if one.arena or target == CPU} == arenas
+            needed = rank_memory(artifact, rank.rank, {"batch": len(step["x"])})
+            found = {one.target: one for one in needed.targets}
+            assert {target: one.between for target, one in found.items() if one.between or target == CPU} == arenas
             for target, one in found.items():
-                constants = one.parameters + one.optimizer - kept[target]
-                assert 0 <= constants <= 100
-                assert one.peak >= kept[target] + (one.arena or 0)
+                assert one.parameters + one.optimizer == kept[target]
+                assert one.weights <= 100
+                assert one.peak >= kept[target] + one.between
                 proposed = {part.rank: part for part in device_bytes(program, target)}[rank.rank]
-                assert sum(proposed.weights.values()) + constants == one.parameters
+                assert sum(proposed.weights.values()) == one.parameters
                 assert sum(proposed.state.values()) == one.optimizer

@@ -8,24 +8,13 @@ from pathlib import Path
 import pytest
 from batch_in_parts import LOSSES, NET, WEIGHTS, numbers, train
 from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp, CopyOp, RankOp, TaskCall
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Call, Compute, Copy, Op
 from partc.compiler.plan.read import parse_plan
+from targets_case import ADAM, ON_CPU, PIPED, PLANS
 from training_equivalence import Run, from_text, run, same_tensors, same_training
 
-ADAM = "{type: adam, lr: 0.01, eps: 0.01}"
-ON_CPU = "{type: adam, lr: 0.01, eps: 0.01, target: cpu}"
 MEAN = LOSSES["mean"]
-PLANS = {
-    "one rank": "ranks: 1\ntarget: {'**': cuda, bend: cpu}\n",
-    "placed": "ranks: 2\nplacement: {up: 0, bend: 0, down: 1, add: 1}\ntarget: {up: cuda, down: cuda}\n",
-    "cut": "ranks: 2\nmesh: {tp: 2}\nsharding: {up: colwise, down: rowwise}\ntarget: cuda\n",
-    "data": "ranks: 2\ndataset: data_parallel\nsymbols: {batch: {divisor: 2}}\ntarget: {bend: cpu, '{up,down}': cuda}\n",
-}
-PIPED = (
-    "ranks: 2\nsymbols: {batch: {divisor: 16}}\nplacement: {up: 0, bend: 0, down: 1, add: 1}\n"
-    "target: {up: cuda, down: cuda}\n"
-)
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +24,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(from_text(NET, WEIGHTS), text, tmp_path_factory.mktemp("whole"), [numbers(MEAN)] * 2)
 
 
-def ops(program: Program, rank: int = 0) -> Iterator[RankOp]:
+def ops(program: Complete, rank: int = 0) -> Iterator[Op]:
     """The ops of a rank, those of each body once, in its first call's place."""
     seen = set()
     for step in program.parts[rank].steps:
-        if not isinstance(step, TaskCall):
+        if not isinstance(step, Call):
             yield step
         elif step.body not in seen:
             seen.add(step.body)
             yield from step.body.steps
 
 
-def copies(program: Program, rank: int = 0) -> list[str]:
-    return [f"{one.source} -> {one.target}" for one in ops(program, rank) if isinstance(one, CopyOp)]
+def copies(program: Complete, rank: int = 0) -> list[str]:
+    return [f"{one.source} -> {one.target}" for one in ops(program, rank) if isinstance(one, Copy)]
 
 
 @pytest.mark.parametrize("optimizer", [ADAM, ON_CPU])
@@ -67,11 +56,11 @@ def test_tasks_have_copies(more: str, whole: Run, tmp_path: Path) -> None:
     plan = PIPED + train(MEAN, 1, ON_CPU) + f"pipeline: {{microbatches: 4{more}}}\n"
     steps = [numbers(MEAN)] * 2
     program = same_training(lambda: from_text(NET, WEIGHTS), plan, tmp_path, steps, rtol=2e-6, atol=2e-5, whole=whole)
-    weights = [one for one in program.parts[0].steps if isinstance(one, CopyOp) and one.source in WEIGHTS]
+    weights = [one for one in program.parts[0].steps if isinstance(one, Copy) and str(one.source) in WEIGHTS]
     assert weights
     assert len(weights) == len({one.source for one in weights}), "a weight is copied once a step"
     bodies = [one for body in program.parts[0].bodies for one in body.steps]
-    assert {one.target for one in bodies if isinstance(one, ComputeOp)} == {"cuda", "device"}
+    assert {one.target for one in bodies if isinstance(one, Compute)} == {"cuda", "device"}
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -81,9 +70,9 @@ def test_a_gpus_16_bits_run_on_a_cpu(kind: str, tmp_path: Path) -> None:
     steps = [numbers(MEAN)] * 2
     want = run(from_text(NET, WEIGHTS), "ranks: 1\n" + plan, tmp_path / "plain", steps)
     have = run(from_text(NET, WEIGHTS), "ranks: 1\ntarget: {'**': cuda, bend: cpu}\n" + plan, tmp_path / "cuda", steps)
-    products = [one.node for one in ops(have.program) if isinstance(one, ComputeOp) and one.node.op_type == "MatMul"]
+    products = [one for one in ops(have.program) if isinstance(one, Compute) and one.node.op_type == "MatMul"]
     assert products
-    assert not any((value.name or "").endswith(".read") for node in products for value in node.inputs if value)
+    assert not any(str(value).endswith(".read") for one in products for value in one.reads)
     same_tensors(have.after, want.after, want.before, 2e-3)
 
 
@@ -130,7 +119,7 @@ def test_sizes_are_of_inputs_on_the_ranks_that_have_these(cut: str, tmp_path: Pa
         {
             one.node.op_type
             for one in ops(program, k)
-            if isinstance(one, ComputeOp) and (one.node.outputs[0].name or "").endswith(".shape")
+            if isinstance(one, Compute) and str(one.outputs[0]).endswith(".shape")
         }
         for k in (1, 2)
     ]

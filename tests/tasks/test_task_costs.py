@@ -9,7 +9,7 @@ import pytest
 from batch_in_parts import LOSSES, train
 from partc.compiler.analysis.operations import BYTE, multiply_adds, work
 from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.schedule.costs import unit_costs
@@ -32,7 +32,7 @@ STATE = 4 * (64 * 256 + 256 * 1024 + 1024 * 5)
 """Bytes of the parameters."""
 
 
-def analysed(pipeline: str, ranks: int = 3, head: str = "symbols: {batch: {divisor: 32, max: 1024}}\n") -> Program:
+def analysed(pipeline: str, ranks: int = 3, head: str = "symbols: {batch: {divisor: 32, max: 1024}}\n") -> Complete:
     """The program of a step."""
     text = f"ranks: {ranks}\n{head}pipeline: {{microbatches: 8, {pipeline}}}\n" + train(LOSSES["squares"], 1)
     return step_program(from_text(NET, WEIGHTS), parse_plan(text, "plan.yaml"), "m")
@@ -69,8 +69,9 @@ def test_operations_of_a_node(
 
 def test_times_and_bytes_of_stages() -> None:
     """A product costs once forward and twice backward; Tanh saves what it makes, and so does what a later stage reads."""
-    costs = analysed(THREE).costs
-    assert costs is not None
+    tasks = analysed(THREE).tasks
+    assert tasks is not None
+    costs = tasks.costs
     assert (costs.clock, costs.sizes) == ("million operations", "batch=1024")
     second = costs.stages[1]
     product, moved = 128 * 256 * 1024 / 1e6, BYTE * 4 * 128 * 1024 / 1e6
@@ -85,11 +86,10 @@ def test_times_and_bytes_of_stages() -> None:
 def test_an_order_fits_the_stages() -> None:
     """With the stages' own times the found order is at least as fast, for these, as the one for equal times."""
     program = analysed(f"schedule: auto, {THREE}")
-    assert program.schedule is not None
-    assert program.costs is not None
-    stages = program.schedule.stages
+    assert program.tasks is not None
+    stages = program.tasks.schedule.stages
     equal = auto(stages, 8, unit_costs(stages)).schedule
-    assert simulate(program.schedule, program.costs).total <= simulate(equal, program.costs).total
+    assert simulate(program.tasks.schedule, program.tasks.costs).total <= simulate(equal, program.tasks.costs).total
 
 
 def test_a_limit_in_bytes() -> None:
@@ -106,15 +106,16 @@ def test_a_limit_in_bytes() -> None:
     ):
         analysed(f"schedule: auto, memory: 1MB, {THREE}")
     program = analysed(f"schedule: auto, memory: {least}, {THREE}")
-    assert program.schedule is not None
-    assert program.costs is not None
-    kept = peaks(program.schedule, program.costs)
-    assert max(one + more for one, more in zip(kept, program.costs.fixed, strict=True)) <= parse_limit(least).amount
-    assert max(program.costs.fixed) > 2 * 4 * 256 * 1024, "the parameters and the sum of their gradients"
-    assert sum(program.costs.fixed) > 2 * STATE
+    assert program.tasks is not None
+    kept = peaks(program.tasks.schedule, program.tasks.costs)
+    assert (
+        max(one + more for one, more in zip(kept, program.tasks.costs.fixed, strict=True)) <= parse_limit(least).amount
+    )
+    assert max(program.tasks.costs.fixed) > 2 * 4 * 256 * 1024, "the parameters and the sum of their gradients"
+    assert sum(program.tasks.costs.fixed) > 2 * STATE
     with pytest.raises(CompileError, match="'batch' has no largest size"):
         analysed(f"memory: 1GB, {THREE}", head="")
-    assert analysed(f"memory: 3 microbatches, {THREE}", head="").schedule is not None
+    assert analysed(f"memory: 3 microbatches, {THREE}", head="").tasks is not None
 
 
 def test_the_dump_shows_them_and_files_keep_no_more(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_the_dump_shows_them_and_files_keep_no_more(tmp_path: Path) -> None:
     assert " W " not in lines[3], "the first stage's backward pass is whole"
     assert " W " in lines[4]
     assert "keeps 3 microbatches: 384*batch bytes; besides at least" in lines[7]
-    found, costs, schedule = check(tmp_path / "build"), report.program.costs, report.program.schedule
+    found, costs, schedule = check(tmp_path / "build"), report.program.tasks.costs, report.program.tasks.schedule
     assert costs is not None
     assert schedule is not None
     shares = [eval(one.bytes, {"batch": 1024}) for one in found.kept]

@@ -13,13 +13,13 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.format import TASKS
-from partc.runtime.artifact.tasks import unrolled
+from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.errors import ArtifactError, RankError
 from partc.runtime.execution.in_process import load_local
 from partc.runtime.program.segmentation import segmented
 from partc.runtime.program.steps import Segment
+from pipelines_case import CLASSES, pipeline, placed, small_gpt
 from sharded_models import with_weights
-from test_pipelines import CLASSES, pipeline, placed, small_gpt
 from training_equivalence import source_of
 
 HALVES = "ranks: 2\nsymbols: {batch: {divisor: 8}}\n" + placed("0 0 1 1")
@@ -90,7 +90,7 @@ def test_sums_lie_where_the_first_zeros_lay_and_weights_are_not_copied(source: S
             program = one._program
             made = [name for step in program.steps if isinstance(step, Segment) for name in step.outputs]
             sums = [name for name in made if ".grad.sum.next" in name and name in program.values.slots]
-            found = {program.in_place_aliases.get(name, name) for name in sums}
+            found = {program.arenas.aliases.get(name, name) for name in sums}
             assert found
             assert all(name.endswith(".grad.sum.zeros") for name in found)
 
@@ -98,7 +98,7 @@ def test_sums_lie_where_the_first_zeros_lay_and_weights_are_not_copied(source: S
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("function", "is a call of 'F9', which is no function of the file"),
+        ("function", "is a call of 'F9', which is not a function of the file"),
         ("microbatch", "is of no microbatch"),
         ("operand", "has other numbers of inputs and outputs than"),
     ],

@@ -13,7 +13,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_trainer
-from partc.runtime.artifact.boxes import slices
+from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.checker.check import check
 from partc.runtime.communication.in_process import LocalWorld
 from training_equivalence import from_text

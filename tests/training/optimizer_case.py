@@ -13,7 +13,7 @@ import onnxruntime
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.training.optimizer_functions import functions
 from partc.compiler.training.optimizers import update_steps
-from partc.runtime.artifact.lr_schedule import scalars
+from partc.runtime.artifact.training.scalars import scalars
 
 Array = npt.NDArray[Any]
 Options = Mapping[str, object]

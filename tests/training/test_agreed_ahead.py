@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from artifact_text import write
+from nonfinite_case import batch, built, fed, kept
 from partc.runtime import InputError, NonFiniteError, Program, Trainer, UsageError, load
 from partc.runtime.communication.in_process import LocalWorld
-from test_nonfinite import batch, built, fed, kept
 from trainer_case import on_all
 
 TWO = [

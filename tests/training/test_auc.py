@@ -11,19 +11,18 @@ import onnx
 import onnx_ir as ir
 import pytest
 from equivalence import whole_outputs
+from losses_case import model
 from partc.cli.job.inputs import InputReader
 from partc.cli.main import invoke
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.plan.training.loss import loss
-from partc.compiler.plan.training.metric import metric
-from partc.compiler.training.metrics import add_metric
+from partc.compiler.training.loss_and_metrics import add_metric
 from partc.runtime import InputError, Trainer
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.artifact.metric_formula import Undefined, roc_auc
+from partc.runtime.artifact.training.metric_formula import Undefined, roc_auc
 from partc.runtime.checker.check import check_artifact
-from test_losses import model
+from plan_values import loss, metric
 from trainer_case import TEXT, on_all
 from training_equivalence import from_text
 
@@ -173,8 +172,8 @@ def test_it_is_told_and_written(
             "'y' has a score for each of several cla",
         ),
         ({}, {"type": "output", "output": "y"}, "the metric 'auc' lacks logits and labels"),
-        ({"bins": 1}, None, "bins: expected an integer from 2 to 65536, but got the number 1"),
-        ({"bins": 1 << 20}, None, "bins: expected an integer from 2 to 65536"),
+        ({"bins": 1}, None, "bins: expected at least 2, but got 1"),
+        ({"bins": 1 << 20}, None, "bins: expected at most 65536, but got 1048576"),
         ({"logits": "y", "prediction": "y", "labels": "t"}, None, "`logits` and `prediction` are both given"),
     ],
 )

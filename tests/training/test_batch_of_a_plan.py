@@ -40,7 +40,12 @@ def test_the_compile_refuses_a_batch_that_symbols_do_not_allow(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"), [(24, "the batch, 'B' of input 'x', is 24"), ("32", "the batch is '32'"), (0, "no number of")]
+    ("batch", "told"),
+    [
+        (24, "the batch, 'B' of input 'x', is 24"),
+        ("32", "batch: expected an integer"),
+        (0, "batch: expected at least 1"),
+    ],
 )
 def test_the_check_refuses_it(batch: object, told: str, tmp_path: Path) -> None:
     folder = built(tmp_path, 32)

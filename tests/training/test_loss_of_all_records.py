@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,11 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
-from partc.runtime.artifact.metric_formula import Totals, Undefined
+from partc.runtime.artifact.training.metric_formula import Totals, Undefined
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.execution.inputs import shard
 from trainer_case import on_all
-from training_equivalence import from_text
+from training_equivalence import from_text, same_training
 
 TEXT = """<ir_version: 10, opset_import: ["": 21]> m (float[batch, seq, 6] x) => (float[batch, seq, 5] y) <float[6, 8] w, float[8, 5] v> {
     [up] a = MatMul (x, w)  [act] b = Tanh (a)  [down] y = MatMul (b, v) }"""
@@ -198,3 +199,29 @@ def test_what_several_batches_are_together() -> None:
     for number in (2.0, 4.0):
         steps.add({"sum": number}, 8)
     assert steps.take() == {"sum": 3.0}
+
+
+THROUGH_A_SEQUENCE = """<ir_version: 10, opset_import: ["": 21]>
+m (float[batch, 3] x, float[batch, 5] z) => (float loss) <float[3, 6] w, int64 first = {0}> {
+    [up] a = MatMul (x, w)  [square] b = Mul (a, a)  [mean] c = ReduceMean <keepdims = 0> (b)
+    [pack] d = SequenceConstruct (z, z)  [unpack] e = SequenceAt (d, first)
+    [there] f = Mul (e, e)  [mean_there] g = ReduceMean <keepdims = 0> (f)
+    [both] h = Mul (z, z)  [mean_both] i = ReduceMean <keepdims = 0> (h)
+    [total] loss = Sum (c, g, i) }"""
+
+
+def test_a_number_of_the_whole_batch_is_made_of_an_input_that_another_rank_sends(tmp_path: Path) -> None:
+    """What a rank is given and sends is at both ends the value that the receiver has of the whole batch."""
+    plan = """ranks: 2
+symbols: {batch: {divisor: 2}}
+dataset: full_batch
+placement: {there: [1]}
+sharding: {total: replicate}
+train: {loss: loss, optimizer: {type: sgd, lr: 0.5}, accumulate: 2}
+"""
+    chance = np.random.default_rng(3)
+    steps = [
+        {name: chance.normal(size=(4, n)).astype(np.float32) for name, n in [("x", 3), ("z", 5)]} for _ in range(2)
+    ]
+    model = partial(from_text, THROUGH_A_SEQUENCE, {"w": (3, 6)})
+    same_training(model, plan, tmp_path, steps, rtol=1e-5, atol=1e-5)

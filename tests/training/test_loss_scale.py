@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nonfinite_case import LOSS, batch, fed, kept, source
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
 from partc.runtime.checker.check import check
-from test_nonfinite import LOSS, batch, fed, kept, source
 from trainer_case import on_all
 from training_equivalence import from_text
 

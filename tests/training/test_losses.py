@@ -13,32 +13,20 @@ import onnx_shape_inference
 import pytest
 from equivalence import whole_outputs
 from gradient_case import evaluate
+from losses_case import model
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.errors import CompileError
-from partc.compiler.plan.training.loss import loss
-from partc.compiler.plan.training.metric import metric
-from partc.compiler.training.losses import add_loss
-from partc.compiler.training.metrics import add_metric
+from partc.compiler.training.loss_and_metrics import add_loss, add_metric
+from plan_values import loss, metric
 
 Array = np.ndarray[Any, np.dtype[Any]]
 RANDOM = np.random.default_rng(11)
 START = RANDOM.bit_generator.state
-FLOAT = onnx.TensorProto.FLOAT
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_in_any_order() -> None:
     RANDOM.bit_generator.state = START
-
-
-def model(dims: Sequence[int | str | None], kind: int = FLOAT, opset: int = 21) -> ir.Model:
-    """y = 2 x."""
-    x = onnx.helper.make_tensor_value_info("x", kind, list(dims))
-    y = onnx.helper.make_tensor_value_info("y", kind, None)
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Add", ["x", "x"], ["y"], "double")], "m", [x], [y])
-    return ir.from_proto(
-        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=10)
-    )
 
 
 def backward_of(made: ir.Model, scalar: str = "loss") -> tuple[Backward, list[str]]:
@@ -311,20 +299,16 @@ def test_weights_may_be_a_file(tmp_path: Path) -> None:
 
 def test_all_that_is_wrong_with_a_loss_is_said_at_once() -> None:
     with pytest.raises(CompileError) as error:
-        loss(
-            {"type": "softmax_cross_entropy", "logit": "y", "labels": 3, "label_smoothing": 1, "weights": [1, -2]},
-            "p:3",
-        )
-    assert str(error.value) == (
-        "p:3: 'softmax_cross_entropy' has no key 'logit'\n"
-        "  its keys are logits, labels, reduction, axis, ignore_index, label_smoothing, weights, probabilities\n"
-        "  help: say 'logits'\n"
-        "p:3: 'softmax_cross_entropy' lacks 'logits'\n"
-        "  help: say logits: the name of a value\n"
-        "p:3: labels: expected the name of a value, but got the number 3\n"
-        "p:3: label_smoothing: expected a number from 0 to less than 1, but got the number 1\n"
-        "p:3: weights: -2 is no weight; a weight is 0 or more, and finite"
-    )
+        loss({"type": "softmax_cross_entropy", "logit": "y", "labels": 3, "label_smoothing": 1, "weights": [1, -2]})
+    assert [line.removeprefix("plan.yaml: ") for line in str(error.value).splitlines()] == [
+        "loss: 'logits' is missing",
+        "  help: logits: The output of the model with the logits.",
+        "loss.labels: expected a text, but got the number 3",
+        "loss.label_smoothing: expected a number below 1, but got 1",
+        "loss.weights: -2 is not a weight; a weight is 0 or more, and finite",
+        "loss: unknown key 'logit'",
+        "  help: the nearest is 'logits'",
+    ]
 
 
 CLASSES = {"type": "softmax_cross_entropy", "logits": "y", "labels": "t"}
@@ -336,7 +320,10 @@ CLASSES = {"type": "softmax_cross_entropy", "logits": "y", "labels": "t"}
         ({"type": "softmax"}, "there is no type 'softmax'.*\n.*\n  help: say 'softmax_cross_entropy'"),
         ({}, "no 'type' is given"),
         ({**CLASSES, "probabilities": True, "ignore_index": 1}, "`ignore_index` and `probabilities` are both given"),
-        ({**CLASSES, "reduction": "max"}, "reduction: expected mean, sum or sum_over_ranks, but got the string 'max'"),
+        (
+            {**CLASSES, "reduction": "max"},
+            "reduction: expected 'mean', 'sum' or 'sum_over_ranks', but got the string 'max'",
+        ),
     ],
 )
 def test_options_that_no_loss_has(options: dict[str, Any], says: str) -> None:

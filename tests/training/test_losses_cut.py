@@ -12,10 +12,9 @@ import onnx_ir as ir
 import pytest
 from equivalence import model, same_as_whole
 from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.plan.training.loss import Loss, loss
-from partc.compiler.plan.training.metric import metric
-from partc.compiler.training.losses import add_loss
-from partc.compiler.training.metrics import add_metric
+from partc.compiler.plan.training.losses import Loss
+from partc.compiler.training.loss_and_metrics import add_loss, add_metric
+from plan_values import loss, metric
 
 RANDOM = np.random.default_rng(13)
 START = RANDOM.bit_generator.state

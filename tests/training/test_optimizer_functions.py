@@ -11,18 +11,18 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from optimizer_case import Tensors, begun, drawn, fed, model_of, operands, session_of, slot_shape
-from partc.compiler.plan.training.optimizer import optimizer
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
 from partc.compiler.training.optimizer_functions import FAMILIES, function, functions, variant
 from partc.compiler.training.optimizers import update_steps
 from partc.compiler.training.whole_functions import PARTS
 from partc.compiler.training.whole_updates import ShardSum
-from partc.runtime.artifact.lr_schedule import SCALARS
-from partc.runtime.artifact.optimizer_function import is_elementwise, is_in_place
-from partc.runtime.artifact.row_function import is_rowwise
+from partc.runtime.artifact.graph.optimizer_function import is_elementwise, is_in_place
+from partc.runtime.artifact.graph.row_function import is_rowwise
+from partc.runtime.artifact.training.scalars import SCALARS
 from partc.runtime.program.steps import Update
 from partc.runtime.updates.fusion import plan_groups
 from partc.runtime.updates.update_model import flat_model
+from plan_values import optimizer
 
 NUMBERS = {"momentum": 0.9, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.999, "one_minus_beta2": 0.001, "eps": 1e-8}
 NUMBERS |= {"alpha": 0.9, "one_minus_alpha": 0.1, "minus_lr_power": 0.75, "l1": 0.01, "l2": 0.1, "rate": 0.1}

@@ -12,14 +12,15 @@ import pytest
 import training_models as models
 from mutated import change_file, change_manifest
 from partc.compiler.errors import CompileError
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Compute
 from partc.compiler.plan.read import parse_plan
-from partc.runtime.artifact.lr_schedule import numbers, optimizer_types, scalars
+from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
+from partc.runtime.artifact.training.scalars import scalars
 from partc.runtime.checker.check import check_artifact
 from small_training import DATA_PARALLEL, PERCEPTRON, compiled
-from test_training_plans import BLOCKS, CROSS_ENTROPY, batches, learns, sizes_of
 from training_equivalence import run, same_tensors, source_of
+from training_plans_case import BLOCKS, CROSS_ENTROPY, batches, learns, sizes_of
 
 STEPS, RATE = 8, 0.01
 OWN = """
@@ -69,14 +70,14 @@ def test_several_optimizers_take_torchs_steps(tmp_path: Path) -> None:
     same_tensors({name: have.after[name] for name in want}, want, have.before, 5e-4)
     record = have.program.training.record() if have.program.training else None
     assert record is not None
-    assert record.optimizer["others"] == {
-        "adagrad": {"type": "adagrad", "initial_accumulator": 0.1, "eps": 1e-10},
-        "adam_2": {"type": "adam", "beta1": 0.6, "beta2": 0.9, "eps": 1e-8, "nesterov": False},
-        "sgd": {"type": "sgd"},
+    assert {name: (one.type, one.hyper) for name, one in record.optimizer.others.items()} == {
+        "adagrad": ("adagrad", {"initial_accumulator": 0.1, "eps": 1e-10}),
+        "adam_2": ("adam", {"beta1": 0.6, "beta2": 0.9, "eps": 1e-8, "nesterov": False}),
+        "sgd": ("sgd", {}),
     }
-    assert optimizer_types(record.optimizer) == "adam, adagrad, sgd"
+    assert record.optimizer.types == "adam, adagrad, sgd"
     assert record.scalars == ["lr", "bias1", "bias2", "adam_2.bias1", "adam_2.bias2"]
-    found = scalars(record.scalars, 1, {**numbers(record.optimizer), "lr": 0.5})
+    found = scalars(record.scalars, 1, {**record.optimizer.numbers, "lr": 0.5})
     assert list(found.values()) == [np.float32(x) for x in (0.5, 1 - 0.81, 1 - 0.999**2, 1 - 0.36, 1 - 0.81)]
 
 
@@ -119,14 +120,13 @@ def test_every_plan_learns_as_the_whole(plan: str, shard: str, more: str, tmp_pa
 
 
 REFUSED = {
-    "optimizer: adagrat": "unknown optimizer 'adagrat'\n  help: the nearest is 'adagrad'",
-    "optimizer: {type: adagrad, momentum: 0.9}": "adagrad: unknown option 'momentum'\n  help: write 'type: momentum'",
-    "optimizer: {lr: 0.1}": "an optimizer is a mapping with its type\n"
-    "  help: write {type: momentum, lr: 0.01, momentum: 0.9}",
-    "optimizer: {type: adam, shard: dp}": "'shard' is no option of some parameters alone\n"
-    "  help: write it in train.optimizer, for all",
-    "optimizer: {type: adam, target: cpu}": "'target' is no option of some parameters alone\n"
-    "  help: write it in train.optimizer, for all",
+    "optimizer: adagrat": f"there is no type 'adagrat'\n  the types are {', '.join(OPTIMIZERS)}\n  help: the nearest is 'adagrad'",
+    "optimizer: {type: adagrad, momentum: 0.9}": "unknown key 'momentum'\n  help: write 'type: momentum'",
+    "optimizer: {lr: 0.1}": "'type' is missing\n  help: write optimizer: {type: adam, betas: [0.9, 0.95]}",
+    "optimizer: {type: adam, shard: dp}": "'shard' applies to all parameters; it cannot be set for a pattern\n"
+    "  help: write it in train.optimizer",
+    "optimizer: {type: adam, target: cpu}": "'target' applies to all parameters; it cannot be set for a pattern\n"
+    "  help: write it in train.optimizer",
 }
 
 
@@ -168,9 +168,9 @@ train:
     assert rates == {0.1}
 
 
-def updates(program: Program) -> list[ir.Node]:
+def updates(program: Complete) -> list[ir.Node]:
     """The optimizer's nodes of the first rank."""
-    steps = (step for step in program.parts[0].steps if isinstance(step, ComputeOp))
+    steps = (step for step in program.parts[0].steps if isinstance(step, Compute))
     return [step.node for step in steps if step.node.domain == "partc.optimizer"]
 
 
@@ -198,7 +198,7 @@ def test_the_checker_knows_whose_number_is_whose(tmp_path: Path) -> None:
     assert check_artifact(out) == []
 
     def other_beta(manifest: dict[str, Any]) -> None:
-        manifest["training"]["optimizer"]["others"]["adam_2"]["beta1"] = 0.7
+        manifest["training"]["optimizer"]["others"]["adam_2"]["hyper"]["beta1"] = 0.7
 
     def others_corrections(model: onnx.ModelProto) -> None:
         (node,) = (one for one in model.graph.node if one.name == "second.update")

@@ -138,6 +138,20 @@ def test_a_model_of_one_size_has_it_in_every_part(name: str, whole: Whole, tmp_p
     close(have, want, start_of())
 
 
+def test_a_fixed_size_counts_the_records_of_a_part(whole: Whole, tmp_path: Path) -> None:
+    """What a loss of the model's own is divided by is the number of all records, also where it is known; other sizes are sizes."""
+    own = (
+        LABELLED["counted"] + "\n    wide = Shape<start = 1> (y)\n    by = Cast<to = 1> (wide)\n    each = Squeeze (by)"
+    )
+    text = OWN_LOSS.replace("ENTROPY", own).replace("small = {0.01}", "small = {0.01}, int64 zero = {0}")
+    text = text.replace("less = Mul (decay, small)", "some = Mul (decay, small)\n    less = Div (some, each)")
+    given = {**numbers(LOSSES["ignored"]), "keep": np.array(0.5, np.float32)}
+    want = whole(text, {"w": (6, 5)}, train("loss", 1), [given])
+    source = from_text(text.replace("batch", "4"), {"w": (6, 5)})
+    have = trained(tmp_path / "parts", source, PLANS[1] + train("loss", 4), [given])
+    close(have, want, start_of({"w": (6, 5)}, text))
+
+
 def test_the_symbols_of_a_plan_speak_of_the_whole_batch(tmp_path: Path) -> None:
     def compiled(symbols: str, parts: int) -> Manifest:
         plan = f"ranks: 2\ndataset: data_parallel\nsymbols: {{batch: {symbols}}}\n" + train(LOSSES["mean"], parts)
@@ -161,13 +175,21 @@ def test_a_part_may_have_just_the_sizes_whose_multiple_is_legal(divisor: int, re
     assert legal == [size for size in range(100) if part is not None and part.contains(size)]
 
 
-def test_what_sees_one_part_at_a_time_is_named(tmp_path: Path) -> None:
-    text = NET.replace("[bend] b = Tanh (a)", "largest = ReduceMax<keepdims = 0> (a)\n    [bend] b = Sub (a, largest)")
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "largest = ReduceMax<keepdims = 0> (a)\n    [bend] b = Sub (a, largest)",
+        "lower = Trilu (a)\n    [bend] b = Tanh (lower)",
+    ],
+    ids=["a maximum over records", "which records a microbatch has"],
+)
+def test_what_sees_one_part_at_a_time_is_named(nodes: str, tmp_path: Path) -> None:
+    text = NET.replace("[bend] b = Tanh (a)", nodes)
     plan = PLANS[1] + train(LOSSES["mean"], 4)
     program = compile_source(from_text(text, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / "build").program
     (warning,) = program.warnings
     assert warning.startswith("with `accumulate: 4` these see the records of one part of a batch at a time: ")
-    assert "ReduceMax" in warning
+    assert nodes.split(" = ")[1].split("<")[0].split(" (")[0] in warning
 
 
 def test_a_batch_that_parts_refuse_leaves_no_gradient_behind(tmp_path: Path) -> None:

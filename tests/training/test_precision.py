@@ -14,8 +14,8 @@ from partc.cli.comparison.rounding import perturb
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import ComputeOp
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Compute
 from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
 from training_equivalence import run as run_training
@@ -45,7 +45,7 @@ def network(kind: type = np.float32, text: str = NETWORK) -> onnx.ModelProto:
     return proto
 
 
-def types(program: Program) -> dict[str, str]:
+def types(program: Complete) -> dict[str, str]:
     """By node the types of what it reads and makes, `f16 f16 -> f32`."""
     words = {"FLOAT": "f32", "FLOAT16": "f16", "BFLOAT16": "bf16", "INT64": "i64"}
     found = {}
@@ -57,7 +57,7 @@ def types(program: Program) -> dict[str, str]:
     return found
 
 
-def run(proto: onnx.ModelProto, plan: str, out: Path) -> tuple[Program, dict[str, np.ndarray]]:
+def run(proto: onnx.ModelProto, plan: str, out: Path) -> tuple[Complete, dict[str, np.ndarray]]:
     program = compiled(proto, plan, out)
     with load_local(out) as ranks:
         return program, ranks({"x": INPUT})
@@ -193,11 +193,10 @@ def test_training_is_the_same_wherever_it_is_cut(name: str, tmp_path: Path) -> N
     }
     assert ("BFLOAT16" in reduced) == (name == "rounded")
     for part in program.parts:
-        nodes = [step.node for step in part.steps if isinstance(step, ComputeOp)]
         casts = [
-            node
-            for node in nodes
-            if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].name == "w"
+            step
+            for step in part.steps
+            if isinstance(step, Compute) and step.is_op("Cast") and str(step.inputs[0]) == "w"
         ]
         assert len(casts) <= 1, "a weight is cast once a step, whatever the number of microbatches"
     assert all(one.version.value.dtype == ir.DataType.FLOAT for part in program.parts for one in part.kept)

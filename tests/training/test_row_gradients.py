@@ -8,46 +8,17 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.training.optimizer_functions import function
+from partc.runtime.artifact.graph.optimizer_function import is_in_place
+from partc.runtime.artifact.graph.row_function import adds_up, is_merge, is_rowwise, merge_function
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.artifact.optimizer_function import is_in_place
-from partc.runtime.artifact.row_function import adds_up, is_merge, is_rowwise, merge_function
 from partc.runtime.checker.training.in_place import unsafe_state
+from row_gradients_case import HEAD, LOOKED_UP, SYMBOLS, TRAIN, WEIGHTS, batches, looked_up
 from training_equivalence import from_text, run, same_training
 
-HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
-LOOKED_UP = """main (int64[batch, 3] ids, int64[batch] more) => (float[batch, 5] y) {
-    [look] e = Gather(table, ids)
-    [shape] shape = Constant <value_ints = [0, 12]> ()
-    [flat] f = Reshape(e, shape)
-    [again] g = Gather(table, more)
-    [all] h = Concat <axis = 1> (f, g)
-    [head] y = MatMul(h, weight)
-}"""
-WEIGHTS = {"table": (90, 4), "weight": (16, 5)}
-SYMBOLS = "symbols: {batch: {divisor: 6, max: 6}}\n"
 SGD, DENSE = "{type: sgd, lr: 0.3}", "{type: momentum, momentum: 0.0, lr: 0.3}"
-TRAIN = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: OPTIMIZER}\n"
-
-
-def looked_up() -> Source:
-    return from_text(HEAD + LOOKED_UP, WEIGHTS)
-
-
-def batches(count: int = 3, batch: int = 6) -> list[dict[str, np.ndarray]]:
-    """Few distinct ids, so that they stand twice on a rank and on several; some count from the end."""
-    rng = np.random.default_rng(3)
-    return [
-        {
-            "ids": rng.integers(-5, 5, (batch, 3)),
-            "more": rng.integers(-3, 8, batch),
-            "t": rng.standard_normal((batch, 5)).astype(np.float32),
-        }
-        for _ in range(count)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +46,7 @@ def test_rows_give_what_a_dense_gradient_gives(plan: str, clip: str, tmp_path: P
     whole = plan + SYMBOLS + train.replace("OPTIMIZER", SGD)
     program = same_training(looked_up, whole, tmp_path, batches(), rtol=1e-6, atol=1e-6, whole=dense)
     assert program.training is not None
-    (told,) = program.training.tables
+    (told,) = program.training.notes.tables
     assert told.startswith("table [90, 4]: gradient by rows: ")
 
 
@@ -90,7 +61,7 @@ def test_an_update_of_all_rows_takes_a_dense_gradient(optimizer: str, told: str,
     plan = parse_plan("ranks: 1\n" + SYMBOLS + TRAIN.replace("OPTIMIZER", optimizer), "plan.yaml")
     training = compile_source(looked_up(), plan, tmp_path / "build").program.training
     assert training is not None
-    assert training.tables == (f"table [90, 4]: dense gradient: {told}",)
+    assert training.notes.tables == (f"table [90, 4]: dense gradient: {told}",)
 
 
 def test_rows_travel_for_an_update_of_all_rows_too(tmp_path: Path) -> None:
@@ -98,7 +69,9 @@ def test_rows_travel_for_an_update_of_all_rows_too(tmp_path: Path) -> None:
     program = same_training(looked_up, plan, tmp_path, batches(), rtol=1e-6, atol=1e-4)
     assert program.training is not None
     told = "adam changes all rows in every step"
-    assert program.training.tables == (f"table [90, 4]: gradient by rows between ranks, dense in the update: {told}",)
+    assert program.training.notes.tables == (
+        f"table [90, 4]: gradient by rows between ranks, dense in the update: {told}",
+    )
     assert {event.op_type for event in program.events if event.name.startswith("table")} == {"AllGather"}
 
 
@@ -111,7 +84,7 @@ def test_copies_stay_equal_where_rows_travel_in_bfloat16(tmp_path: Path) -> None
     source = from_text(HEAD + bent.replace("    [all]", "    [turn] g = Tanh(l)\n    [all]"), WEIGHTS)
     have = run(source, plan, tmp_path / "cut", batches())  # compares copies bit by bit
     assert have.program.training is not None
-    assert "by rows" in have.program.training.tables[0]
+    assert "by rows" in have.program.training.notes.tables[0]
 
 
 def test_a_table_that_is_read_whole_or_mostly_looked_up_has_a_dense_gradient(tmp_path: Path) -> None:
@@ -130,7 +103,7 @@ def test_a_table_that_is_read_whole_or_mostly_looked_up_has_a_dense_gradient(tmp
     plan = "ranks: 1\n" + SYMBOLS + TRAIN.replace("OPTIMIZER", SGD)
     training = compile_source(source, parse_plan(plan, "plan.yaml"), tmp_path / "build").program.training
     assert training is not None
-    assert training.tables == (
+    assert training.notes.tables == (
         "table [90, 4]: dense gradient: turned reads it whole",
         "small [20, 4]: dense gradient: 12 of its rows are looked up a step, more than half",
     )

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nonfinite_case import fed, kept
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
 from partc.runtime.checker.check import check_artifact
-from test_nonfinite import fed, kept
 from trainer_case import on_all
 from training_equivalence import from_text
 

@@ -9,15 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from partc.runtime.artifact.lr_schedule import SCHEDULES, scalars, schedule
+from partc.compiler.errors import CompileError
+from partc.runtime.artifact.training.lr_schedule import Rate, rate_of
+from partc.runtime.artifact.training.scalars import scalars
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
+from plan_values import schedule
 
 Options = Mapping[str, object]
+PYTHON = {"type": "python", "function": "lr.py:rate"}
 
-TABLES: list[tuple[Options | str | None, list[float]]] = [
+
+def rated(options: Options | None, base: float, where: str = "schedule", folder: Path = Path()) -> Rate:
+    return rate_of(None if options is None else schedule(options), base, where, folder)
+
+
+TABLES: list[tuple[Options | None, list[float]]] = [
     (None, [8, 8, 8, 8, 8, 8]),
-    ("constant", [8, 8, 8, 8, 8, 8]),
+    ({"type": "constant"}, [8, 8, 8, 8, 8, 8]),
     ({"type": "constant", "warmup": 4}, [2, 4, 6, 8, 8, 8]),
     ({"type": "step", "every": 2, "factor": 0.5}, [8, 8, 4, 4, 2, 2]),
     ({"type": "step", "every": 2, "factor": 0.5, "warmup": 2}, [4, 8, 4, 4, 2, 2]),
@@ -40,8 +49,8 @@ TABLES: list[tuple[Options | str | None, list[float]]] = [
 
 
 @pytest.mark.parametrize(("options", "rates"), TABLES, ids=str)
-def test_tables(options: Options | str | None, rates: list[float]) -> None:
-    rate = schedule(options, 8)
+def test_tables(options: Options | None, rates: list[float]) -> None:
+    rate = rated(options, 8)
     assert [rate(step) for step in range(len(rates))] == pytest.approx(rates, abs=1e-12)
 
 
@@ -64,7 +73,7 @@ def test_rates_are_torchs(options: Options, name: str, given: dict[str, Any]) ->
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     wanted = getattr(torch.optim.lr_scheduler, name)(optimizer, **given)
-    rate = schedule(options, 0.1)
+    rate = rated(options, 0.1)
     for step in range(10):
         assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15)
         optimizer.step()
@@ -85,25 +94,25 @@ def transformers(kind: str, step: int, warmup: int, steps: int, power: float, la
 def test_steps_hold_the_warmup_and_from_zero_they_are_hugging_faces(kind: str) -> None:
     steps, warmup, base = 37, 9, 3e-4
     more = {"power": 1.5, "minimum": base / 10} if kind == "polynomial" else {}
-    rate = schedule({"type": kind, "steps": steps, "warmup": warmup, **more}, base)
+    rate = rated({"type": kind, "steps": steps, "warmup": warmup, **more}, base)
     wanted = [base * transformers(kind, step, warmup, steps, 1.5, 0.1) for step in range(warmup, 45)]
     assert [rate(step) for step in range(warmup, 45)] == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert [rate(step) for step in range(warmup)] == pytest.approx([base * (k + 1) / warmup for k in range(warmup)])
-    theirs = schedule({"type": kind, "steps": steps, "warmup": warmup, "from_zero": True, **more}, base)
+    theirs = rated({"type": kind, "steps": steps, "warmup": warmup, "from_zero": True, **more}, base)
     assert [theirs(step) for step in range(45)] == pytest.approx([base * k / warmup for k in range(warmup)] + wanted)
 
 
 def test_a_warmup_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"'steps' 5 include 'warmup' 5, and none are left after it\n  help: raise 'steps', or say"
+        CompileError, match=r"'steps' 5 include 'warmup' 5, and none are left after it\n  help: raise 'steps', or say"
     ):
-        schedule({"type": "cosine", "steps": 5, "warmup": 5}, 0.1)
-    schedule({"type": "cosine", "steps": 5, "warmup": 5, "after_warmup": True}, 0.1)
+        rated({"type": "cosine", "steps": 5, "warmup": 5}, 0.1)
+    rated({"type": "cosine", "steps": 5, "warmup": 5, "after_warmup": True}, 0.1)
 
 
 def test_a_warmed_schedule_begins_after_its_warmup_where_it_says_so() -> None:
     given = {"type": "cosine", "steps": 10, "after_warmup": True}
-    cold, warmed = (schedule({**given, "warmup": steps}, 0.1) for steps in (0, 3))
+    cold, warmed = (rated({**given, "warmup": steps}, 0.1) for steps in (0, 3))
     assert [warmed(step + 3) for step in range(12)] == [cold(step) for step in range(12)]
 
 
@@ -122,9 +131,9 @@ def test_scalars_are_rounded_once() -> None:
 
 def test_a_users_function(tmp_path: Path) -> None:
     (tmp_path / "lr.py").write_text("def rate(step):\n    return 2 / (1 + step)\n")
-    plain = schedule("lr.py:rate", 0.1, folder=tmp_path)
+    plain = rated(PYTHON, 0.1, folder=tmp_path)
     assert [plain(step) for step in range(3)] == [2, 1, 2 / 3]
-    warmed = schedule({"type": "python", "function": "lr.py:rate", "warmup": 2}, 0.1, folder=tmp_path)
+    warmed = rated({"type": "python", "function": "lr.py:rate", "warmup": 2}, 0.1, folder=tmp_path)
     assert [warmed(step) for step in range(4)] == [1, 1, 2 / 3, 1 / 2]
 
 
@@ -143,7 +152,7 @@ def test_a_users_function(tmp_path: Path) -> None:
 def test_a_users_function_that_fails(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "lr.py").write_text(text)
     with pytest.raises(UsageError) as raised:
-        schedule("lr.py:rate", 0.1, "plan.yaml:9", tmp_path)(0)
+        rated(PYTHON, 0.1, "plan.yaml:9", tmp_path)(0)
     assert str(raised.value) == message
 
 
@@ -178,7 +187,7 @@ def test_a_users_own_error(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "lr.py").write_text(text)
     (tmp_path / "helper.py").write_text("def part(step):\n    return 1 / step\n")
     with pytest.raises(UserCodeError) as raised:
-        schedule("lr.py:rate", 0.1, "plan.yaml:9", tmp_path)(0)
+        rated(PYTHON, 0.1, "plan.yaml:9", tmp_path)(0)
     assert str(raised.value) == message.format(tmp_path / "lr.py", tmp_path / "helper.py")
     assert raised.value.__cause__ is not None
 
@@ -186,36 +195,56 @@ def test_a_users_own_error(tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("lr.py:rate", "schedule: there is no file lr.py\n  help: it is looked for in {folder}"),
-        ("cosin", "schedule: unknown schedule 'cosin'\n  help: the nearest is 'cosine'"),
-        ({"type": 3}, f"schedule: unknown schedule 3\n  help: choose from {', '.join(SCHEDULES)}"),
-        ({}, f"schedule: 'type' is missing\n  help: choose from {', '.join(SCHEDULES)}"),
+        (PYTHON, "schedule: there is no file lr.py\n  help: it is looked for in {folder}"),
+        ({"type": "linear", "steps": 4, "minimum": 0.2}, "schedule: 'minimum' 0.2 is above the optimizer's rate 0.1"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_does_not_fit(tmp_path: Path, options: Options, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        rated(options, 0.1, folder=tmp_path)
+    assert str(raised.value) == message.format(folder=tmp_path)
+
+
+TYPES = "  the types are constant, step, multistep, linear, polynomial, cosine, python"
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"type": "cosin"}, ["schedule: there is no type 'cosin'", TYPES, "  help: the nearest is 'cosine'"]),
+        ({"type": 3}, ["schedule: expected a name, but got the number 3"]),
+        ({}, ["schedule: 'type' is missing"]),
         (
             {"type": "cosine", "step": 10, "minimum": -1, "warmup": 1.5, "zoom": 1},
-            "schedule: cosine: unknown option 'step'\n  help: the nearest is 'steps'\n"
-            "schedule: cosine: unknown option 'zoom'\n  help: the options of cosine are steps, minimum, warmup, after_warmup, from_zero\n"
-            "schedule: cosine: 'steps' is missing\n  help: it is a number of steps, at least 1\n"
-            "schedule: cosine: expected a rate, at least 0, as 'minimum', but got -1\n"
-            "schedule: cosine: expected a number of steps, at least 0, as 'warmup', but got 1.5",
+            [
+                "schedule.warmup: expected an integer, but got the number 1.5",
+                "schedule: 'steps' is missing",
+                "  help: steps: The step at which `minimum` is reached.",
+                "schedule.minimum: expected at least 0, but got -1",
+                "schedule: unknown key 'step'",
+                "  help: the nearest is 'steps'",
+                "schedule: unknown key 'zoom'",
+                "  help: the keys here are type, warmup, after_warmup, from_zero, steps, minimum",
+            ],
         ),
-        (
-            {"type": "linear", "steps": True, "minimum": 0.2},
-            "schedule: linear: expected a number of steps, at least 1, as 'steps', but got True\n"
-            "schedule: linear: 'minimum' 0.2 is above the optimizer's rate 0.1",
-        ),
+        ({"type": "linear", "steps": True}, ["schedule.steps: expected an integer, but got true"]),
         (
             {"type": "multistep", "at": [3, 3], "factor": 0},
-            "schedule: multistep: expected a rising list of steps, each at least 1, as 'at', but got [3, 3]\n"
-            "schedule: multistep: expected a number above 0 as 'factor', but got 0",
+            [
+                "schedule.at: expected a rising list of steps",
+                "  help: write each step once, the first one first: [30, 60]",
+                "schedule.factor: expected a number above 0, but got 0",
+            ],
         ),
         (
             {"type": "python", "function": "rate"},
-            "schedule: python: expected a text 'file.py:function' as 'function', but got 'rate'",
+            ["schedule.function: expected a text 'file.py:function', but got the string 'rate'"],
         ),
     ],
     ids=str,
 )
-def test_wrong_options_are_told_at_once(tmp_path: Path, options: Options | str, message: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        schedule(options, 0.1, folder=tmp_path)
-    assert str(raised.value) == message.format(folder=tmp_path)
+def test_wrong_options_are_told_at_once(options: Options, lines: list[str]) -> None:
+    with pytest.raises(CompileError) as raised:
+        schedule(options)
+    assert [line.removeprefix("plan.yaml: ") for line in str(raised.value).splitlines()] == lines

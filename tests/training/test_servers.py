@@ -12,7 +12,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
-from partc.compiler.ir.rank_program import CommOp
+from partc.compiler.ir.programs import Comm
 from partc.compiler.pipeline import compile_model, compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
@@ -91,7 +91,7 @@ def test_workers_train_what_servers_have(tmp_path: Path, name: str) -> None:
         nodes = {step.node.op_type for step in program.parts[rank].steps if hasattr(step, "node")}
         assert not nodes & {"MatMul", "Gemm", "Relu"}, nodes
     for body in (body for part in program.parts for body in part.bodies):
-        moved = {step.op_type for step in body.steps if isinstance(step, CommOp)}
+        moved = {step.op_type for step in body.steps if isinstance(step, Comm)}
         assert moved <= {"Pull", "Push", "Send", "Recv"}, "gradients of weights are added up, and sent once"
 
 

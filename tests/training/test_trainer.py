@@ -83,7 +83,7 @@ def test_steps_of_several_sizes_share_their_memory(tmp_path: Path) -> None:
         for rows in (4, 2, 3):
             trainer.train(batch(0, slice(rows)))
         program = trainer.program
-        block = program._program.memory
+        block = program._program.arenas.host
         first, last = block.ctypes.data, block.ctypes.data + block.size
         slots = [name for name in program._program.values.shapes if program._program.values.shapes[name]]
         assert slots

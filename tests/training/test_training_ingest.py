@@ -17,12 +17,12 @@ from partc.compiler.directives.recorder import Recorder
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.onnx_file import load_onnx
 from partc.compiler.frontend.source import Source
-from partc.compiler.ops.families.dropout import DROPOUT
+from partc.compiler.ops.families.neural.dropout import DROPOUT
 from partc.compiler.pipeline import run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.opset import TARGET, converted
-from partc.compiler.training.add_training import add_training
 from partc.compiler.training.trainable import trainable_names
+from partc.compiler.training_passes import add_training
 from training_equivalence import Run, run, same_tensors
 
 STEPS, BATCH = 5, 6
@@ -264,7 +264,7 @@ def test_a_batch_norm_in_evaluation_mode_within_a_module_in_training_is_frozen(t
 def test_dropouts_of_a_module_stay() -> None:
     pytest.importorskip("torch")
     source = exported(language(0.25).train(), Input(["batch", 5], "int64"))
-    program = run_passes(start(source, parse_plan(ONE + TRAIN, "plan.yaml"), "model.py"), through=add_training)
+    program = run_passes(start(source, parse_plan(ONE + TRAIN, "plan.yaml"), "model.py"), add_training)
     assert [node.op_type for node in program.model.graph].count(DROPOUT) == 2
     assert program.training is not None
     assert sorted(value.name or "" for value in program.training.parameters) == sorted(trainable_names(source.model))

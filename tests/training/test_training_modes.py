@@ -16,7 +16,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
+from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.train_mode import Modes, to_evaluation, to_training
@@ -132,7 +132,7 @@ def test_it_is_the_layer_of_torch(cut: bool) -> None:
         np.testing.assert_allclose(dx, want[name].numpy(), rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def on_ranks(model: ir.Model, plan: str, feeds: Arrays, out: Path) -> tuple[Program, dict[str, np.ndarray]]:
+def on_ranks(model: ir.Model, plan: str, feeds: Arrays, out: Path) -> tuple[Complete, dict[str, np.ndarray]]:
     program = compile_source(Source(model), parse_plan(plan, "plan.yaml"), out).program
     with load_local(out) as ranks:
         return program, ranks(feeds)

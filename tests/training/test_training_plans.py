@@ -2,67 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import training_models as models
-from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from training_equivalence import Run, from_text, run, same_tensors, same_training, source_of, train_whole, trained
-from training_models import Model
-
-CROSS_ENTROPY = "loss: {type: softmax_cross_entropy, logits: y, labels: labels}"
-SGD = f"train:\n  {CROSS_ENTROPY}\n  optimizer: {{type: sgd, lr: 0.5}}\n"
-BLOCKS = '"layers.*.*.project": colwise, "layers.*.*.out": rowwise'
-Sizes = Mapping[str, int]
-
-
-def batches(rows: int) -> str:
-    """The symbol of a batch that `rows` ranks share, which arrives cut."""
-    return f"symbols: {{batch: {{divisor: {rows}}}}}\ndataset: data_parallel\n"
-
-
-@functools.cache
-def small(name: str) -> tuple[Model, Source]:
-    """A model with sizes that 2, 3 and 4 divide where it is cut."""
-    made = {
-        "mlp": lambda: models.mlp(width=12, inputs=7),
-        "lenet": models.lenet,
-        "gpt": lambda: models.gpt(width=24, layers=2, heads=12, vocabulary=36, context=8),
-        "gpt of one block": lambda: models.gpt(width=24, layers=1, heads=12, vocabulary=36, context=8),
-        "dlrm": lambda: models.dlrm(tables=3, rows=12, width=6, dense=5, inner=12),
-    }[name]()
-    return made, source_of(made)
-
-
-def learns(name: str, plan: str, sizes: Sequence[Sizes], folder: Path, train: str = SGD, atol: float = 1e-4) -> Program:
-    """Trains a small model whole and by the plan on batches of the sizes."""
-    one, source = small(name)
-    if name == "dlrm":
-        train = train.replace(CROSS_ENTROPY, "loss: loss")
-    random = np.random.default_rng(7)
-    steps = [one.feeds(random, **each) for each in sizes]
-    whole = learned_whole(name, train, tuple(tuple(each.items()) for each in sizes))
-    return same_training(lambda: source, plan + train, folder, steps, rtol=1e-5, atol=atol, whole=whole)
-
-
-@functools.cache
-def learned_whole(name: str, train: str, sizes: tuple[tuple[tuple[str, int], ...], ...]) -> Run:
-    """What several plans are compared with."""
-    one, source = small(name)
-    random = np.random.default_rng(7)
-    with tempfile.TemporaryDirectory() as folder:
-        return run(source, train_whole(train), Path(folder), [one.feeds(random, **dict(each)) for each in sizes])
-
-
-def sizes_of(name: str, *rows: int) -> list[dict[str, int]]:
-    """Batches of these rows; the length of sequences changes from step to step."""
-    return [{"batch": n, **({"seq": 3 + k} if name.startswith("gpt") else {})} for k, n in enumerate(rows)]
+from training_equivalence import from_text, same_tensors, same_training, train_whole, trained
+from training_plans_case import BLOCKS, CROSS_ENTROPY, SGD, batches, learns, sizes_of, small
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -304,9 +250,9 @@ def test_frozen_parameters_stay(plan: str, tmp_path: Path) -> None:
     kept = {name for name in after if after[name].tobytes() == start[name].tobytes()}
     assert kept == {"layers.0.weight", "layers.0.bias", "layers.1.bias"}
     assert not any(event.name.startswith("layers.0") for event in program.events)
-    types = {name for part in program.parts for name in part.types}
-    assert "layers.1.weight.next" in types
-    assert not types & {"layers.0.weight.next", "layers.0.weight.grad", "layers.1.bias.next", "x.grad"}
+    made = {str(one) for part in program.parts for step in part.steps for one in step.makes}
+    assert "layers.1.weight.next" in made
+    assert not made & {"layers.0.weight.next", "layers.0.weight.grad", "layers.1.bias.next", "x.grad"}
 
 
 APART = """<ir_version: 10, opset_import: ["" : 21]>

@@ -9,8 +9,8 @@ import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.program import Program
-from partc.compiler.ir.rank_program import CommOp, ComputeOp, Event
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Comm, Compute, Event
 from partc.compiler.pipeline import step_program
 from partc.compiler.plan.read import parse_plan
 from sharded_models import BLOCK_STYLES, block, mlp, with_weights
@@ -21,7 +21,7 @@ TRAIN = """train:
 """
 
 
-def compiled(proto: onnx.ModelProto, plan: str) -> Program:
+def compiled(proto: onnx.ModelProto, plan: str) -> Complete:
     return step_program(Source(from_proto(proto, Path("model.onnx"))), parse_plan(plan, "plan.yaml"), "model")
 
 
@@ -29,15 +29,15 @@ def is_backward(event: Event) -> bool:
     return ".grad" in event.name
 
 
-def kinds(program: Program) -> tuple[list[str], list[str]]:
+def kinds(program: Complete) -> tuple[list[str], list[str]]:
     """The ops of all communication that has more than a number, of the forward and of the backward pass."""
     large = [event for event in program.events if event.shape != ()]
     forward = [event.op_type for event in large if not is_backward(event)]
     return forward, [event.op_type for event in large if is_backward(event)]
 
 
-def made(program: Program) -> set[str]:
-    return {name for part in program.parts for name in part.types}
+def made(program: Complete) -> set[str]:
+    return {str(one) for part in program.parts for step in part.steps for one in step.makes}
 
 
 def chain(layers: int) -> onnx.ModelProto:
@@ -67,7 +67,7 @@ main (float[batch, 6] x) => (float[batch, 6] y) <int64[1] one = {{1}}> {{
     )
     plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\n{TRAIN}"
     steps = [step for part in compiled(proto, plan).parts for step in part.steps]
-    ops = {step.node.op_type for step in steps if isinstance(step, ComputeOp)}
+    ops = {step.node.op_type for step in steps if isinstance(step, Compute)}
     assert {"MatMul", "Sub"} < ops
     assert not ops & {"NonZero", "Equal"}
 
@@ -103,9 +103,9 @@ def test_gradients_are_reduced_in_buckets(bucket: int, reduces: int) -> None:
 def test_a_bucket_goes_while_earlier_layers_are_differentiated() -> None:
     plan = f"ranks: 2\nsymbols: {{batch: {{divisor: 2}}}}\ndataset: data_parallel\n{TRAIN}  bucket_mb: {288 / 2**20}\n"
     steps = compiled(chain(6), plan).parts[0].steps
-    buckets = [k for k, step in enumerate(steps) if isinstance(step, CommOp) and "w" in step.outputs[0]]
+    buckets = [k for k, step in enumerate(steps) if isinstance(step, Comm) and "w" in str(step.outputs[0])]
     products = [
-        k for k, step in enumerate(steps) if not isinstance(step, CommOp) and step.node.op_type in ("Gemm", "MatMul")
+        k for k, step in enumerate(steps) if not isinstance(step, Comm) and step.node.op_type in ("Gemm", "MatMul")
     ]
     behind = [sum(place > bucket for place in products) for bucket in buckets]
     assert len(behind) == 3
@@ -205,8 +205,8 @@ plan.yaml:5: 'downb' matches no parameter of the model
     "optimizer": (
         "lr: 0.1}",
         "lr: 0.1, momentun: 0.9}",
-        """plan.yaml:4: 'train.optimizer': sgd: unknown option 'momentun'
-  help: the options of sgd are lr, weight_decay""",
+        """plan.yaml:4: 'train.optimizer': unknown key 'momentun'
+  help: the keys here are type, lr, weight_decay, shard, target""",
     ),
     "output": (
         "prediction: y",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, TypeAlias
 
-from partc.compiler.plan.violation import Violation, shown
 from partc.runtime.artifact.format import Law
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from partc.runtime.options import Options, Refused, shown
+from pydantic import Field, PlainValidator, model_validator
 
 _DRAWS = ("normal", "truncated_normal", "uniform", "constant")
 _HELP = "write {normal: 0.01, seed: 7}"
@@ -25,20 +25,20 @@ def _bounds(value: object) -> tuple[float, float] | None:
     if value is None:
         return None
     if isinstance(value, list) and len(value) != 2:
-        raise Violation(f"a list of {len(value)}", law, help)
+        raise Refused(f"a list of {len(value)}", law, help)
     low, high = (_finite(one, law, help) for one in (value if isinstance(value, list) else (value, value)))
     if not isinstance(value, list):
         if low < 0:
-            raise Violation(f"{value} is below zero", law, help)
+            raise Refused(f"{value} is below zero", law, help)
         low = -low
     if low > high:
-        raise Violation(f"{low:g} is above {high:g}", law, help)
+        raise Refused(f"{low:g} is above {high:g}", law, help)
     return low, high
 
 
 def _finite(value: object, law: str, help: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Violation(f"expected a finite number, but got {shown(value)}", law, help)
+        raise Refused(f"expected a finite number, but got {shown(value)}", law, help)
     return float(value)
 
 
@@ -50,10 +50,8 @@ _BoundsForm: TypeAlias = Annotated[
 ]
 
 
-class InitialEntry(BaseModel):
+class InitialRules(Options):
     """First values, drawn from a seed and the parameter's name: one distribution, and what belongs to it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     normal: float | None = Field(None, ge=0, description="Normal distribution of this standard deviation.")
     truncated_normal: float | None = Field(
@@ -67,15 +65,13 @@ class InitialEntry(BaseModel):
     seed: int = Field(0, ge=0, description="Seed; parameters of other names have other numbers.")
 
     @model_validator(mode="after")
-    def _one_distribution(self) -> InitialEntry:
+    def _one_distribution(self) -> InitialRules:
         given = [name for name in _DRAWS if getattr(self, name) is not None]
         if len(given) != 1:
             fact = f"'{given[0]}' and '{given[1]}' are two distributions" if given else "it names no distribution"
-            raise Violation(fact, f"first values have one of {', '.join(_DRAWS)}", _HELP)
+            raise Refused(fact, f"first values have one of {', '.join(_DRAWS)}", _HELP)
         if self.mean and given[0] not in ("normal", "truncated_normal"):
-            raise Violation(
-                f"'mean' belongs to a normal distribution, and this is '{given[0]}'", help=_HELP, key="mean"
-            )
+            raise Refused(f"'mean' belongs to a normal distribution, and this is '{given[0]}'", help=_HELP, key="mean")
         return self
 
     def law(self, name: str) -> Law:

@@ -1,87 +1,121 @@
-"""The loss of a plan: its types, their keys, and what is wrong with the options that are given.
+"""What a loss of a plan is: its keys, and the nodes that it appends to the model, so that a mean is over the whole batch whatever the cut.
 
-loss({"type": "softmax_cross_entropy", "logits": "y", "labels": "label", "label_smoothing": 0.1})
-loss("total")                                                # an output of the model
+A loss is a class: a subclass of `ComparedLoss` (`losses.py` has the table). Its fields are the keys of the plan and of the schema; `losses`
+makes the loss of each element, or `add` the scalar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from partc.compiler.plan.training.options import Check, read
+import onnx_ir as ir
+from partc.compiler.plan.groups import frame_in
+from partc.compiler.plan.training.graph_nodes import FLOATS, Dims, GraphNodes, float_type
+from partc.compiler.plan.training.usual_names import UsuallyNamed
+from partc.runtime.options import Refused, shown
+from pydantic import Field, PlainValidator, ValidationInfo
 
-TYPES: Mapping[str, Mapping[str, Check]] = {
-    "softmax_cross_entropy": {
-        "logits": Check.NAME,
-        "labels": Check.NAME,
-        "reduction": Check.REDUCTION,
-        "axis": Check.INTEGER,
-        "ignore_index": Check.INTEGER,
-        "label_smoothing": Check.SHARE,
-        "weights": Check.NUMBERS,
-        "probabilities": Check.BOOL,
-    },
-    "mean_squared": {"prediction": Check.NAME, "target": Check.NAME, "reduction": Check.REDUCTION},
-    "l1": {"prediction": Check.NAME, "target": Check.NAME, "reduction": Check.REDUCTION},
-    "binary_cross_entropy": {
-        "logits": Check.NAME,
-        "labels": Check.NAME,
-        "reduction": Check.REDUCTION,
-        "pos_weight": Check.NUMBERS,
-    },
-    "output": {"output": Check.NAME},
-}
-"""By type the keys that it takes."""
-REQUIRED = ("logits", "labels", "prediction", "target", "output")
-"""The keys that must be there where a type takes them."""
+SUM_OVER_RANKS = "sum_over_ranks"
+_NUMBERS = "a number, a list of numbers, or the name of an .npy file"
+
+
+def _weights(value: object, info: ValidationInfo) -> tuple[float, ...]:
+    """The numbers of a list, or of a file in the plan's folder."""
+    numbers: list[Any] = [*value] if isinstance(value, list | tuple) else [value]
+    if isinstance(value, str):
+        from partc.runtime.data.npy import BROKEN, read_array, reason
+
+        path = frame_in(info).folder / value
+        try:
+            array = read_array(path)
+        except BROKEN as error:
+            raise Refused(f"'{path}' is no .npy file: {reason(error)}") from None
+        if array.ndim != 1 or array.dtype.kind not in "fiu":
+            fact = f"'{path}' has {array.dtype} of shape {list(array.shape)}; expected one list of numbers"
+            raise Refused(fact)
+        numbers = array.tolist()
+    if not numbers or any(isinstance(one, bool) or not isinstance(one, int | float) for one in numbers):
+        raise Refused(f"expected {_NUMBERS}, but got {shown(value)}")
+    if wrong := [number for number in numbers if not 0 <= number < float("inf")]:
+        raise Refused(f"{wrong[0]} is not a weight; a weight is 0 or more, and finite")
+    return tuple(float(number) for number in numbers)
+
+
+Name: TypeAlias = Annotated[str, Field(min_length=1)]
+Weights: TypeAlias = Annotated[
+    tuple[float, ...],
+    PlainValidator(_weights, json_schema_input_type=float | str | Annotated[list[float], Field(min_length=1)]),
+]
+Reduction: TypeAlias = Literal["mean", "sum", "sum_over_ranks"]
+LOGITS, LABELS = "The output of the model with the logits.", "The input with the labels."
+PREDICTION, TARGET = "The output of the model with the prediction.", "The input with the target."
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss: `output` of the model against the input `labels`, which is added where the model has none.
+class ClassLabels:
+    """Labels that are numbers of classes: of an input, and of `count` classes, or of as many as an output has along an axis.
 
-    `weights`: one number a class (`pos_weight`: what a label of 1 counts, one number or one a column). `axis`: that of the classes;
-    None: the last of up to three dims, else 1. `probabilities`: labels are shares of all classes. Positions with the label `ignore_index`
-    do not count: neither in the sum nor in what a mean divides by. `reduction`: a sum over ranks of their means is a mean of the means of
-    the `pieces` that they have of a batch; what makes it a sum is a factor of the cotangents.
+    A label that is `ignored` counts nowhere.
     """
 
-    type: str
-    output: str
-    labels: str = "labels"
-    reduction: str = "mean"
+    labels: str | None
+    output: str | None = None
     axis: int | None = None
-    ignore_index: int | None = None
-    label_smoothing: float = 0.0
-    weights: tuple[float, ...] | None = None
-    pos_weight: tuple[float, ...] | None = None
-    probabilities: bool = False
-    pieces: int = 1
+    ignored: int | None = None
+    count: int = 0
 
 
-def loss(options: Mapping[str, Any] | str, where: str = "train.loss", folder: Path | None = None) -> Loss:
-    """The loss that options say; a text is the name of an output of the model. Files of weights are looked for in `folder`.
+class ComparedLoss(UsuallyNamed):
+    """A loss of an `output` of the model against the input `labels`, which is added where the model has none.
 
-    Raises CompileError with all that is wrong.
+    Its reduction may be the sum over ranks of their means: what makes that a sum is a factor of the cotangents.
     """
-    if isinstance(options, str):
-        return Loss("output", options)
-    found = read(options, TYPES, where, folder, _contradictions, REQUIRED)
-    words = {"logits": "output", "prediction": "output", "target": "labels"}
-    return Loss(**{words.get(key, key): value for key, value in found.items()})
+
+    reduction: Reduction = "mean"
+    output: Name
+    labels: Name
+
+    @property
+    def per_rank_mean(self) -> bool:
+        """Whether gradients are those of the sum over ranks of the mean of what each has, not of the mean over the whole batch."""
+        return self.reduction == SUM_OVER_RANKS
+
+    @property
+    def class_labels(self) -> ClassLabels | None:
+        """Which labels it takes for numbers of classes; None where it takes none."""
+        return None
+
+    @property
+    def metric_defaults(self) -> Mapping[str, Any]:
+        """What a metric takes from the loss where it does not say it itself."""
+        keys = ("output", "labels", "axis", "ignore_index", "probabilities")
+        return {key: getattr(self, key) for key in keys if key in type(self).model_fields}
+
+    def losses(self, to: GraphNodes, x: ir.Value, t: ir.Value, dims: Dims) -> ir.Value:
+        """The loss of each element of a prediction x with its target t, both of the dims `dims`."""
+        raise NotImplementedError
+
+    def add(self, to: GraphNodes, shards: int) -> ir.Value:
+        """The loss, one float32 number; `shards`: into how many a batch is dealt out whose means are the mean's terms."""
+        x, dims = to.prediction(self.output)
+        dtype = float_type(x)
+        losses = self.losses(to, x, to.given(self.labels, dims, [dtype, *FLOATS]), dims)
+        if self.reduction == "sum":
+            return to.scalar("ReduceSum", losses, dtype=dtype, keepdims=0)
+        return to.counted(to.scalar("ReduceMean", losses, dtype=dtype, keepdims=0), losses, dims)
 
 
-def _contradictions(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Options that exclude each other, each with a law and a remedy."""
-    if found.get("probabilities") and found.get("ignore_index") is not None:
-        return [
-            (
-                "`ignore_index` and `probabilities` are both given",
-                "only a label that is a number can be ignored",
-                "take one of them out; probabilities that are all zero add nothing to the sum",
-            )
-        ]
-    return []
+class OfLogits(ComparedLoss):
+    """A loss of logits."""
+
+    output: Name = Field(alias="logits", description=LOGITS)
+    labels: Name = Field(description=LABELS)
+
+
+class OfPrediction(ComparedLoss):
+    """A loss of what a prediction is off its target."""
+
+    output: Name = Field(alias="prediction", description=PREDICTION)
+    labels: Name = Field(alias="target", description=TARGET)

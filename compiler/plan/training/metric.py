@@ -1,80 +1,83 @@
-"""A metric of a plan: its types, their keys, and what is wrong with the options that are given.
+"""What a metric of a plan is: its keys, and the nodes that it appends to the model, through which no gradient flows.
 
-metric("top5", {"type": "top_k", "k": 5})
-metric("accuracy", {})                                       # its name is its type
-metric("auc", {"logits": "y", "labels": "clicked", "bins": 500})
+A metric is a class: a subclass of `ComparedMetric`, in the table of `metrics.py`. It gives one float32 number, the mean over the
+whole batch, or sums (`formula`) of which the runtime makes the number, so that it is that of all records of several batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, Literal, Self
 
-from partc.compiler.plan.training.options import Check, read
-from partc.compiler.plan.training.usual_names import k_of
-from partc.runtime.artifact.metric_formula import ROC_AUC
-
-_CLASSES = {
-    "logits": Check.NAME,
-    "labels": Check.NAME,
-    "axis": Check.INTEGER,
-    "ignore_index": Check.INTEGER,
-    "probabilities": Check.BOOL,
-}
-_NUMBERS = {"prediction": Check.NAME, "target": Check.NAME}
-TYPES: Mapping[str, Mapping[str, Check]] = {
-    "accuracy": _CLASSES,
-    "top_k": {**_CLASSES, "k": Check.COUNT},
-    "mse": _NUMBERS,
-    "mae": _NUMBERS,
-    "auc": {"logits": Check.NAME, "prediction": Check.NAME, "labels": Check.NAME, "bins": Check.BINS},
-    "output": {"output": Check.NAME},
-}
-"""By type the keys that it takes."""
+import onnx_ir as ir
+from partc.compiler.plan.training.graph_nodes import GraphNodes
+from partc.compiler.plan.training.loss import LABELS, LOGITS, PREDICTION, TARGET, ClassLabels, Name
+from partc.compiler.plan.training.losses import Loss
+from partc.compiler.plan.training.usual_names import UsuallyNamed
+from pydantic import Field
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric: `output` of the model against the input `labels`; None is as in the loss. The other fields are as in a loss.
+class Metric(UsuallyNamed):
+    """A metric: what is None is as in the loss."""
 
-    `of_logits`: whether the `output` of an auc are logits, and not probabilities; `bins`: into how many its predictions are counted.
-    """
-
-    type: str
-    output: str | None = None
-    labels: str | None = None
-    axis: int | None = None
-    ignore_index: int | None = None
-    probabilities: bool | None = None
-    k: int = 5
-    of_logits: bool | None = None
-    bins: int = 2000
+    mode: ClassVar[Literal["min", "max"] | None] = None
+    """Whether less or more of it is better; None where that cannot be known."""
+    FORMULA: ClassVar[str] = ""
 
     @property
     def formula(self) -> str:
-        """What makes the metric of the sums that its output are; none where the output is the metric."""
-        return ROC_AUC if self.type == "auc" else ""
+        """What makes the metric of the sums that its output are; empty where the output is the metric."""
+        return self.FORMULA
 
+    @property
+    def class_labels(self) -> ClassLabels | None:
+        """Which labels it takes for numbers of classes; None where it takes none."""
+        return None
 
-def metric(name: str, options: Mapping[str, Any], where: str = "train.metrics") -> Metric:
-    """The metric that options say; without a type it is that of its name. A type that is none is the name of an output of the model.
-
-    Raises CompileError with all that is wrong.
-    """
-    said = {"type": name, **options}
-    if said["type"] not in TYPES and len(said) == 1 and isinstance(said["type"], str):
-        return Metric("output", said["type"])
-    if said.get("k") is None and (k := k_of(said["type"])) is not None:
-        said["k"] = k
-    found = read(said, TYPES, where, contradictions=_contradictions)
-    words = {"logits": "output", "prediction": "output", "target": "labels"}
-    of_logits = None if not found.keys() & {"logits", "prediction"} else "logits" in found
-    return Metric(**{words.get(key, key): value for key, value in found.items()}, of_logits=of_logits)
-
-
-def _contradictions(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    if not {"logits", "prediction"} <= found.keys():
+    @property
+    def missing(self) -> list[str]:
+        """The keys that neither the plan nor the loss says."""
         return []
-    law = "logits are any numbers, a prediction of auc is a probability from 0 to 1"
-    return [("`logits` and `prediction` are both given", law, "take one of them out")]
+
+    def filled(self, to: GraphNodes, loss: Loss) -> Self:
+        """The metric, with what it does not say as in a loss."""
+        said = loss.metric_defaults
+        keys = [key for key in type(self).model_fields if key in said and getattr(self, key) is None]
+        return self.model_copy(update={key: said[key] for key in keys})
+
+    def add(self, to: GraphNodes) -> ir.Value:
+        """The output `<path>`: one float32 number, or the sums."""
+        raise NotImplementedError
+
+
+class ComparedMetric(Metric):
+    """A metric of an `output` of the model against the input `labels`."""
+
+    output: Name | None = None
+    labels: Name | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The output and the input, where both are said."""
+        assert self.output is not None
+        assert self.labels is not None
+        return self.output, self.labels
+
+    @property
+    def missing(self) -> list[str]:
+        """As `Metric` says."""
+        fields = type(self).model_fields
+        return [fields[key].alias or key for key in ("output", "labels") if not getattr(self, key)]
+
+
+class OfLogits(ComparedMetric):
+    """A metric of logits."""
+
+    output: Name | None = Field(None, alias="logits", description=LOGITS)
+    labels: Name | None = Field(None, description=LABELS)
+
+
+class OfPrediction(ComparedMetric):
+    """A metric of what a prediction is off its target."""
+
+    output: Name | None = Field(None, alias="prediction", description=PREDICTION)
+    labels: Name | None = Field(None, alias="target", description=TARGET)

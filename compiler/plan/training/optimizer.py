@@ -1,30 +1,52 @@
-"""The optimizer of a plan, read by the table: its numbers, and what is wrong with the options that are given.
+"""The optimizer of a plan, read by the table: its numbers.
 
-chosen = optimizer("momentum", {"lr": 0.01, "momentum": 0.9})
+    optimizer: {type: momentum, lr: 0.01, momentum: 0.9}
+
 chosen.slots                                   # ("momentum",): one tensor of the parameter's shape
 chosen.scalars                                 # ("lr",): what the runtime feeds each step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from functools import cached_property, reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.pattern import nearest
+from partc.compiler.plan.target import TargetName
 from partc.compiler.plan.training.optimizer_kind import ByRows, Form
 from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
-from partc.compiler.plan.violation import shown
+from partc.runtime.options import Options, Refused, Remedy, of_type, shown
+from pydantic import BeforeValidator, Field, PlainValidator, WrapValidator, create_model
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """An optimizer with its numbers. `hyper`: those but `lr` and `weight_decay`, by name, `betas` as `beta1` and `beta2`."""
+class Optimizer(Options):
+    """An optimizer with its numbers, and its own options besides. Without `lr` it has the rate of the training's."""
 
     type: str
-    lr: float
-    weight_decay: float = 0.0
-    hyper: Mapping[str, float] = field(default_factory=dict, hash=False)
+    lr: float = Field(default_factory=lambda: 1.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+
+    @classmethod
+    def instead_of(cls, key: str, keys: Collection[str]) -> str:
+        if key in OPTIMIZERS:
+            return f"write 'type: {key}'"
+        if key in ("beta1", "beta2") and "betas" in keys:
+            return "write 'betas: [0.9, 0.999]'"
+        return super().instead_of(key, keys)
+
+    @cached_property
+    def hyper(self) -> Mapping[str, float]:
+        """The numbers but `lr` and `weight_decay`, by name, `betas` as `beta1` and `beta2`."""
+        found: dict[str, float] = {}
+        for key in OPTIMIZERS[self.type].options:
+            match getattr(self, key):
+                case (first, second):
+                    name = _PAIRS.get(key, key)
+                    found |= {f"{name}1": first, f"{name}2": second}
+                case number if key not in ("lr", "weight_decay"):
+                    found[key] = float(number)
+        return found
 
     @property
     def form(self) -> Form:
@@ -81,53 +103,80 @@ class Optimizer:
         return OPTIMIZERS[self.type].is_scheduled
 
 
-def optimizer(
-    type: object, options: Mapping[str, object], where: Callable[[str], str] = lambda key: "optimizer"
-) -> Optimizer:
-    """The optimizer of a type and its options, defaults filled in. Raises CompileError with all that is wrong, each at `where(key)`."""
-    if not isinstance(type, str) or type not in OPTIMIZERS:
-        near = nearest(type, OPTIMIZERS, 1) if isinstance(type, str) else []
-        remedy = f"the nearest is '{near[0]}'" if near else f"choose from {', '.join(OPTIMIZERS)}"
-        fact = (
-            f"unknown optimizer '{type}'"
-            if isinstance(type, str)
-            else f"an optimizer's type is a text, but got {shown(type)}"
-        )
-        raise CompileError(Problem(where("type"), fact, help=remedy))
-    known = OPTIMIZERS[type].options
-    problems: list[Problem] = []
-    numbers: dict[str, float] = {}
-    for key in options:
-        if key not in known:
-            problems.append(Problem(where(key), f"{type}: unknown option '{key}'", help=_remedy(type, key)))
-    for key, option in known.items():
-        if option.default is None and key not in options:
-            problems.append(Problem(where(key), f"{type}: '{key}' is missing", help=f"it is {option.law}"))
-            continue
-        value = options.get(key, option.default)
-        match option.number(value):
-            case None:
-                got = value if isinstance(value, list | tuple) else shown(value)
-                problems.append(Problem(where(key), f"{type}: expected {option.law} as '{key}', but got {got}"))
-            case (first, second):
-                name = _PAIRS.get(key, key)
-                numbers |= {f"{name}1": first, f"{name}2": second}
-            case float(number):
-                numbers[key] = number
-    if problems:
-        raise CompileError(problems)
-    return Optimizer(type, numbers.pop("lr"), numbers.pop("weight_decay"), numbers)
-
-
 _PAIRS = {"betas": "beta"}
 """What each of the numbers of a pair is called, without its place."""
 
 
-def _remedy(type: str, key: str) -> str:
-    known = OPTIMIZERS[type].options
-    if key in OPTIMIZERS:
-        return f"write 'type: {key}'"
-    if key in ("beta1", "beta2") and "betas" in known:
-        return "write 'betas: [0.9, 0.999]'"
-    near = nearest(key, known, 1)
-    return f"the nearest is '{near[0]}'" if near else f"the options of {type} are {', '.join(known)}"
+def _shard(value: object) -> object:
+    if value not in (None, False, True) and not isinstance(value, str):
+        raise Refused(f"expected the name of a mesh axis, but got {shown(value)}")
+    return value or None
+
+
+class _OfTraining(Options):
+    """What the optimizer of a training says besides.
+
+    `shard`: the mesh axis along which ranks share its state and its work; true: all that hold the same.
+    `target`: the kind of device that updates parameters, and where their state lies; empty: that of what reads a parameter.
+    """
+
+    lr: float = Field(ge=0, description="The learning rate.")
+    shard: Annotated[str | Literal[True] | None, PlainValidator(_shard, json_schema_input_type=str | bool | None)] = (
+        None
+    )
+    target: TargetName | None = None
+
+
+def _typed(value: object) -> object:
+    """An optimizer of which only the type is said."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _own(value: object) -> object:
+    for key in ("shard", "target"):
+        if isinstance(value, dict) and key in value:
+            fact = f"'{key}' applies to all parameters; it cannot be set for a pattern"
+            raise Refused(fact, help="write it in train.optimizer", key=key)
+    return _typed(value)
+
+
+_make: Any = create_model
+OWN: dict[str, Any] = {
+    name: _make(
+        f"{'Lazy' * name.startswith('lazy_')}{kind.function}Options",
+        __base__=Optimizer,
+        __module__=__name__,
+        type=(Literal[name], ...),
+        **{key: option.definition for key, option in kind.options.items() if key != "lr"},
+    )
+    for name, kind in OPTIMIZERS.items()
+}
+"""By type the optimizer of some parameters."""
+OF_TRAINING: dict[str, Any] = {
+    name: _make(f"Training{own.__name__}", __base__=(_OfTraining, own), __module__=__name__)
+    for name, own in OWN.items()
+}
+"""By type the optimizer of a training."""
+
+if TYPE_CHECKING:
+
+    class TrainingOptimizer(_OfTraining, Optimizer):
+        """The optimizer of a training."""
+
+    OwnOptimizer: TypeAlias = Optimizer
+    OptimizerForm: TypeAlias = TrainingOptimizer
+else:
+    _ANY_OWN, _ANY = reduce(or_, OWN.values()), reduce(or_, OF_TRAINING.values())
+    OwnOptimizer = Annotated[
+        _ANY_OWN,
+        Field(discriminator="type"),
+        WrapValidator(of_type),
+        BeforeValidator(_own, json_schema_input_type=_ANY_OWN | Literal[tuple(OWN)]),
+    ]
+    OptimizerForm = Annotated[
+        _ANY,
+        Field(discriminator="type"),
+        WrapValidator(of_type),
+        BeforeValidator(_typed, json_schema_input_type=_ANY),
+        Remedy("write optimizer: {type: momentum, lr: 0.01, momentum: 0.9}"),
+    ]

@@ -12,7 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from functools import cache
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field
 
 Number: TypeAlias = "float | tuple[float, float]"
 
@@ -30,45 +33,15 @@ class Option:
     negative: bool = False
 
     @property
-    def law(self) -> str:
-        """What the number must be, for people."""
+    def definition(self) -> tuple[Any, Any]:
+        """The field of a model: its type and its law."""
         if isinstance(self.default, bool):
-            return "true or false"
-        if self.negative:
-            return "a number at most 0"
-        least = "above 0" if self.positive else "at least 0"
-        bound = least if math.isinf(self.below) else f"{least} and below {self.below:g}"
-        return f"two numbers, each {bound}," if isinstance(self.default, tuple) else f"a number {bound}"
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """The law as a JSON schema."""
-        if isinstance(self.default, bool):
-            return {"type": "boolean", "default": self.default}
-        least = "maximum" if self.negative else "exclusiveMinimum" if self.positive else "minimum"
-        one: dict[str, Any] = {"type": "number", least: 0}
-        one |= {} if math.isinf(self.below) else {"exclusiveMaximum": self.below}
+            return bool, self.default
+        least: Any = {"le": 0} if self.negative else {"gt": 0} if self.positive else {"ge": 0}
+        one = Annotated[float, Field(**least, lt=None if math.isinf(self.below) else self.below)]
         if isinstance(self.default, tuple):
-            return {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "default": list(self.default)}
-        return one if self.default is None else {**one, "default": self.default}
-
-    def number(self, value: object) -> Number | None:
-        """The value as a number or a pair; None where the law does not hold."""
-        if isinstance(self.default, bool):
-            return float(value) if isinstance(value, bool) else None
-        if not isinstance(self.default, tuple):
-            return self._number(value)
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            return None
-        first, second = map(self._number, value)
-        return None if first is None or second is None else (first, second)
-
-    def _number(self, value: object) -> float | None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return None
-        if self.negative:
-            return float(value) if value <= 0 else None
-        return float(value) if (value > 0 if self.positive else value >= 0) and value < self.below else None
+            return tuple[one, one], Field(self.default, strict=False)
+        return one, ... if self.default is None else self.default
 
 
 @dataclass(frozen=True)
@@ -99,7 +72,7 @@ class Form:
     body: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OptimizerKind:
     """A type of optimizer. `doc`: its formula, and whose it is. `function`: the name of the ONNX function that makes the update.
 
@@ -127,35 +100,16 @@ class OptimizerKind:
     all but the first."""
     initial: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Switch] = field(default_factory=dict)
-    _made: dict[frozenset[str], Form] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def form(self, numbers: Mapping[str, float]) -> Form:
         """The form that these numbers make."""
-        return self._form(frozenset(key for key, switch in self.switches.items() if numbers[key] != switch.off))
+        return _form(self, frozenset(key for key, switch in self.switches.items() if numbers[key] != switch.off))
 
     @property
     def forms(self) -> tuple[Form, ...]:
         """All forms."""
         keys = [*self.switches]
-        return tuple(self._form(frozenset(on)) for n in range(len(keys) + 1) for on in itertools.combinations(keys, n))
-
-    def _form(self, on: frozenset[str]) -> Form:
-        if on not in self._made:
-            self._made[on] = self._new_form(on)
-        return self._made[on]
-
-    def _new_form(self, on: frozenset[str]) -> Form:
-        def holds(line: str) -> bool:
-            found = _CONDITION.match(line)
-            return found is None or (found[2] in on) != bool(found[1])
-
-        def bare(line: str) -> str:
-            return _CONDITION.sub("", line)
-
-        lines = [line.strip() for line in self.body.splitlines()]
-        suffix = "".join(switch.suffix for key, switch in self.switches.items() if key in on)
-        slots = tuple(bare(slot) for slot in self.slots if holds(slot))
-        return Form(self.function + suffix, slots, "\n".join(bare(line) for line in lines if holds(line)))
+        return tuple(_form(self, frozenset(on)) for n in range(len(keys) + 1) for on in itertools.combinations(keys, n))
 
     @property
     def is_scheduled(self) -> bool:
@@ -164,3 +118,20 @@ class OptimizerKind:
 
 
 _CONDITION = re.compile(r"(!?)(\w+)\? ")
+
+
+@cache
+def _form(kind: OptimizerKind, on: frozenset[str]) -> Form:
+    """The form with these switches on."""
+
+    def holds(line: str) -> bool:
+        found = _CONDITION.match(line)
+        return found is None or (found[2] in on) != bool(found[1])
+
+    def bare(line: str) -> str:
+        return _CONDITION.sub("", line)
+
+    lines = [line.strip() for line in kind.body.splitlines()]
+    suffix = "".join(switch.suffix for key, switch in kind.switches.items() if key in on)
+    slots = tuple(bare(slot) for slot in kind.slots if holds(slot))
+    return Form(kind.function + suffix, slots, "\n".join(bare(line) for line in lines if holds(line)))

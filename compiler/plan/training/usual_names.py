@@ -7,26 +7,14 @@ bce                                      refused: it takes probabilities, and bi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import ClassVar, TypeVar, get_args
 
-from partc.compiler.errors import Problem
 from partc.compiler.plan.pattern import nearest
-from partc.compiler.plan.violation import shown
-
-_ALIASES = {
-    **dict.fromkeys(("mse", "mean_squared_error", "mean_squared"), ("mean_squared", "mse")),
-    **dict.fromkeys(("mae", "mean_absolute_error", "l1_loss", "l1"), ("l1", "mae")),
-    **dict.fromkeys(
-        ("cross_entropy", "sparse_softmax_cross_entropy", "softmax_cross_entropy_with_logits"),
-        ("softmax_cross_entropy", ""),
-    ),
-    **dict.fromkeys(("bce_with_logits", "binary_cross_entropy_with_logits"), ("binary_cross_entropy", "")),
-    **dict.fromkeys(("acc", "categorical_accuracy", "sparse_categorical_accuracy"), ("", "accuracy")),
-    **dict.fromkeys(("top_k_accuracy",), ("", "top_k")),
-    **dict.fromkeys(("roc_auc", "auroc", "binary_auroc", "roc_auc_score"), ("", "auc")),
-}
-"""Usual names of losses and metrics, with what they are called here: the loss, and the metric."""
+from partc.runtime.options import Options, Refused, shown
+from pydantic import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 _OF_LOGITS = "write softmax_cross_entropy, and give it the logits, which the model has before its softmax"
 _IN_MODEL = "compute it in the model as an output of one float, and name that output: `loss: my_loss`"
@@ -39,48 +27,86 @@ _INSTEAD = {
     **dict.fromkeys(("huber", "smooth_l1", "kl_div", "hinge", "poisson_nll"), ("it is not among them", _IN_MODEL)),
 }
 """Usual names of losses that mean nothing here, with the reason and the remedy."""
-_TOP_K = re.compile(r"top_?([1-9][0-9]*)(_acc|_accuracy)?")
-TOP_K = "^top_?[1-9][0-9]*(_acc|_accuracy)?$"
-"""Names of the metric top_k that say its k: `top5`."""
+_COUNTERPARTS = {"labels": "target", "target": "labels", "logits": "prediction", "prediction": "logits"}
+"""Keys by the key that has their place in the other types."""
 
 
-def known_type(kind: object, types: Mapping[str, Any]) -> object:
+class UsuallyNamed(Options):
+    """A loss or a metric, whose type has usual names, too: `also`, and those that `pattern` matches."""
+
+    type: str
+    also: ClassVar[tuple[str, ...]] = ()
+    pattern: ClassVar[str] = ""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        found = handler.resolve_ref_schema(schema)
+        names: JsonSchemaValue = {"enum": [found["properties"]["type"]["const"], *cls.also]}
+        if cls.pattern:
+            names = {"anyOf": [names, {"type": "string", "pattern": cls.pattern}]}
+        found["properties"]["type"] = names
+        return schema
+
+    @classmethod
+    def instead_of(cls, key: str, keys: Collection[str]) -> str:
+        same = _COUNTERPARTS.get(key, "")
+        return f"write '{same}'" if same in keys else super().instead_of(key, keys)
+
+    @classmethod
+    def without_nulls(cls, said: Mapping[str, object]) -> dict[str, object]:
+        """The keys of a mapping but for known ones that are null."""
+        keys = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: one for key, one in said.items() if one is not None or key not in keys}
+
+    @classmethod
+    def name_options(cls, name: str) -> dict[str, object]:
+        """The keys that a usual name says: the k of `top5`."""
+        return {}
+
+
+Named = TypeVar("Named", bound=UsuallyNamed)
+
+
+def by_type(*classes: type[Named]) -> dict[str, type[Named]]:
+    """Losses or metrics by what the plan calls their type."""
+    return {get_args(one.model_fields["type"].annotation)[0]: one for one in classes}
+
+
+def known_type(kind: object, types: Mapping[str, type[UsuallyNamed]]) -> object:
     """The type that a usual name means; the name itself where it means none of the types."""
     if not isinstance(kind, str) or kind in types:
         return kind
-    if "top_k" in types and _TOP_K.fullmatch(kind):
-        return "top_k"
-    meant = (_ALIASES.get(kind) or _ALIASES.get(_plain(kind)) or ()) if kind else ()
-    return next((name for name in (*meant, _plain(kind)) if name in types), kind)
+    if found := next((name for name, one in types.items() if one.pattern and re.fullmatch(one.pattern, kind)), None):
+        return found
+    names = {word: name for name, one in types.items() for word in (*one.also, name)}
+    return names.get(kind) or names.get(_plain(kind)) or kind
 
 
-def k_of(kind: object) -> int | None:
-    """The k that the name of a metric says: 5 of `top5`; None where it says none."""
-    found = _TOP_K.fullmatch(kind) if isinstance(kind, str) else None
-    return int(found[1]) if found else None
-
-
-def usual_names(types: Mapping[str, Any]) -> list[str]:
+def usual_names(types: Mapping[str, type[UsuallyNamed]]) -> list[str]:
     """The usual names that mean one of the types."""
-    return [name for name, known in _ALIASES.items() if name not in types and set(known) & types.keys()]
+    return [word for one in types.values() for word in one.also]
 
 
-def unknown_type(kind: object, types: Mapping[str, Any], where: str) -> Problem:
-    """What is wrong with a type that is none, with the nearest name, or the reason why a usual name has no meaning here."""
+def unknown_type(
+    kind: object,
+    types: Mapping[str, type[UsuallyNamed]],
+    key: str = "",
+    losses: Mapping[str, type[UsuallyNamed]] | None = None,
+) -> Refused:
+    """Why a type is refused, with the nearest name, or the reason why a usual name has no meaning here; of metrics, `losses` are given."""
     law = f"the types are {', '.join(types)}"
     if kind is None:
-        return Problem(where, "no 'type' is given", law)
+        return Refused("no 'type' is given", law, key=key)
     if not isinstance(kind, str):
-        return Problem(where, f"type: expected a name, but got {shown(kind)}", law)
-    fact = f"there is no type '{kind}'"
-    if (reason := _INSTEAD.get(_plain(kind))) and "mean_squared" in types:
-        return Problem(where, fact, f"{law}; {reason[0]}", reason[1])
-    if "accuracy" in types and (_plain(kind) in _INSTEAD or _ALIASES.get(_plain(kind), ("", ""))[0]):
-        return Problem(
-            where, fact, law, "leave it out: the loss itself is reported for every step and every evaluation"
-        )
+        return Refused(f"type: expected a name, but got {shown(kind)}", law, key=key)
+    fact, plain = f"there is no type '{kind}'", _plain(kind)
+    if losses is not None and plain in {*_INSTEAD, *usual_names(losses)}:
+        return Refused(fact, law, "leave it out: the loss itself is reported for every step and every evaluation", key)
+    if losses is None and (reason := _INSTEAD.get(plain)):
+        return Refused(fact, f"{law}; {reason[0]}", reason[1], key)
     close = nearest(kind, [*types, *usual_names(types)])
-    return Problem(where, fact, law, f"say '{known_type(close[0], types)}'" if close else "")
+    return Refused(fact, law, f"say '{known_type(close[0], types)}'" if close else "", key)
 
 
 def _plain(kind: str) -> str:

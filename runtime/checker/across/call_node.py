@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from partc.runtime.artifact.comm_node import AnyCall, CollectiveCall
+from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.errors import Violation
 

@@ -11,12 +11,12 @@ from itertools import zip_longest
 from math import lcm, prod
 
 from onnx import ModelProto
-from partc.runtime.artifact.boxes import slices
-from partc.runtime.artifact.comm_node import CollectiveCall, Shard, contradictions, read_call, result_shape
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, Shard, contradictions, read_call, result_shape
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
-from partc.runtime.artifact.lookup_node import LookupCall
-from partc.runtime.artifact.lookup_ops import GROUP_OPS
-from partc.runtime.artifact.onnx_graph import node_title
+from partc.runtime.artifact.graph.onnx_graph import node_title
+from partc.runtime.artifact.tensors.boxes import overlapping, region, slices
 from partc.runtime.checker.across.call_node import AGAIN, CallNode
 from partc.runtime.checker.across.lookups import lookup_types, wrong_operands
 from partc.runtime.checker.graph.declared import ValueType
@@ -127,14 +127,14 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
             yield node.violation(
                 f"the shape of '{source}' or of '{result}' is not fixed; values that travel as one have such"
             )
-        elif (given[0], made) != (record.type, _made_of(call, given, len(ranks))):
+        elif (given[0], made) != (record.type, _result_type(call, given, len(ranks))):
             fact = f"'{source}' is {given[0]} {_text(given[1])}, and '{result}' {made[0]} {_text(made[1])}"
             yield node.violation(f"{fact}; all are one {record.type}, each what {call.op} makes of its input")
     if node.given is not None and not same_dims(node.given[1], record.shape, manifest):
         yield node.violation(f"its input is {_text(node.given[1])}; {MANIFEST} says {_text(record.shape)}")
 
 
-def _made_of(call: CollectiveCall, given: ValueType, ranks: int) -> ValueType | None:
+def _result_type(call: CollectiveCall, given: ValueType, ranks: int) -> ValueType | None:
     """The type of what comes of one of several values, whose shape is a fixed one; None where its shards are not equal."""
     try:
         return given[0], list(result_shape(call, tuple(dim for dim in given[1] or () if isinstance(dim, int)), ranks))
@@ -181,7 +181,7 @@ def _check_list(
             if first.law != other.law:
                 yield node.violation(f"it differs from the node of rank {there[0].rank} in {first.LAW}")
             elif isinstance(first, CollectiveCall) and (first.parts or node.collective.parts):
-                yield from _check_parts(there[0], node)
+                yield from _check_coalesced(there[0], node)
         return
     nodes = {rank: node for rank, node in nodes.items() if node.call.op == EXCHANGE}
     for node in (nodes[rank] for rank in ranks if rank in nodes):
@@ -201,10 +201,8 @@ def _check_cover(node: CallNode) -> Iterator[Violation]:
         return
     boxes = [shard.box for shard in node.collective.takes]
     scale = [lcm(*(cut[2] for cut in cuts)) for cuts in zip(*boxes, strict=True)]
-    places = [
-        [(begin * of // end, to * of // end) for (begin, to, end), of in zip(box, scale, strict=True)] for box in boxes
-    ]
-    covered = Fraction(sum(prod(end - begin for begin, end in box) for box in places), prod(scale))
+    places = [region(box, scale) for box in boxes]
+    covered = Fraction(sum(place.count for place in places), prod(scale))
     if covered != 1:
         yield node.violation(f"the boxes that it takes are {covered} of its output, not all of it once")
     elif twice := overlapping(places):
@@ -213,24 +211,8 @@ def _check_cover(node: CallNode) -> Iterator[Violation]:
         yield node.violation(fact)
 
 
-def overlapping(boxes: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
-    """Two of the boxes, by their places, that have an element in common; boxes are begin and end for each dim."""
-    order = sorted(
-        (at for at, box in enumerate(boxes) if all(begin < end for begin, end in box)), key=lambda at: tuple(boxes[at])
-    )
-    open_: list[int] = []
-    for at in order:
-        if boxes[at]:
-            open_ = [other for other in open_ if boxes[other][0][1] > boxes[at][0][0]]
-        for other in open_:
-            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(boxes[at], boxes[other], strict=True)):
-                return min(at, other), max(at, other)
-        open_.append(at)
-    return None
-
-
-def _check_parts(first: CallNode, node: CallNode) -> Iterator[Violation]:
-    """Values that travel as one are the same ones in the same order on all ranks: nothing but their places tells them apart."""
+def _check_coalesced(first: CallNode, node: CallNode) -> Iterator[Violation]:
+    """Values that travel as one are the same ones in the same order on all ranks: only their positions identify them."""
     for place, (one, other) in enumerate(zip_longest(first.call.made, node.call.made)):
         if one != other:
             fact = (

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from onnx import ModelProto
 from partc.runtime.artifact.format import MANIFEST, Manifest
-from partc.runtime.artifact.onnx_graph import node_title, path_of
-from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
+from partc.runtime.artifact.graph.onnx_graph import node_title, path_of
+from partc.runtime.artifact.graph.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.errors import Violation
 
 

@@ -1,6 +1,6 @@
 """Proves of each collective that it makes of one layout the other: what the manifest says of both is held against the nodes.
 
-A layout gives every rank a shard of the value and the number of its term (`held_shards.py`). Of the ranks of a list, in its order, and
+A layout gives every rank a shard and the number of its partial value (`rank_shards.py`). Of the ranks of a list, in its order, and
 the same along all other dims:
 
     AllReduce       they have one shard, and all terms that are reduced, each once, by the reduction of the layout; the shard stays
@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from partc.runtime.artifact.comm_node import CollectiveCall
+from partc.runtime.artifact.comm.collective_node import CollectiveCall
+from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import EXCHANGE, Collective, Manifest
-from partc.runtime.artifact.lookup_node import LookupCall
-from partc.runtime.artifact.lookup_ops import GROUP_OPS
 from partc.runtime.checker.across.call_node import AGAIN, CallNode
-from partc.runtime.checker.across.held_shards import HeldShard, Layout, Shard, Span, layout_of
 from partc.runtime.checker.across.lookups import check_owners
+from partc.runtime.checker.across.rank_shards import Layout, RankShard, Shard, Span, layout_of
 from partc.runtime.errors import Violation
 
 
@@ -49,12 +49,9 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
             for ranks in lists:
                 _check_list(record, ranks, nodes[record.tag], given, made)
         except (ValueError, KeyError, IndexError) as error:
-            fact = f"collective {record.tag}, {record.op} of '{record.value}', does not make its second layout of its first: {_text(error)}"
+            said = f"rank {error.args[0]} has no shard of it" if isinstance(error, KeyError) else str(error)
+            fact = f"collective {record.tag}, {record.op} of '{record.value}', does not make its second layout of its first: {said}"
             yield Violation("manifest.json", fact, help=AGAIN)
-
-
-def _text(error: Exception) -> str:
-    return f"rank {error.args[0]} has no shard of it" if isinstance(error, KeyError) else str(error)
 
 
 def _check_list(
@@ -82,22 +79,22 @@ def _check_list(
     getting = [ranks[call.root]] if kind.root == "takes" else ranks
     before, after = [given.held[rank] for rank in ranks], [made.held[rank] for rank in getting]
     if kind.reduces:
-        _check_terms(call, ranks, before, given, made)
+        _check_reduction(call, ranks, before, given, made)
     shards = [one.shard for one in before]
     wanted = shards[: len(getting)]
     if kind.joins:
         wanted = [_joined(shards, _place(call.join_axis, shards[0]))] * len(getting)
     if kind.splits:
         axis = _place(call.axis, shards[0])
-        parts = [_part(shard, axis, at, len(ranks)) for at, shard in enumerate(shards)]
+        parts = [_shard_along(shard, axis, at, len(ranks)) for at, shard in enumerate(shards)]
         wanted = [_with(want, axis, part[axis]) for want, part in zip(wanted, parts, strict=True)]
     for rank, want, have in zip(getting, wanted, after, strict=True):
         if want != have.shard:
             raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.shard)}")
 
 
-def _check_terms(
-    call: CollectiveCall, ranks: Sequence[int], before: Sequence[HeldShard], given: Layout, made: Layout
+def _check_reduction(
+    call: CollectiveCall, ranks: Sequence[int], before: Sequence[RankShard], given: Layout, made: Layout
 ) -> None:
     if (
         len(ranks) > 1
@@ -105,13 +102,13 @@ def _check_terms(
         and not (given.reductions - made.reductions) <= {call.reduce}
     ):
         raise ValueError(
-            f"its {call.reduce} is not the reduction of its terms, {' and '.join(sorted(given.reductions)) or 'none'}"
+            f"its {call.reduce} is not the reduction of its partial values, {' and '.join(sorted(given.reductions)) or 'none'}"
         )
     if len(ranks) > 1 and call.reduce not in given.reductions:
-        raise ValueError(f"its {call.reduce} reduces a value that is not in terms")
+        raise ValueError(f"its {call.reduce} reduces a value that is not partial")
     if len({one.term for one in before}) != len(ranks) or len(ranks) * made.terms != given.terms:
         raise ValueError(
-            f"ranks {', '.join(map(str, ranks))} reduce terms {[one.term for one in before]} of {given.terms}"
+            f"ranks {', '.join(map(str, ranks))} reduce the partial values {[one.term for one in before]} of {given.terms}"
         )
     if len({one.shard for one in before}) > 1:
         raise ValueError(f"ranks {', '.join(map(str, ranks))} reduce shards of different places")
@@ -133,7 +130,7 @@ def _check_exchange(
             )
         if source.term != target.term:
             raise ValueError(
-                f"rank {shard.peer} gives term {source.term}, and rank {rank} takes it as term {target.term}"
+                f"rank {shard.peer} gives partial value {source.term}, and rank {rank} takes it as number {target.term}"
             )
 
 
@@ -149,7 +146,7 @@ def _place(axis: int, shard: Shard) -> int:
     return axis % len(shard) if shard else 0
 
 
-def _part(shard: Shard, axis: int, at: int, count: int) -> Shard:
+def _shard_along(shard: Shard, axis: int, at: int, count: int) -> Shard:
     first, last = shard[axis]
     step = (last - first) / count
     return _with(shard, axis, (first + at * step, first + (at + 1) * step))

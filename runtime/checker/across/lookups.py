@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.format import MANIFEST, PULL, PUSH, Collective, Dim, Manifest, Shape
-from partc.runtime.artifact.lookup_node import LookupCall
 from partc.runtime.checker.across.call_node import CallNode
-from partc.runtime.checker.across.held_shards import Layout
+from partc.runtime.checker.across.rank_shards import Layout
 from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.checker.graph.symbols import same_dims
 from partc.runtime.errors import Violation
@@ -26,7 +26,7 @@ _WORDS = ("the ids asked of an owner", "the counts", "the places")
 
 
 def lookup_types(call: LookupCall, types: Mapping[str, ValueType]) -> tuple[tuple[str, ValueType | None], ...]:
-    """Of each value of a call what its file declares: ids, the other operand, ids that come out, rows, and the three of an asking."""
+    """What the file declares for each value of a call: ids, the other operand, the ids that come out, rows, and the three of an asking."""
     names = (call.ids, call.operand, call.numbers, call.result, *call.asked)
     return tuple((name or "", types.get(name or "")) for name in names)
 
@@ -64,7 +64,7 @@ def wrong_operands(
 
 
 def _fits(shape: Shape, wanted: Shape, manifest: Manifest) -> bool:
-    """Whether a declared shape is the wanted one, or one-dimensional where only a run tells."""
+    """Whether a declared shape is the wanted one, or one-dimensional where it is known only at run time."""
     return shape is None or (len(shape) == 1 if wanted is None else same_dims(shape, wanted, manifest))
 
 
@@ -117,7 +117,7 @@ def check_owners(record: Collective, call: LookupCall, ranks: Sequence[int], giv
     """Raises ValueError where the ranks of a list do not have the runs of rows that the call says."""
     table, asked = (given, made) if record.op == PULL else (made, given)
     if given.terms > 1 or made.terms > 1:
-        raise ValueError("it looks up terms of a sum")
+        raise ValueError("it looks up rows of a partial sum")
     count = len(call.owners)
     shards = [table.held[ranks[place]].shard for place in call.owners]
     for k, (place, shard) in enumerate(zip(call.owners, shards, strict=True)):

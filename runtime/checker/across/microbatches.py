@@ -1,4 +1,4 @@
-"""Checks that an artifact states one number of microbatches wherever it states one, in all rank files (`artifact/microbatches.py`).
+"""Checks that an artifact states one number of microbatches wherever it states one, in all rank files (`artifact/tasks/microbatches.py`).
 
 rank_0000.onnx: rank 0: 'ids' is split into 8 parts, but the rows have 7 microbatches
 """
@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partc.runtime.artifact.microbatches import LAW, other_counts
 from partc.runtime.artifact.ranks import ranks_text
+from partc.runtime.artifact.tasks.microbatches import LAW, other_counts
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 
 
 def check_microbatches(subject: Subject) -> Iterator[Violation]:
     """Statements of rank files that differ from the number of microbatches of the rows."""
-    files: dict[str, list[int]] = {}
-    for rank in subject.rows:
-        files.setdefault(subject.manifest.program(rank), []).append(rank)
+    files = subject.manifest.by_file(subject.rows)
     rows = [subject.rows[ranks[0]] for ranks in files.values()]
     count = 1 + max((task.microbatch for row in rows for task in row.tasks if task is not None), default=0)
     for (file, ranks), row in zip(files.items(), rows, strict=True):

@@ -7,12 +7,12 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import ModelProto, ValueInfoProto
-from partc.runtime.artifact import dim_expression as expression
-from partc.runtime.artifact.cells import marked
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.dim_expression import symbols_in
 from partc.runtime.artifact.format import (
     DOMAIN,
     MANIFEST,
@@ -24,9 +24,9 @@ from partc.runtime.artifact.format import (
     Port,
     Transfer,
 )
-from partc.runtime.artifact.lookup_ops import GROUP_OPS
-from partc.runtime.artifact.onnx_graph import node_title, path_of, read_for_sizes_alone
-from partc.runtime.artifact.rows import Row
+from partc.runtime.artifact.graph.onnx_graph import node_title, path_of, read_for_sizes_alone
+from partc.runtime.artifact.tasks.rows import Row
+from partc.runtime.artifact.tasks.task import marked
 from partc.runtime.checker.across.call_node import CallNode
 from partc.runtime.checker.across.collectives import call_nodes, check_collectives
 from partc.runtime.checker.across.layouts import check_layouts
@@ -137,21 +137,13 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
 
 
 def _check_sized(manifest: Manifest, rank: int, port: ValueInfoProto, record: Port) -> Iterator[Violation]:
-    """An input that nobody feeds, since its sizes alone are read: symbols that other inputs tell must tell these."""
+    """An input that is not fed, since only its sizes are read: they must follow from symbols of the inputs that are fed."""
     told = {dim for one in manifest.inputs if one.ranks for dim in one.shape or () if isinstance(dim, str)}
     type, shape = type_of(port.type)
-    names = {name for dim in shape or () for name in _symbols_of(dim, manifest)}
+    names = {name for dim in shape or () for name in symbols_in(dim, manifest.symbols)}
     if type != record.type or shape is None or not names <= told:
         fact = f"it is {_text((type, shape))}, read for its sizes alone, and no input that is fed tells them"
         yield Violation(manifest.program(rank), fact, f"graph input '{port.name}'")
-
-
-def _symbols_of(dim: int | str, manifest: Manifest) -> Collection[str]:
-    """The symbols in a dim; one that is no expression is a symbol that nothing tells."""
-    try:
-        return expression.parse(dim, manifest.symbols).names
-    except ValueError:
-        return (str(dim),)
 
 
 def _check_nodes(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
@@ -249,7 +241,7 @@ def _check_rendezvous(
             ready.extend(other for other in ranks if other != rank)
     stuck = {rank: programs[rank][at] for rank, at in position.items() if at < len(programs[rank])}
     if stuck:
-        cells = {rank: _cell(rows[rank], _tag(node)) for rank, node in stuck.items() if rank in rows}
+        cells = {rank: max(0, rows[rank].places.get(_tag(node), 0)) for rank, node in stuck.items() if rank in rows}
         waits = "; ".join(
             f"rank {rank} waits at {node}{f' beside {rows[rank].cells[cells[rank]]}' if rank in cells else ''}"
             for rank, node in sorted(stuck.items())
@@ -259,11 +251,6 @@ def _check_rendezvous(
             f"\n  rank {rank}:\n{marked(rows[rank].cells, at)}" for rank, at in sorted(cells.items())[:_SHOWN]
         )
         yield first.violation(f"a deadlock of {len(stuck)} ranks: {waits}{shown}", "compile the model again")
-
-
-def _cell(row: Row, tag: int) -> int:
-    """The task behind which, or in which, a rank communicates: the first one for what stands before all."""
-    return max(0, row.places.get(tag, 0))
 
 
 def _members(

@@ -1,4 +1,4 @@
-"""What ops make of places and of terms: one table a fact, and nothing of ops that no table names.
+"""What ops make of places and of partial values: one table per fact; ops in no table are unknown.
 
 A value's places are by dim where the shards of some ranks begin in it, None along a dim of which that is not known.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, numpy_helper
+from partc.runtime.artifact.graph.onnx_graph import integer_of
 
 Begins: TypeAlias = tuple[int, ...]
 """By rank, in the order of the ranks of a file, the element at which a shard begins along a dim."""
@@ -134,7 +135,10 @@ def apply(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Siz
         case "Conv":
             return _convolution(node, places, sizes)
         case op if op in _PAIRS:
-            return _pairs(node, places, sizes)
+            ranks = (len(places.get(name) or ()) for name in node.input)
+            rank = len(sizes.get(node.output[0]) or ()) or max(ranks, default=0)
+            made, meetings = _broadcast([(name, places.get(name), sizes.get(name)) for name in node.input], rank)
+            return Ruled([made], meetings, [])
         case op if op in _UNARY or op in ("Identity", "Cast", "Neg"):
             return Ruled([places.get(node.input[0])], [], [])
     there = places.get(node.input[0]) if node.input else None
@@ -144,28 +148,20 @@ def apply(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Siz
         perm = _ints(node, "perm") or list(range(len(there)))[::-1]
         return Ruled([[there[at] for at in perm]], [], []) if len(perm) == len(there) else None
     if node.op_type in _ALONG or node.op_type == "LayerNormalization":
-        axis = _int(node, "axis", -1) % max(len(there), 1)
+        axis = integer_of(node, "axis", -1) % max(len(there), 1)
         last = len(there) if node.op_type == "LayerNormalization" else axis + 1
         return Ruled([[None if axis <= at < last else one for at, one in enumerate(there)]], [], [])
     if node.op_type in ("GatherElements", "ScatterElements"):
-        axis = _int(node, "axis", 0) % max(len(there), 1)
+        axis = integer_of(node, "axis", 0) % max(len(there), 1)
         kept = there if node.op_type == "ScatterElements" else places.get(node.input[1])
-        return Ruled([_without(kept, axis)], _along(node.input[:2], places, axis), [])
+        others = None if kept is None else [None if at == axis else one for at, one in enumerate(kept)]
+        (first, second), other = node.input[:2], places.get(node.input[1])
+        pairs = zip(there, other, strict=True) if other is not None and len(other) == len(there) else ()
+        met = [(Met(first, one), Met(second, two), at) for at, (one, two) in enumerate(pairs) if at != axis]
+        return Ruled([others], met, [])
     if node.op_type in ("Reshape", "Flatten"):
         return Ruled([_reshaped(there, sizes.get(node.input[0]), sizes.get(node.output[0]))], [], [])
     return _by_axes(node, there, model)
-
-
-def _without(places: Places, axis: int) -> Places:
-    return None if places is None else [None if at == axis else one for at, one in enumerate(places)]
-
-
-def _along(names: Sequence[str], places: Mapping[str, Places], axis: int) -> list[tuple[Met, Met, int]]:
-    """All dims but one of two operands of the same dims meet."""
-    one, two = (places.get(name) for name in names)
-    if one is None or two is None or len(one) != len(two):
-        return []
-    return [(Met(names[0], one[at]), Met(names[1], two[at]), at) for at in range(len(one)) if at != axis]
 
 
 def _by_axes(node: NodeProto, there: Sequence[Begins | None], model: ModelProto) -> Ruled | None:
@@ -180,17 +176,10 @@ def _by_axes(node: NodeProto, there: Sequence[Begins | None], model: ModelProto)
         added = {axis % whole for axis in axes}
         return Ruled([[None if at in added else left.pop(0) for at in range(whole)]], [], [])
     gone = {axis % max(len(there), 1) for axis in axes} or {*range(len(there))}
-    kept = node.op_type != "Squeeze" and _int(node, "keepdims", 1)
+    kept = node.op_type != "Squeeze" and integer_of(node, "keepdims", 1)
     made = [None if at in gone else one for at, one in enumerate(there) if kept or at not in gone]
     summed = [there[at] for at in sorted(gone) if at < len(there)] if node.op_type in _SUMS else []
     return Ruled([made], [], summed)
-
-
-def _pairs(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled:
-    """Element by element."""
-    rank = len(sizes.get(node.output[0]) or ()) or max((len(places.get(name) or ()) for name in node.input), default=0)
-    made, meetings = _broadcast([(name, places.get(name), sizes.get(name)) for name in node.input], rank)
-    return Ruled([made], meetings, [])
 
 
 def _broadcast(
@@ -214,9 +203,9 @@ def _product(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, 
     if min(ranks) < 2:
         return None
     left, right = [*(one or [None] * ranks[0])], [*(two or [None] * ranks[1])]
-    if node.op_type == "Gemm" and _int(node, "transA", 0):
+    if node.op_type == "Gemm" and integer_of(node, "transA", 0):
         left.reverse()
-    if node.op_type == "Gemm" and _int(node, "transB", 0):
+    if node.op_type == "Gemm" and integer_of(node, "transB", 0):
         right.reverse()
     meeting = (Met(node.input[0], left[-1]), Met(node.input[1], right[-2]), len(left) - 1)
     dims = [(sizes.get(name) or ())[:-2] for name in node.input[:2]]
@@ -235,7 +224,7 @@ def _convolution(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[s
         return None
     made = [one[0], two[0], *([None] * (len(one) - 2))]
     group, channels, outputs = (
-        _int(node, "group", 1),
+        integer_of(node, "group", 1),
         *((sizes.get(name) or [None] * 2)[at] for name, at in ((node.input[0], 1), (node.input[1], 0))),
     )
     taken, given = (_in_groups(begins, size, group) for begins, size in ((one[1], channels), (two[0], outputs)))
@@ -275,7 +264,7 @@ def _reshaped(there: Sequence[Begins | None], old: Sizes | None, new: Sizes | No
 
 
 def passes_partial(node: NodeProto, is_term: Callable[[str], bool]) -> bool:
-    """Whether a node makes terms of the terms that it reads."""
+    """Whether a node that reads partial values makes partial values."""
     op, terms = node.op_type, [is_term(name) for name in node.input]
     if op in _LINEAR or op == "Div":
         return bool(terms) and terms[0]
@@ -285,23 +274,19 @@ def passes_partial(node: NodeProto, is_term: Callable[[str], bool]) -> bool:
 
 
 def misuse(node: NodeProto, is_term: Callable[[str], bool], is_known: Callable[[str], bool]) -> str:
-    """Why a node must not read the terms that it reads; '' where it may, or where no table knows."""
+    """Why a node must not read the partial values that it reads; '' where it may, or where no table knows."""
     op, terms = node.op_type, [name for name in node.input if is_term(name)]
     if not terms:
         return ""
-    lost = f"'{terms[0]}' is a term of a sum that no collective has reduced"
+    lost = f"'{terms[0]}' is a partial sum that no collective has reduced"
     if op in _BROKEN or (op == "Div" and is_term(node.input[1])):
-        return f"{lost}, and {op} of a sum is not the sum of its terms' {op}"
+        return f"{lost}, and {op} of a sum is not the sum of {op} of its parts"
     if op in ("Add", "Sub", "Sum"):
         others = [name for name in node.input if name and not is_term(name) and is_known(name)]
-        return f"{lost}, and '{others[0]}', which is whole, would be added to each of its terms" if others else ""
+        return f"{lost}, and '{others[0]}', which is replicated, would be added on every rank" if others else ""
     if op in _PRODUCTS and all(is_term(name) for name in node.input[:2]) and len(node.input) > 1:
         return f"{lost}, nor is '{node.input[1]}', which it is multiplied by"
     return ""
-
-
-def _int(node: NodeProto, name: str, default: int) -> int:
-    return next((one.i for one in node.attribute if one.name == name), default)
 
 
 def _ints(node: NodeProto, name: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Proves where shards lie and that sums become whole: ranks that run one node on shards of values must agree on both.
 
 A rank's shard of a value begins, along each dim, at some element. That is known of inputs, weights, what ranks keep, and what
-collectives make; nodes hand it on. Nothing is taken as known that no table here tells, so an op that is not in it is no reason for
+collectives make; nodes hand it on. What is in no table here is unknown, so an op that is not in it never gives a reason for
 doubt. Three facts follow:
 
     places   where two values meet in a node, element by element or in a sum of products, the one lies as far from the other on all
@@ -12,7 +12,7 @@ doubt. Three facts follow:
 
     %h [0:4, 0:6] . %w [0:6, 0:5] on rank 0, %h [0:4, 6:12] . %w [6:12, 0:5] on rank 1     makes terms; the file has to reduce them
 
-Only nodes that say which factor is cut (`partc.cut`) hand places on and make terms: inside of a local map a value is each rank's own.
+Only nodes that say which factor is sharded (`partc.cut`) hand places on and make partial values: in a local map a value is each rank's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from onnx import ModelProto, NodeProto, TensorProto
-from partc.runtime.artifact.comm_node import CollectiveCall, read_call
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
@@ -38,10 +38,10 @@ from partc.runtime.artifact.format import (
     Collective,
     Manifest,
 )
-from partc.runtime.artifact.onnx_graph import node_title, path_of
+from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
 from partc.runtime.checker.across import place_rules
-from partc.runtime.checker.across.held_shards import Layout, layout_of
 from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
+from partc.runtime.checker.across.rank_shards import Layout, layout_of
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers, samples
 from partc.runtime.errors import Violation
@@ -51,7 +51,7 @@ _BOX = re.compile(r"\[([\d:, ]*)\]$")
 
 
 class Kind(Enum):
-    """Whether a value is known to be partial, a term of a sum, or known not to be."""
+    """Whether a value is known to be partial, or known not to be."""
 
     PARTIAL = "partial"
     WHOLE = "whole"
@@ -70,7 +70,7 @@ class _File:
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
-    """Shards that meet in the wrong place, and terms that nothing reduces; the files are sound, and fit together."""
+    """Shards that meet in the wrong place, and partial values that are not reduced; the files are sound, and fit together."""
     return _Places(manifest, models).check()
 
 
@@ -90,7 +90,7 @@ class _Places:
         self.layouts: dict[str, Layout] = {}
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
-        self.nodes: dict[str, tuple[str, tuple[object, ...]]] = {}
+        self.nodes: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
         self.sums: dict[tuple[str, ...], set[int]] = {}
         self.sent: dict[int, Kind | None] = {}
         self.found: list[Violation] = []
@@ -103,14 +103,14 @@ class _Places:
                 self._place(file, node)
             self._end(file)
         changed = True
-        while changed:  # a term may be sent to a rank whose file has been looked at before
+        while changed:  # a partial value may be sent to a rank whose file has been looked at before
             before = dict(self.sent)
             for file in self.files.values():
                 for node in file.model.graph.node:
                     self._classify(file, node)
             changed = before != self.sent
         for file in self.files.values():
-            self._check_terms(file)
+            self._check_partials(file)
         return self.found
 
     def _sizes(self, model: ModelProto) -> dict[str, Sizes]:
@@ -141,10 +141,10 @@ class _Places:
     def _place(self, file: _File, node: NodeProto) -> None:
         """Where the shards of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
         if node.domain == DOMAIN:
-            if (record := self.records.get(_tag(node))) is not None and node.op_type not in (SEND, RECV):
+            if (record := self.records.get(integer_of(node, TAG, -1))) is not None and node.op_type not in (SEND, RECV):
                 self._place_call(file, node, record)
             return
-        if node.domain not in ("", "ai.onnx") or not _is_cut(node):
+        if node.domain not in ("", "ai.onnx") or not any(entry.key == CUT for entry in node.metadata_props):
             return
         self._alike(file, node)
         ruled = place_rules.apply(node, file.places, file.sizes, file.model)
@@ -160,19 +160,20 @@ class _Places:
                 self.sums.setdefault(_key(node), set()).update(begins)
 
     def _alike(self, file: _File, node: NodeProto) -> None:
-        """A node that is cut is the same one on all ranks that run it; what differs by rank is a constant that it reads.
+        """Sharded nodes must be identical on all ranks that run them; only constants they read may differ.
 
-        One that runs wherever it is read does so on several groups, and may be another one on each.
+        One that runs wherever it is read does so on several groups, and may be another one on each. What one group computes another one may
+        have by a reshard, whose last node makes the same name, and has a name of its own.
         """
         if any(entry.key == RULE and entry.value in FOLLOWING for entry in node.metadata_props):
             return
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in node.attribute))
         own = (node.op_type, tuple(node.input), tuple(node.output), attributes)
-        first, there = self.nodes.setdefault(node.output[0], (file.name, own))
+        first, there = self.nodes.setdefault((node.name, node.output[0]), (file.name, own))
         if there != own:
             parts = zip(("op", "inputs", "outputs", "attributes"), there, own, strict=True)
             other = next(what for what, one, two in parts if one != two)
-            fact = f"its {other} differ from those in {first}, and it is one node that is cut over their ranks"
+            fact = f"its {other} differ from those in {first}, and it is one node that is sharded over their ranks"
             self._report(file, node, fact)
 
     def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
@@ -227,14 +228,14 @@ class _Places:
                 self.found.append(Violation(file.name, where, node_title(node), path_of(node), _AGAIN))
 
     def _classify(self, file: _File, node: NodeProto) -> None:
-        """Whether what a node makes is a term."""
+        """Whether the outputs of a node are partial."""
         kinds = file.kinds
         if node.domain == DOMAIN and node.op_type == SEND:
-            self.sent[_tag(node)] = kinds.get(node.input[0])
+            self.sent[integer_of(node, TAG, -1)] = kinds.get(node.input[0])
         elif node.domain == DOMAIN and node.op_type == RECV:
-            self._know(kinds, node.output[0], self.sent.get(_tag(node)))
+            self._know(kinds, node.output[0], self.sent.get(integer_of(node, TAG, -1)))
         elif node.domain == DOMAIN:
-            record = self.records.get(_tag(node))
+            record = self.records.get(integer_of(node, TAG, -1))
             made = record.made if record is not None else None
             terms = made is None or any(made.mesh[axis] > 1 for axis, _ in made.partial)
             for name in filter(None, node.output):
@@ -251,17 +252,17 @@ class _Places:
         else:
             kinds[name] = kind
 
-    def _check_terms(self, file: _File) -> None:
-        """Terms that go where only what is whole may go."""
+    def _check_partials(self, file: _File) -> None:
+        """Partial values in places that take only reduced ones."""
         kinds = file.kinds
         for node in file.model.graph.node:
             terms = [name for name in node.input if kinds.get(name) is Kind.PARTIAL]
             if not terms:
                 continue
             if node.domain == DOMAIN:
-                fact = self._given_whole(node)
+                fact = self._communicated_partial(node)
             elif node.domain == OPTIMIZER:
-                fact = f"it updates a tensor by '{terms[0]}', which is a term of a sum that no collective has reduced"
+                fact = f"it updates a tensor by '{terms[0]}', which is a partial sum that no collective has reduced"
             elif node.domain in ("", "ai.onnx"):
                 fact = place_rules.misuse(
                     node, lambda name: kinds.get(name) is Kind.PARTIAL, lambda name: name in kinds
@@ -274,27 +275,27 @@ class _Places:
         for node in file.model.graph.node:
             for name in node.output:
                 if kinds.get(name) is Kind.PARTIAL and name in outputs | kept:
-                    self._report(file, node, f"'{name}' is a term of a sum that no collective has reduced")
+                    self._report(file, node, f"'{name}' is a partial sum that no collective has reduced")
 
-    def _given_whole(self, node: NodeProto) -> str:
-        record = self.records.get(_tag(node))
+    def _communicated_partial(self, node: NodeProto) -> str:
+        record = self.records.get(integer_of(node, TAG, -1))
         if (
             record is None
             or record.given is None
             or any(record.given.mesh[axis] > 1 for axis, _ in record.given.partial)
         ):
             return ""
-        return f"it is given '{node.input[0]}' as a value, and that is a term of a sum that no collective has reduced"
+        return f"it is given '{node.input[0]}' as a reduced value, and it is a partial sum"
 
     def _report(self, file: _File, node: NodeProto, fact: str) -> None:
-        key = ("term", node.output[0] if node.output else _tag(node))
+        key = ("term", node.output[0] if node.output else integer_of(node, TAG, -1))
         if fact and key not in self.reported:
             self.reported.add(key)
             self.found.append(Violation(file.name, fact, node_title(node), path_of(node), _AGAIN))
 
 
 def _begins(boxes: Sequence[Sequence[Sequence[int]]], whole: Sizes) -> Places:
-    """Where boxes begin along each dim, in elements; None along a dim whose size, or an edge in it, is not told."""
+    """Where boxes begin along each dim, in elements; None along a dim whose size, or an edge in it, is unknown."""
     found: list[Begins | None] = []
     for axis, size in enumerate(whole):
         edges = [(size or 0) * box[axis][0] / box[axis][2] for box in boxes if axis < len(box)]
@@ -305,7 +306,7 @@ def _begins(boxes: Sequence[Sequence[Sequence[int]]], whole: Sizes) -> Places:
 
 def _shard(tensor: TensorProto) -> list[int] | None:
     """Where a weight begins in its tensor; None where the file does not say."""
-    text = next((entry.value for entry in tensor.metadata_props if entry.key == PIECE), "")
+    text = metadata_of(tensor, PIECE)
     if not text:
         return None
     box = _BOX.search(text)
@@ -320,14 +321,6 @@ def _shard(tensor: TensorProto) -> list[int] | None:
 def _key(node: NodeProto) -> tuple[str, ...]:
     """What one node is known by on all its ranks; groups without a rank in common may use a name for different values."""
     return (node.op_type, *node.output, "", *node.input)
-
-
-def _is_cut(node: NodeProto) -> bool:
-    return any(entry.key == CUT for entry in node.metadata_props)
-
-
-def _tag(node: NodeProto) -> int:
-    return next((one.i for one in node.attribute if one.name == TAG), -1)
 
 
 def _laid(layout: Layout, ranks: Sequence[int], sizes: Sizes) -> Places:

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
-from partc.runtime.artifact.cells import Kind, Task, marked
 from partc.runtime.artifact.format import SCHEDULE, dump_file
-from partc.runtime.artifact.onnx_graph import addends
+from partc.runtime.artifact.graph.onnx_graph import addends
 from partc.runtime.artifact.ranks import ranks_text
-from partc.runtime.artifact.rows import Row, rows_of_text
-from partc.runtime.artifact.tasks import Call
+from partc.runtime.artifact.tasks.calls import Call
+from partc.runtime.artifact.tasks.rows import Row, rows_of_text
+from partc.runtime.artifact.tasks.task import Kind, Task, marked
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import ArtifactError, Violation
 from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
@@ -62,10 +62,10 @@ class _File:
 
 def check_rows(subject: Subject) -> Iterator[Violation]:
     """What is wrong with the rows of an artifact; of one kind the first of each row."""
-    files: dict[str, list[int]] = {}
-    for rank in subject.rows:
-        files.setdefault(subject.manifest.program(rank), []).append(rank)
-    found = [_File(file, tuple(ranks), subject.rows[ranks[0]]) for file, ranks in files.items()]
+    found = [
+        _File(file, tuple(ranks), subject.rows[ranks[0]])
+        for file, ranks in subject.manifest.by_file(subject.rows).items()
+    ]
     if not found:
         return
     stated: Mapping[int, tuple[str, ...]] = {}
@@ -172,7 +172,7 @@ def _not_as_stated(files: Sequence[_File], stated: Mapping[int, tuple[str, ...]]
 
 
 def _body(cell: str) -> str:
-    """The function of a cell; of what is no cell the text itself."""
+    """The function that a cell calls; a text that is not a cell is returned unchanged."""
     kind = next((letter for letter in cell if letter in "FBW"), "")
     return f"{kind}{cell.partition(kind)[0]}" if kind else cell
 

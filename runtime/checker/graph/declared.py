@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from onnx import ModelProto, TypeProto, helper
-from partc.runtime.artifact.dtypes import type_text
 from partc.runtime.artifact.format import Shape
+from partc.runtime.artifact.tensors.dtypes import type_text
 
 ValueType: TypeAlias = tuple[str, Shape]
 """A type as the manifest writes it, and a shape."""

@@ -1,7 +1,7 @@
 """Checks one rank's graph: each value made once and before its use, known ops, sound functions.
 
 A body of If, Loop or Scan sees the values of the graphs around it, as they are at its node. A value that no node makes
-is told apart from one that is made too late, since the remedies differ. A function of the model sees its inputs only, and is made of
+is distinguished from one that is made too late, since the remedies differ. A function of the model sees its inputs only, and is made of
 plain ops: it neither communicates nor calls another one.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import COPY, DOMAIN, DOMAIN_VERSION, RANK_CONSTANT, RECV, SEND
-from partc.runtime.artifact.lookup_ops import GROUP_OPS
-from partc.runtime.artifact.onnx_graph import all_nodes, graph_bodies, node_title, path_of, short_splits
+from partc.runtime.artifact.graph.onnx_graph import all_nodes, graph_bodies, node_title, path_of, short_splits
 from partc.runtime.errors import Violation
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
-from partc.runtime.artifact.comm_schemas import register
+from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.format import OF_RANKS, Manifest
-from partc.runtime.artifact.onnx_graph import not_text, read_model
+from partc.runtime.artifact.graph.onnx_graph import metadata_of, not_text, read_model
 from partc.runtime.artifact.ranks import ranks_text
-from partc.runtime.artifact.rows import row_of
-from partc.runtime.artifact.tasks import unrolled
+from partc.runtime.artifact.tasks.calls import unrolled
+from partc.runtime.artifact.tasks.rows import row_of
 from partc.runtime.checker.graph.types import as_plain_onnx
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import ArtifactError, Violation
@@ -43,7 +43,7 @@ def read_rank(subject: Subject) -> list[Violation]:
 
 def check_ranks(file: str, model: ModelProto, manifest: Manifest) -> Iterator[Violation]:
     """Whether a rank file is the program of the ranks that the manifest says."""
-    said = next((entry.value for entry in model.metadata_props if entry.key == OF_RANKS), "")
+    said = metadata_of(model, OF_RANKS)
     ranks = ranks_text(rank for rank in range(manifest.ranks) if manifest.program(rank) == file)
     if said and said != ranks:
         fact = f"it is the program of ranks {said}, and the manifest makes it that of ranks {ranks}"

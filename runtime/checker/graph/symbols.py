@@ -41,7 +41,7 @@ def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | Non
 
 
 def same_dims(one: Shape, other: Shape, manifest: Manifest) -> bool:
-    """Whether two shapes are equal at all sample sizes; a dim that the symbols do not tell is equal to any."""
+    """Whether two shapes are equal at all sample sizes; a dim that the symbols do not determine is equal to any."""
     if one is None or other is None or one == other:
         return True
     if len(one) != len(other):

@@ -1,4 +1,4 @@
-"""Checks the targets of a rank file: every op reads what lies on its target, and no copy is made for nobody.
+"""Checks the targets of a rank file: every op reads what lies on its target, and every copy is read.
 
 A value lies on the target of the node that makes it, what a Copy makes on that to which it leads; on the CPU lie inputs, outputs, all that
 is communicated, sizes, and operands that kernels read on the host. A file without targets has no copies.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from onnx import ModelProto, NodeProto, ValueInfoProto
+from onnx import ModelProto, NodeProto
 from partc.runtime.artifact.format import CPU, DOMAIN, OPTIMIZER, RANK_CONSTANT, TARGET, TARGETS, StateRecord
-from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
-from partc.runtime.artifact.targets import copied_to, is_copy, target_of
+from partc.runtime.artifact.graph.onnx_graph import metadata_of, node_title, path_of, reads
+from partc.runtime.artifact.graph.targets import copied_to, is_copy, target_of
 from partc.runtime.errors import ArtifactError, Violation
 
 _AGAIN = "compile the model again"
@@ -52,9 +52,9 @@ def check_targets(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> 
                 yield Violation(file, "no node of the file has a target", node_title(node), path_of(node), _AGAIN)
         return
     makers = {name: node for node in graph.node for name in node.output if name}
-    lying = {port.name: _said(port) or CPU for port in graph.input}
+    lying = {port.name: metadata_of(port, TARGET) or CPU for port in graph.input}
     lying |= {
-        record.value: _made_on(file, makers[record.next])
+        record.value: _target_of_outputs(file, makers[record.next])
         for record in kept
         if record.value in lying and record.next in makers
     }
@@ -62,8 +62,8 @@ def check_targets(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> 
     for node in graph.node:
         for fact in _faults(file, node, lying, read):
             yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
-        if not _is_constant(node):
-            lying |= dict.fromkeys(filter(None, node.output), _made_on(file, node))
+        if not (node.domain == DOMAIN and node.op_type == RANK_CONSTANT):
+            lying |= dict.fromkeys(filter(None, node.output), _target_of_outputs(file, node))
     following = {one.next: lying.get(one.value, CPU) for one in kept if one.next}
     for port in graph.output:
         wanted = following.get(port.name, CPU)
@@ -102,7 +102,7 @@ def _faults(file: str, node: NodeProto, lying: Mapping[str, str], read: set[str]
             yield f"it reads '{name}' on {wanted}, and that lies on {lying[name]}"
 
 
-def _made_on(file: str, node: NodeProto) -> str:
+def _target_of_outputs(file: str, node: NodeProto) -> str:
     """The target on which lies what a node makes."""
     if is_copy(node):
         try:
@@ -112,12 +112,3 @@ def _made_on(file: str, node: NodeProto) -> str:
     if node.domain == DOMAIN or (node.op_type in _SIZES and not node.domain):
         return CPU
     return target_of(node) or CPU
-
-
-def _is_constant(node: NodeProto) -> bool:
-    return node.domain == DOMAIN and node.op_type == RANK_CONSTANT
-
-
-def _said(port: ValueInfoProto) -> str:
-    """The target of a tensor of the state."""
-    return next((one.value for one in port.metadata_props if one.key == TARGET), "")

@@ -2,7 +2,7 @@
 
 Inference begins at the graph's inputs, the weights, what arrives from other ranks, and what ops without an ONNX schema make; all
 that lies between is inferred by onnx, at a few legal sizes of the symbols, because equal expressions may be written in many ways.
-A dim that neither side tells is equal to any.
+A dim unknown on both sides is equal to any.
 
     h [batch/2, 8] = MatMul(x [batch/2, 4], w [4, 7])       declared [batch/2, 8], and the node makes [batch/2, 7]
 """
@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
-from partc.runtime.artifact.dtypes import type_text
 from partc.runtime.artifact.format import Manifest, Shape
-from partc.runtime.artifact.onnx_graph import all_nodes, node_title, path_of
-from partc.runtime.artifact.rank_constants import bound, is_rank_constant
+from partc.runtime.artifact.graph.onnx_graph import all_nodes, node_title, path_of
+from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
+from partc.runtime.artifact.tensors.dtypes import type_text
 from partc.runtime.checker.graph.symbols import numbers, samples
 from partc.runtime.checker.graph.windows import does_not_fit
 from partc.runtime.errors import ArtifactError, Violation
@@ -27,7 +27,7 @@ _SIZES = 2
 _LONG = 1 << 16
 """The elements of a long vector; none that is a shape, or of which one is made, has so many."""
 _OPAQUE = ("If", "Loop", "Scan", "Optional", "OptionalGetElement", "SequenceAt", "SequenceMap")
-"""Ops whose shapes onnx tells more surely than they are known."""
+"""Ops whose shapes onnx infers more reliably than the file states them."""
 
 
 def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _SIZES) -> list[Violation]:
@@ -36,30 +36,38 @@ def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _
     Held against each other at so many sizes of the symbols.
     """
     model = _with_constants(model, manifest, file)
-    declared = {port.name: port for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    stated = _declared(model)
     makers = {name: node for node in model.graph.node for name in node.output if name}
     for sizes in samples(manifest)[: count if manifest.symbols else 1]:
+        light = _at(without_weights(model), manifest, sizes)
+        declared = _declared(light)
         try:
-            made = _made(model, manifest, sizes, declared)
+            made = _outputs_of(light, declared, stated)
         except (onnx.shape_inference.InferenceError, MemoryError, UnicodeDecodeError) as error:
             return [Violation(file, f"its types contradict each other: {' '.join(str(error).split())}", help=_AGAIN)]
         for name, node in makers.items():
-            if name in declared and name in made:
-                for fact in _differs(name, _type(declared[name].type), _type(made[name]), manifest, sizes):
+            if name in stated and name in made and declared[name] != made[name]:
+                for fact in _differs(name, _type(stated[name]), _type(made[name]), manifest, sizes):
                     return [Violation(file, fact, node_title(node), path_of(node), _AGAIN)]
     return []
 
 
-def _made(
-    model: ModelProto, manifest: Manifest, sizes: Mapping[str, int], declared: Mapping[str, ValueInfoProto]
+def _declared(model: ModelProto) -> dict[str, TypeProto]:
+    return {port.name: port.type for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+
+
+def _outputs_of(
+    model: ModelProto, declared: Mapping[str, TypeProto], stated: Mapping[str, TypeProto]
 ) -> dict[str, TypeProto]:
-    """The types of what nodes make. Where onnx loses a size, or says one that cannot be, what is declared is believed."""
-    types = {name: port.type for name, port in declared.items()}
-    made = _inferred(model, manifest, sizes)
-    believed = _lost(model, types, made)
+    """The types of what nodes make. Where onnx loses a size, or says one that cannot be, what is declared is believed.
+
+    `declared`: with dims as numbers; `stated`: as the file has them.
+    """
+    made = _inferred(model)
+    believed = _lost(model, stated, made)
     if believed:
-        made |= _inferred(model, manifest, sizes, believed)
-    given = {name: _at(port, manifest, sizes).type for name, port in declared.items() if name not in made}
+        made |= _inferred(model, believed)
+    given = {name: type for name, type in declared.items() if name not in made}
     given |= {one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in model.graph.initializer}
     while True:
         known = {**given, **made}
@@ -67,8 +75,8 @@ def _made(
         if not unfit:
             return made
         believed |= unfit
-        given |= {name: _at(declared[name], manifest, sizes).type for name in unfit if name in declared}
-        made = _inferred(model, manifest, sizes, believed)
+        given |= {name: declared[name] for name in unfit if name in declared}
+        made = _inferred(model, believed)
 
 
 def as_plain_onnx(model: ModelProto) -> ModelProto:
@@ -134,25 +142,21 @@ def _sizes(type: TypeProto, names: bool = False) -> list[int | None]:
     ]
 
 
-def _inferred(
-    model: ModelProto, manifest: Manifest, sizes: Mapping[str, int], believed: Collection[str] = ()
-) -> dict[str, TypeProto]:
-    """By name the types of what nodes make, with dims in numbers where the sizes of the symbols tell them.
+def _inferred(model: ModelProto, believed: Collection[str] = ()) -> dict[str, TypeProto]:
+    """The types of the values that nodes make, by name, with dims as numbers where the sizes of the symbols determine them.
 
     What is `believed` is taken as declared, as what comes from other ranks is.
     """
-    light = without_weights(model)
+    light = ModelProto()
+    light.CopyFrom(model)
     graph = light.graph
-    given = {name for node in graph.node if _is_given(node, light) for name in node.output} | {*believed}
-    types = {port.name: port for port in (*graph.value_info, *graph.output)}
-    kept = [types[name] for name in sorted(given & types.keys())]
-    fixed = [_at(port, manifest, sizes) for port in kept]
+    given = {name for node in graph.node if _is_stated(node, light) for name in node.output} | {*believed}
+    types = {port.name: port for port in (*model.graph.value_info, *model.graph.output)}
     del graph.value_info[:]
-    graph.value_info.extend(fixed)
-    for port in graph.input:
-        port.CopyFrom(_at(port, manifest, sizes))
+    graph.value_info.extend([types[name] for name in sorted(given & types.keys())])
     for port in graph.output:
-        port.CopyFrom(ValueInfoProto(name=port.name) if port.name not in given else _at(port, manifest, sizes))
+        if port.name not in given:
+            port.CopyFrom(ValueInfoProto(name=port.name))
     made = _infer(light)
     return {port.name: port.type for port in (*made.graph.value_info, *made.graph.output) if port.name not in given}
 
@@ -192,7 +196,7 @@ def _standard_ops() -> frozenset[str]:
     return frozenset(schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain)
 
 
-def _is_given(node: NodeProto, model: ModelProto) -> bool:
+def _is_stated(node: NodeProto, model: ModelProto) -> bool:
     """Whether what a node makes is taken as declared: it comes from other ranks, or onnx does not know the op, or knows too much."""
     if any((node.domain, node.op_type) == (one.domain, one.name) for one in model.functions):
         return False
@@ -201,19 +205,22 @@ def _is_given(node: NodeProto, model: ModelProto) -> bool:
     return bool(node.domain) or node.op_type not in _standard_ops() or node.op_type in _OPAQUE
 
 
-def _at(port: ValueInfoProto, manifest: Manifest, sizes: Mapping[str, int]) -> ValueInfoProto:
-    """A declared type with its dims as numbers."""
-    fixed = ValueInfoProto()
-    fixed.CopyFrom(port)
-    if fixed.type.HasField("tensor_type"):
-        for dim in fixed.type.tensor_type.shape.dim:
+def _at(model: ModelProto, manifest: Manifest, sizes: Mapping[str, int]) -> ModelProto:
+    """The model, its own copy, with the dims of declared types as numbers."""
+    known: dict[str, int | None] = {}
+    for port in (*model.graph.value_info, *model.graph.input, *model.graph.output):
+        if not port.type.HasField("tensor_type") or not port.type.tensor_type.HasField("shape"):
+            continue
+        for dim in port.type.tensor_type.shape.dim:
             if dim.HasField("dim_param"):
-                (size,) = numbers([dim.dim_param], manifest, dict(sizes))
+                if (text := dim.dim_param) not in known:
+                    (known[text],) = numbers([text], manifest, dict(sizes))
+                size = known[text]
                 if size is None or not 0 <= size < 1 << 63:
                     dim.ClearField("dim_param")
                 else:
                     dim.dim_value = size
-    return fixed
+    return model
 
 
 def _type(type: TypeProto) -> tuple[str, Shape]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from onnx import ModelProto, TensorProto
-from partc.runtime.artifact.dtypes import BY_CODE
 from partc.runtime.artifact.format import DIGEST, PIECE, Manifest, stays_inside
-from partc.runtime.artifact.onnx_graph import model_tensors
-from partc.runtime.artifact.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
+from partc.runtime.artifact.graph.onnx_graph import metadata_of, model_tensors
+from partc.runtime.artifact.tensors.dtypes import BY_CODE
+from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
@@ -52,9 +52,9 @@ def check_weights(
     for tensor in model_tensors(model):
         title = f"weight '{tensor.name}'"
         if tensor.data_location != TensorProto.EXTERNAL:
-            known = _said(tensor, DIGEST)
+            known = metadata_of(tensor, DIGEST)
             if known and known != hashlib.sha256(tensor.raw_data).hexdigest()[: len(known)]:
-                fact = f"its numbers are not those of '{_said(tensor, PIECE)}', whose hash is stored with it"
+                fact = f"its numbers are not those of '{metadata_of(tensor, PIECE)}', whose hash is stored with it"
                 yield Violation(file, fact, title, help=_AGAIN)
             continue
         entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -81,7 +81,9 @@ def _check_region(
     file: str, title: str, tensor: TensorProto, location: str, weights: _Weights, span: tuple[int, int]
 ) -> Iterator[Violation]:
     offset, end = span
-    need = _bytes_of(tensor)
+    dtype = BY_CODE.get(tensor.data_type)
+    need = None if dtype is None else dtype.bytes_of(tuple(tensor.dims))
+    code = None if dtype is None else CODES.get(dtype.shown)
     if not weights.begin <= offset <= end <= weights.end:
         fact = (
             f"its data would be bytes {offset} to {end} of {location}, whose data is {weights.begin} to {weights.end}"
@@ -90,7 +92,7 @@ def _check_region(
     elif need is not None and need != end - offset:
         yield Violation(file, f"it has {end - offset} bytes of data, and its type and shape need {need}", title)
     elif weights.tensors is not None:
-        there, shard = weights.tensors.get(span, []), _said(tensor, PIECE)
+        there, shard = weights.tensors.get(span, []), metadata_of(tensor, PIECE)
         if not there:
             fact = f"no tensor of {location} is at bytes {offset} to {end}"
             yield Violation(file, fact, title, help=_AGAIN)
@@ -99,7 +101,7 @@ def _check_region(
             yield Violation(
                 file, f"its data is that of '{named}' in {location}; it is '{shard or tensor.name}'", title, help=_AGAIN
             )
-        elif all(one.type not in (_code(tensor), AS_BYTES) for one in there):
+        elif all(one.type not in (code, AS_BYTES) for one in there):
             fact = (
                 f"its data in {location} is {there[0].type}, and it is a {TensorProto.DataType.Name(tensor.data_type)}"
             )
@@ -107,10 +109,6 @@ def _check_region(
         elif all(one.type != AS_BYTES and one.shape != [*tensor.dims] for one in there):
             fact = f"its data in {location} is of shape {there[0].shape}, and it is of {[*tensor.dims]}"
             yield Violation(file, fact, title, help=_AGAIN)
-
-
-def _said(tensor: TensorProto, key: str) -> str:
-    return next((entry.value for entry in tensor.metadata_props if entry.key == key), "")
 
 
 def _open(path: Path) -> _Weights | None:
@@ -134,15 +132,3 @@ def _open(path: Path) -> _Weights | None:
 def _number(entries: dict[str, str], key: str) -> int:
     text = entries.get(key, "0")
     return int(text) if text.isdecimal() else -1
-
-
-def _bytes_of(tensor: TensorProto) -> int | None:
-    """The bytes that a tensor's data takes; None for texts and unknown types."""
-    dtype = BY_CODE.get(tensor.data_type)
-    return None if dtype is None else dtype.bytes_of(tuple(tensor.dims))
-
-
-def _code(tensor: TensorProto) -> str | None:
-    """The type of a tensor as a weights file names it; None for a type that the format lacks."""
-    dtype = BY_CODE.get(tensor.data_type)
-    return None if dtype is None else CODES.get(dtype.shown)

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, PULL, PUSH, SEND, Manifest, StateRecord
-from partc.runtime.artifact.onnx_graph import node_title, path_of, reads
-from partc.runtime.artifact.optimizer_function import NEXT, is_elementwise, is_in_place
-from partc.runtime.artifact.rank_constants import is_rank_constant
-from partc.runtime.artifact.row_function import IDS, ROWS, adds_up, is_merge, is_rowwise, merged_by
-from partc.runtime.artifact.targets import is_copy
+from partc.runtime.artifact.graph.onnx_graph import node_title, path_of, reads
+from partc.runtime.artifact.graph.optimizer_function import NEXT, is_elementwise, is_in_place
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant
+from partc.runtime.artifact.graph.row_function import IDS, ROWS, adds_up, is_merge, is_rowwise, merged_by
+from partc.runtime.artifact.graph.targets import is_copy
 from partc.runtime.checker.graph.nodes import check_calls
 from partc.runtime.checker.subject import Subject
-from partc.runtime.checker.training.state import check_kept
+from partc.runtime.checker.training.state import check_state_of_rank
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
@@ -59,14 +59,14 @@ def check_updates(subject: Subject) -> list[Violation]:
             known[key], problems = _Rank(manifest.program(rank), model, records, manifest.guard).check()
             found += problems
         total += known.get(key, Replaced())
-    subject.in_place, subject.copied = total.in_place, total.copied
+    subject.counts.in_place, subject.counts.copied = total.in_place, total.copied
     return found
 
 
 def unsafe_state(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
     """Why what one rank keeps must not be laid out in memory and updated as its file says; for whoever loads that alone."""
     file = manifest.program(rank)
-    if found := [*check_kept(manifest, rank, model), *check_calls(file, model)]:
+    if found := [*check_state_of_rank(manifest, rank, model), *check_calls(file, model)]:
         return found
     return _Rank(file, model, [one for one in manifest.state if rank in one.ranks], manifest.guard).check()[1]
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from onnx import AttributeProto, NodeProto, helper
 from partc.runtime.artifact.format import DOMAIN, Manifest, StateRecord
-from partc.runtime.artifact.onnx_graph import node_title, path_of
+from partc.runtime.artifact.graph.onnx_graph import node_title, path_of
 from partc.runtime.checker.subject import Subject
 from partc.runtime.checker.training.value_numbering import Numbering
 from partc.runtime.errors import Violation
@@ -30,7 +30,7 @@ def check_copies(subject: Subject) -> Iterator[Violation]:
         return
     numbering = Numbering(subject.folder, subject.manifest, subject.models)
     if numbering.done:
-        subject.copies = len(copies)
+        subject.counts.copies = len(copies)
         yield from check_replicas(numbering, copies)
 
 

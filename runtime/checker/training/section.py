@@ -3,7 +3,7 @@
 outputs    the loss, the metrics and the guard are outputs; `guard` is there just where steps may be skipped
 scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed
 optimizer  a number that update nodes have as an attribute is that attribute, since the runtime derives scalars from it
-schedule   it has a type and the options of that type
+schedule   its least rate is not above the optimizer's
 batch      where the settings name one, every input may have so many records
 """
 
@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 from onnx import AttributeProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import MANIFEST, OPTIMIZER, Manifest, Shape, TrainingRecord
+from partc.runtime.artifact.graph.onnx_graph import node_title
 from partc.runtime.artifact.legal_sizes import wrong_batch
-from partc.runtime.artifact.lr_schedule import OTHERS, SCALARS, numbers, scalar_name, scalars, schedule
-from partc.runtime.artifact.metric_formula import FORMULAS
-from partc.runtime.artifact.onnx_graph import node_title
-from partc.runtime.errors import UsageError, Violation
+from partc.runtime.artifact.training.lr_schedule import above_base
+from partc.runtime.artifact.training.metric_formula import Formula, formula
+from partc.runtime.artifact.training.scalars import SCALARS, scalar_name, scalars
+from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _COUNTS = ("step",)
 _OF_A_PARAMETER = ("weight_decay", "lr_multiplier")
 """Attributes that a plan may give each parameter of its own."""
-_SKIP = "skip"
 _ANY = "*"
-_NONFINITE = ("stop", "warn", _SKIP)
 
 
 def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
@@ -41,7 +39,7 @@ def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list
         *_names(manifest, training),
         *_scalars(manifest, training),
         *_schedule(training),
-        *(wrong_batch(training.settings["batch"], manifest) if training.settings.get("batch") is not None else ()),
+        *(wrong_batch(training.settings.batch, manifest) if training.settings.batch is not None else ()),
     ]
     return [
         *(Violation(MANIFEST, fact, "training", help=_AGAIN) for fact in facts),
@@ -54,20 +52,22 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
     inputs = {port.name for port in manifest.inputs}
     for kind, name in [("loss", training.loss), *(("metric", metric) for metric in training.metrics)]:
         if name not in outputs:
-            yield f"the {kind} '{name}' is no output"
-    for name, formula in training.formulas.items():
+            yield f"the {kind} '{name}' is not an output"
+    for name, text in training.formulas.items():
         if name not in training.metrics:
-            yield f"the formula '{formula}' is of '{name}', which is no metric"
-        if formula not in FORMULAS:
-            yield f"the metric '{name}' has the formula '{formula}'; the runtime knows {', '.join(FORMULAS)}"
-        elif name in outputs and not _is_counts(outputs[name].shape):
-            counts = "2 counts for each of 2 bins or more, and 2 besides"
-            yield f"the metric '{name}' has the shape {outputs[name].shape}; of '{formula}' it is {counts}"
+            yield f"the formula '{text}' is of '{name}', which is not a metric"
+        try:
+            found = formula(text)
+        except ValueError as error:
+            yield f"the metric '{name}' has the formula '{text}'; {error}"
+            continue
+        if name in outputs and not _fits(outputs[name].shape, found):
+            yield f"the metric '{name}' has the shape {outputs[name].shape}; of '{text}' it is {found.sums}"
     for name, denominator in training.denominators.items():
         if name not in (training.loss, *training.metrics):
             yield f"the denominator '{denominator}' is of '{name}', which is neither the loss nor a metric"
         if denominator not in outputs:
-            yield f"the denominator '{denominator}' of '{name}' is no output"
+            yield f"the denominator '{denominator}' of '{name}' is not an output"
         elif (
             outputs[denominator].shape != []
             or outputs[denominator].ranks != outputs.get(name, outputs[denominator]).ranks
@@ -76,28 +76,25 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
     for name in training.sums:
         if name not in (training.loss, *training.metrics):
             yield f"'{name}' is a sum over records, and neither the loss nor a metric"
-    yield from (f"the fixed input '{name}' is no input" for name in training.fixed if name not in inputs)
-    said = training.settings.get("on_nonfinite", "stop")
-    if said not in _NONFINITE:
-        yield f"'on_nonfinite' is {said!r}; it is one of {', '.join(_NONFINITE)}"
-    skips = training.settings.get("on_nonfinite") == _SKIP
-    if skips != bool(training.guard):
+    yield from (f"the fixed input '{name}' is not an input" for name in training.fixed if name not in inputs)
+    said = training.settings.on_nonfinite
+    if (said == "skip") != bool(training.guard):
         there = f"the guard is '{training.guard}'" if training.guard else "there is no guard"
-        yield f"{there}, and 'on_nonfinite' is {training.settings.get('on_nonfinite')!r}"
+        yield f"{there}, and 'on_nonfinite' is {said!r}"
     if training.guard and [*range(manifest.ranks)] != sorted(
         outputs[training.guard].ranks if training.guard in outputs else []
     ):
-        yield f"the guard '{training.guard}' is no output that every rank has"
+        yield f"the guard '{training.guard}' is not an output that every rank has"
 
 
-def _is_counts(shape: Shape) -> bool:
-    """Whether these may be counts of two labels in two bins or more, and one besides."""
-    return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and shape[0] >= 6 and shape[0] % 2 == 0
+def _fits(shape: Shape, found: Formula) -> bool:
+    """Whether these may be the sums that a formula takes."""
+    return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and found.fits(shape[0])
 
 
 def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
     inputs = {port.name: port for port in manifest.inputs}
-    hyper, known = numbers(training.optimizer), _scalar_names(training)
+    hyper, known = training.optimizer.numbers, _scalar_names(training)
     for name in training.scalars:
         if name in inputs and inputs[name].shape != []:
             yield f"the scalar '{name}' is an input of shape {inputs[name].shape}; it is one number"
@@ -115,21 +112,13 @@ def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
 
 
 def _schedule(training: TrainingRecord) -> Iterator[str]:
-    rate = training.optimizer.get("lr", 0.0)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < float("inf"):
-        yield f"the optimizer's 'lr' is {rate!r}; it is a number, at least 0"
-    elif training.schedule and training.schedule.get("type") != "python":
-        try:
-            schedule(training.schedule, float(rate), folder=Path())
-        except (UsageError, OverflowError) as error:
-            yield str(error).splitlines()[0]
+    schedule = training.settings.schedule
+    if schedule is not None and (wrong := above_base(schedule, training.optimizer.lr)):
+        yield f"schedule: {wrong.fact}"
 
 
 def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
-    optimizers = {"": training.optimizer, **_others(training)}
-    own = {
-        of: numbers({name: one for name, one in given.items() if name != OTHERS}) for of, given in optimizers.items()
-    }
+    own = {of: one.hyper for of, one in {"": training.optimizer, **training.optimizer.others}.items()}
     known = _scalar_names(training)
     state = {record.value for record in manifest.state}  # a parameter may have the name of a scalar
     for file, model in {manifest.program(rank): model for rank, model in models.items()}.items():
@@ -143,16 +132,9 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
                     yield Violation(file, fact, node_title(node), help=_AGAIN)
 
 
-def _others(training: TrainingRecord) -> dict[str, Mapping[str, object]]:
-    """The optimizers that parameters have of their own, by name."""
-    others = training.optimizer.get(OTHERS)
-    given = others.items() if isinstance(others, Mapping) else ()
-    return {str(name): one for name, one in given if isinstance(one, Mapping)}
-
-
 def _scalar_names(training: TrainingRecord) -> dict[str, str]:
     """By scalar that the runtime can compute the optimizer whose it is; those that all share are of any."""
-    names = ("", *_others(training))
+    names = ("", *training.optimizer.others)
     return {
         scalar_name(of, scalar): _ANY if scalar_name(_ANY, scalar) == scalar else of
         for of in names
@@ -161,7 +143,7 @@ def _scalar_names(training: TrainingRecord) -> dict[str, str]:
 
 
 def _other_numbers(node: NodeProto, of: str, own: Mapping[str, float], read: Collection[str]) -> Iterator[str]:
-    """What says that a node is no update by an optimizer: its attributes, or scalars of another one."""
+    """Why a node is not an update by an optimizer: wrong attributes, or scalars of another optimizer."""
     name = _title(of)
     for one in node.attribute:
         if (

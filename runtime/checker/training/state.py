@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from onnx import ModelProto
-from partc.runtime.artifact.boxes import Region, overlap, region, remaining, whole
-from partc.runtime.artifact.dtypes import dense
 from partc.runtime.artifact.format import MANIFEST, SCALE, Law, Manifest, Shape, StateRecord
+from partc.runtime.artifact.tensors.boxes import Region, full_region, overlap, region, remaining
+from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.checker.graph.declared import declared_types, type_of
 from partc.runtime.errors import Violation
 
@@ -35,7 +35,7 @@ def check_state(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Vi
     return found
 
 
-def check_kept(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
+def check_state_of_rank(manifest: Manifest, rank: int, model: ModelProto) -> list[Violation]:
     """What is wrong with the state of one rank and the file that has it."""
     records = [record for record in manifest.state if rank in record.ranks]
     malformed = [_violation(record, fact) for record in records for fact in _malformed(record, manifest)]
@@ -88,7 +88,7 @@ def _check_tensors(records: Sequence[StateRecord]) -> Iterator[Violation]:
                     kept, f"no step replaces it, and '{moved.value}', the same tensor, becomes '{moved.next}'"
                 )
         if all(one.shape == first.shape for one in same):
-            lost = [one for one in remaining([whole(first.shape)], _regions(same)) if one.count]
+            lost = [one for one in remaining([full_region(first.shape)], _regions(same)) if one.count]
             yield from (_violation(first, f"no rank holds {one} of '{tensor}' {first.shape}") for one in lost[:1])
     names: dict[tuple[str, int], StateRecord] = {}
     for record in records:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
-from partc.runtime.artifact.comm_node import AnyCall, CollectiveCall, read_call
+from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, read_call
+from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
     DOMAIN,
@@ -36,9 +37,8 @@ from partc.runtime.artifact.format import (
     TAG,
     Manifest,
 )
-from partc.runtime.artifact.lookup_node import LookupCall
-from partc.runtime.artifact.onnx_graph import reads
-from partc.runtime.artifact.rank_constants import constant_of, group_of, is_rank_constant
+from partc.runtime.artifact.graph.onnx_graph import integer_of, reads
+from partc.runtime.artifact.graph.rank_constants import constant_of, group_of, is_rank_constant
 from partc.runtime.checker.graph.declared import ValueType, declared_types
 from partc.runtime.checker.graph.symbols import numbers as dims_at
 from partc.runtime.checker.graph.symbols import samples
@@ -85,7 +85,10 @@ class Numbering:
         self._items: dict[int, Items] = {}
         self.given: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}
         self.groups = {rank: manifest.groups_of(rank) for rank in models}
-        self.ops = {rank: _ops(model) for rank, model in models.items()}
+        self.ops = {
+            rank: {(one.domain, one.name): one.SerializeToString(deterministic=True) for one in model.functions}
+            for rank, model in models.items()
+        }
         self._texts: dict[int, tuple[bytes, ...]] = {}
         self._bytes: dict[Hashable, bytes] = {}
         self._declared: dict[int, dict[str, ValueType]] = {}
@@ -102,7 +105,8 @@ class Numbering:
         numbers, graph = self.numbers[rank], self.models[rank].graph
         for tensor in graph.initializer:
             number = numbers[tensor.name] = self._number("weight", self.content(tensor))
-            if _are_sizes(tensor):
+            short = tensor.data_type == TensorProto.INT64 and len(tensor.dims) == 1 and tensor.dims[0] <= _MOST_DIMS
+            if short and tensor.data_location != TensorProto.EXTERNAL:
                 self._items[number] = (tuple(numpy_helper.to_array(tensor).tolist()),) * len(self._sizes)
         for sparse in graph.sparse_initializer:
             numbers[sparse.values.name] = self._number("sparse", sparse.SerializeToString(deterministic=True))
@@ -130,12 +134,12 @@ class Numbering:
         """Numbers what a node makes; False where another rank must come first."""
         numbers = self.numbers[rank]
         if node.domain == DOMAIN and node.op_type == SEND:
-            self.sent[_tag(node)] = numbers[node.input[0]]
+            self.sent[integer_of(node, TAG, -1)] = numbers[node.input[0]]
             return True
         if node.domain == DOMAIN and node.op_type == RECV:
-            if _tag(node) in self.sent:
-                numbers[node.output[0]] = self.sent[_tag(node)]
-            return _tag(node) in self.sent
+            if integer_of(node, TAG, -1) in self.sent:
+                numbers[node.output[0]] = self.sent[integer_of(node, TAG, -1)]
+            return integer_of(node, TAG, -1) in self.sent
         if is_rank_constant(node):
             array = constant_of(node, self.groups[rank][group_of(node)].index(rank))
             numbers[node.output[0]] = self._number("weight", self.content(numpy_helper.from_array(array)))
@@ -146,7 +150,7 @@ class Numbering:
             numbers[node.output[0]] = numbers[node.input[0]]
             return True
         inputs = tuple(numbers[name] if name else -1 for name in node.input)
-        if (items := self._sizes_made(rank, node, inputs)) is not None:
+        if (items := self._output_sizes(rank, node, inputs)) is not None:
             number = numbers[node.output[0]] = self._number("sizes", items)
             self._items[number] = items
             return True
@@ -179,7 +183,7 @@ class Numbering:
         pairs = zip(dims, inputs, strict=True)
         return tuple(self._expanded.get(number, number) if size in large else number for size, number in pairs)
 
-    def _sizes_made(self, rank: int, node: NodeProto, inputs: tuple[int, ...]) -> Items | None:
+    def _output_sizes(self, rank: int, node: NodeProto, inputs: tuple[int, ...]) -> Items | None:
         """The dims that a Shape gives, or a Concat of sizes; None for another node, or where they are not told."""
         if node.domain or node.op_type not in ("Shape", "Concat"):
             return None
@@ -192,7 +196,7 @@ class Numbering:
         return None if shape is None else tuple(dims[ends.get("start", 0) : ends.get("end")] for dims in shape)
 
     def _shape(self, rank: int, name: str) -> Items | None:
-        """The dims of a value at a few sizes of the symbols; None where the file does not tell them."""
+        """The dims of a value at a few sizes of the symbols; None where the file does not state them."""
         model = self.models[rank]
         if id(model) not in self._declared:
             self._declared[id(model)] = declared_types(model)
@@ -209,7 +213,7 @@ class Numbering:
         return tuple(found)
 
     def _dims(self, rank: int, name: str, number: int) -> int:
-        """The number of a value's shape: that of its dims, or of the value where these are not told."""
+        """The number of a value's shape: that of its dims, or of the value where these are unknown."""
         shape = self._shape(rank, name)
         return number if shape is None else self._number("sizes", shape)
 
@@ -296,23 +300,8 @@ class Numbering:
         return tensor.data_type, tuple(tensor.dims), self._bytes[key]
 
 
-def _are_sizes(tensor: TensorProto) -> bool:
-    """Whether a weight is a short list of whole numbers, as shapes are made of."""
-    short = tensor.data_type == TensorProto.INT64 and len(tensor.dims) == 1 and tensor.dims[0] <= _MOST_DIMS
-    return short and tensor.data_location != TensorProto.EXTERNAL
-
-
-def _ops(model: ModelProto) -> dict[tuple[str, str], bytes]:
-    """By domain and name the bodies of a model's functions."""
-    return {(one.domain, one.name): one.SerializeToString(deterministic=True) for one in model.functions}
-
-
 def _is_random(node: NodeProto) -> bool:
-    """Whether a node may draw other numbers on each rank: one without a seed, but no Dropout that is not told to train."""
+    """Whether a node may draw other numbers on each rank: one without a seed, except a Dropout outside training mode."""
     if node.op_type == "Dropout" and not "".join(node.input[2:3]):
         return False
     return node.op_type in _RANDOM and all(attribute.name != "seed" for attribute in node.attribute)
-
-
-def _tag(node: NodeProto) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == TAG), -1)

@@ -62,7 +62,15 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
         case Kind.FREED:
             return Effects(f"end of '{role.name}'", sets=_uses([freed_name(role.name)]), frees=True)
         case Kind.SENT:
-            return Effects(f"end of the {steps[role.index]}", checks=_uses(_leaving(steps[role.index], program, works)))
+            step = steps[role.index]
+            # memory of a value's own is kept by the message itself
+            given = [step.value] if isinstance(step, Send) else []
+            if isinstance(step, Collective) and step.call.tag in works:
+                given = [*step.call.given, scratch_name(step.call.tag, "out")]
+            return Effects(
+                f"end of the {steps[role.index]}",
+                checks=_uses([name for name in given if program.values.storage.get(name, Storage.SLOT) in _PLACED]),
+            )
         case Kind.STEPS:
             found = [_of_step(steps[index], program, works) for index in role.steps]
             if len(found) == 1:
@@ -74,7 +82,7 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
 
 def at_the_end(program: RankProgram) -> Iterator[Effects]:
     """What is done when the step's actions are: kept tensors are replaced, and outputs are given."""
-    for kept, made in (*program.replaced, *program.replaced_always):
+    for kept, made in (*program.replacement.copies, *program.replacement.always):
         yield Effects(f"replacement of '{kept}'", _uses([made]), _uses([kept]))
     yield Effects("end of the step, which gives the outputs", _uses(program.outputs))
 
@@ -93,7 +101,7 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
         case Copy():
             return Effects(text, _uses([step.source]), _uses([step.result]))
         case Update():
-            guard = [program.guard] if program.guard else []
+            guard = [program.replacement.guard] if program.replacement.guard else []
             replaced = {one.value: one.next for one in program.state.records}
             made = [name for node in step.nodes for name in node.output]
             return Effects(text, _uses([*step.inputs, *guard]), _uses(made), replaced)
@@ -130,14 +138,6 @@ def _finished(text: str, step: WaitCollective, works: Mapping[int, AnyCollective
     still = () if call.kind.boxes else (*_uses(call.given), *_uses([packed]))
     checks = (*_uses([*call.made, landing], coming=True), *still)
     return Effects(text, checks, _uses(call.made), _in_place(step))
-
-
-def _leaving(step: Step, program: RankProgram, works: Mapping[int, AnyCollective]) -> list[str]:
-    """What must stay as it is until it has left; memory of a value's own is kept by the message itself."""
-    given = [step.value] if isinstance(step, Send) else []
-    if isinstance(step, Collective) and step.call.tag in works:
-        given = [*step.call.given, scratch_name(step.call.tag, "out")]
-    return [name for name in given if program.values.storage.get(name, Storage.SLOT) in _PLACED]
 
 
 def _in_place(step: Collective) -> dict[str, str]:

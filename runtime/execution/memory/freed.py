@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Bytes
+from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ...artifact.dtypes import Bytes
-from ...artifact.tensor import Tensor
 from ...devices.device_memory import Placed
 from ...program.memory_plan import Lifetime
 
@@ -37,7 +37,7 @@ def fill(place: Placed) -> None:
 
 
 def pattern(size: int) -> Bytes:
-    """So many bytes that are no number."""
+    """So many bytes of NaN."""
     return np.full((size + 1) // 2, _PAIR, "<u2").view(np.uint8)[:size]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ...artifact.dtypes import Bytes
+from partc.runtime.artifact.tensors.dtypes import Bytes
+
 from ...communication.transport import Transport
 from ...devices.device_memory import Cell
 from ...program.value_table import ValueTable

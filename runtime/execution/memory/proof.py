@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...artifact.dtypes import BY_NAME
-from ...artifact.tensor import Tensor
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.artifact.tensors.tensor import Tensor
+
 from ...devices.device_memory import Cell, Placed, Remote
 from ...errors import RankError
 from ...program.value_table import Storage
@@ -76,7 +77,11 @@ class _Memory:
             if name in spans:
                 begin, end = spans[name]
                 self.places[name] = _Place(name, ends[begin], ends[end], held)
-        loose = (name for name in names if name not in spans and self._is_loose(name))
+        loose = (
+            name
+            for name in names
+            if name not in spans and self.plan.values.storage.get(name) in (Storage.TENSOR, Storage.OBJECT)
+        )
         self.count = len(ends)
         for name in loose:
             self.places[name] = _Place(name, self.count, self.count + 1, len(names) + 1 + self.count)
@@ -101,7 +106,7 @@ class _Memory:
             if self._has(place, -place.held if coming else place.held):
                 sound.append((place, coming))
             else:
-                yield self._lost(one, place, coming)
+                yield self._missing(one, place, coming)
         if not sets:
             return
         for place, coming in sets:
@@ -139,26 +144,26 @@ class _Memory:
         else:
             self.held[place.begin : place.end] = [held] * (place.end - place.begin)
 
-    def _lost(self, one: Effects, place: _Place, coming: bool) -> str:
+    def _missing(self, one: Effects, place: _Place, coming: bool) -> str:
         """Why an action does not find what it needs."""
         wanted = -place.held if coming else place.held
         parts = [part for part in range(place.begin, place.end) if self.held[part] != wanted]
         other = self.held[parts[0]]
         parts = [part for part in parts if self.held[part] == other]
-        said, bytes = _said(place.name), self._bytes(place, parts)
+        said, bytes = _described(place.name), self._bytes(place, parts)
         if abs(other) == place.held:
             return f"{said}: {one.text} needs it before it is there"
         if other == _NOBODY:
             known = place.held in self.writers
             return f"{said}{bytes} {'has been given up' if known else 'has not been made'} when {one.text} needs it"
-        name, writer = _said(self.names[abs(other)]), self.writers.get(abs(other), "the state")
+        name, writer = _described(self.names[abs(other)]), self.writers.get(abs(other), "the state")
         return f"{said} and {name} share{bytes}: {writer} writes {name} before {one.text} needs {said}"
 
     def _twice(self, one: Effects, place: _Place, does: str) -> str:
         """Why an action that makes or reads a value must not make another one."""
         parts = [part for part in range(place.begin, place.end) if abs(self.held[part]) != place.held]
-        name = _said(self.names[abs(self.held[parts[0]])])
-        return f"{_said(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"
+        name = _described(self.names[abs(self.held[parts[0]])])
+        return f"{_described(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"
 
     def _bytes(self, place: _Place, parts: Sequence[int]) -> str:
         """Where parts are, from the begin of the arena or value in which they lie."""
@@ -185,24 +190,26 @@ class _Memory:
         size = place.dtype.bytes_of(place.shape)
         return (place.pointer, place.pointer + size) if size else None
 
-    def _is_loose(self, name: str) -> bool:
-        return self.plan.values.storage.get(name) in (Storage.TENSOR, Storage.OBJECT)
-
 
 def _apart(plan: Planned) -> Iterator[str]:
     """Operands and results of updates that run as one over a range, and that do not follow each other in it."""
-    groups = (one.group for updates in plan.program.updates.values() for one in updates if isinstance(one, Updater))
+    groups = (
+        one.group
+        for updates in plan.program.replacement.updates.values()
+        for one in updates
+        if isinstance(one, Updater)
+    )
     for names in (names for group in groups for names in (*group.operands, *group.results)):
         if len(names) == 1:
             continue  # a number may be an input, whose place is not known before a step
         places = [plan.sessions.place(name) for name in names]
         for name, one, other, after in zip(names, places, places[1:], names[1:], strict=False):
             if one.pointer + one.dtype.bytes_of(one.shape) != other.pointer:
-                yield f"{_said(after)} does not lie behind {_said(name)}, and their updates run as one over both"
+                yield f"{_described(after)} does not lie behind {_described(name)}, and their updates run as one over both"
 
 
 def _without_values(plan: Planned) -> dict[str, Placed]:
-    """Places that are no value's: those where collectives pack, and those that are filled."""
+    """Memory that belongs to no value: where collectives pack, and what is filled."""
     found: dict[str, Placed] = {freed_name(role.name): role.place for role in plan.roles if role.place is not None}
     for tag, work in plan.works.items():
         for side, size in (("out", work.packed), ("in", work.landing)):
@@ -210,7 +217,7 @@ def _without_values(plan: Planned) -> dict[str, Placed]:
     return found
 
 
-def _said(name: str) -> str:
+def _described(name: str) -> str:
     """A value as messages name it; what a collective packs has no name of its own."""
     tag, _, side = name.removesuffix("\n").partition(" ")
     return f"what collective {tag} packs ({side})" if name.endswith("\n") else f"'{name}'"
@@ -248,7 +255,7 @@ def _races(plan: Planned, memory: _Memory, done: Sequence[Effects]) -> Iterator[
                         late = late or read[other][part] > mine[other]
                 if late:
                     met = done[before].text if when > mine[who] else "an earlier reader"
-                    yield f"{_said(name)}: {one.text} does not wait for {met}, which is in another lane and uses the same bytes"
+                    yield f"{_described(name)}: {one.text} does not wait for {met}, which is in another lane and uses the same bytes"
                     break
                 if writes:
                     written[part] = lane, count, place

@@ -37,13 +37,12 @@ class Access:
 def meet(one: Access, two: Access) -> bool:
     """Whether two actions keep the order of the file."""
     pairs = [(one.writes, (*two.reads, *two.writes)), (two.writes, one.reads)]
-    return any(_overlap(a, b) for left, right in pairs for a in left for b in right)
-
-
-def _overlap(one: Range, two: Range) -> bool:
-    if isinstance(one, str) or isinstance(two, str):
-        return one == two
-    return one[0] < two[1] and two[0] < one[1]
+    return any(
+        a == b if isinstance(a, str) or isinstance(b, str) else a[0] < b[1] and b[0] < a[1]
+        for left, right in pairs
+        for a in left
+        for b in right
+    )
 
 
 def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ...artifact.comm_node import CollectiveCall
-from ...artifact.dtypes import Bytes
+from partc.runtime.artifact.comm.collective_node import CollectiveCall
+from partc.runtime.artifact.tensors.dtypes import Bytes
+from partc.runtime.artifact.tensors.tensor import Tensor
+
 from ...artifact.format import CPU
-from ...artifact.tensor import Tensor
 from ...communication.transport import Transport
 from ...devices.device_memory import Cell, Remote
 from ...errors import RankError
 from ...job.status_board import IDLE, SLOT, Board
 from ...program.memory_plan import Lifetime
-from ...program.steps import Collective, Copy, LookUp, PostRecv, Segment, Send, Step, Update, WaitRecv
+from ...program.steps import Collective, Copy, LookUp, PostRecv, Segment, Send, Update, WaitRecv
 from ...program.value_table import Storage
 from ..collective_plans import scratch_name
 from ..memory.roles import Kind, Role
@@ -30,13 +31,11 @@ _FIXED = (Storage.SLOT, Storage.CONSTANT)
 
 def lanes_of(program: RankProgram) -> dict[str, int]:
     """By target its lane; empty where one target computes."""
-    computing = {target for index, target in program.step_targets.items() if not _is_copy(program.steps[index])}
-    others = sorted({*program.step_targets.values()} - {CPU})
+    computing = {
+        target for index, target in program.targets.of_steps.items() if not isinstance(program.steps[index], Copy)
+    }
+    others = sorted({*program.targets.of_steps.values()} - {CPU})
     return {target: lane for lane, target in enumerate([CPU, *others])} if len(computing) > 1 else {}
-
-
-def _is_copy(step: Step) -> bool:
-    return isinstance(step, Copy)
 
 
 class Accesses:
@@ -61,7 +60,9 @@ class Accesses:
         """What an action accesses."""
         match role.kind:
             case Kind.STEPS:
-                return self._of_steps(role.steps)
+                accesses = [self._of_step(index) for index in role.steps]
+                reads, writes = ([one for access in accesses for one in some(access)] for some in (_reads, _writes))
+                return Access(accesses[0].lane, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)))
             case Kind.SENT:
                 return self._of_end(role.index)
             case Kind.DROPPED:
@@ -74,12 +75,6 @@ class Accesses:
                 lane = self.lane(role.index) if target is None else self.lanes[target]
                 return Access(lane, (), ((begin, begin + size),))
 
-    def _of_steps(self, indices: Sequence[int]) -> Access:
-        """Those of steps of one lane that are one action."""
-        found = [self._of_step(index) for index in indices]
-        reads, writes = ([one for access in found for one in some(access)] for some in (_reads, _writes))
-        return Access(found[0].lane, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)))
-
     def _of_step(self, index: int) -> Access:
         step = self.program.steps[index]
         lane = self.lane(index)
@@ -89,7 +84,7 @@ class Accesses:
             case Copy():
                 return Access(lane, self._ranges([step.source]), self._ranges([step.result]))
             case Update():
-                guard = [self.program.guard] if self.program.guard else []
+                guard = [self.program.replacement.guard] if self.program.replacement.guard else []
                 made = [name for node in step.nodes for name in node.output]
                 return Access(lane, self._ranges([*step.inputs, *guard]), self._ranges(made))
             case Send():
@@ -110,7 +105,7 @@ class Accesses:
     def lane(self, index: int) -> int:
         """The lane of a step; a copy is in that of the target that is not the CPU."""
         step = self.program.steps[index]
-        target = self.program.step_targets.get(index, CPU)
+        target = self.program.targets.of_steps.get(index, CPU)
         if isinstance(step, Copy) and target == CPU:
             target = self.values.targets.get(step.source, CPU)
         return self.lanes[target]
@@ -182,10 +177,10 @@ class Lanes:
             at = index
             write(buffer, offset, step, index)
 
-        if program.workers is None:
-            program.workers = Workers(len(self.order.lanes), str(program.rank))
+        if program.targets.workers is None:
+            program.targets.workers = Workers(len(self.order.lanes), str(program.rank))
         try:
-            program.workers.run(self.order, self._actions, tell, self._while_waiting, self._interrupt)
+            program.targets.workers.run(self.order, self._actions, tell, self._while_waiting, self._interrupt)
         except LaneFailed as failed:
             raise self._error(failed.index, failed.cause) from failed.cause
         except RankError:

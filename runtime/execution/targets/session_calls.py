@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, dense
+from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ...artifact.dtypes import BY_NAME, dense
-from ...artifact.tensor import Tensor
 from ...devices.device_memory import Cell, Placed, Remote, move, new_place
 from ...devices.devices import Device
 from ...program.copy_runs import merged
@@ -30,12 +30,13 @@ _FIXED = (Storage.SLOT, Storage.CONSTANT)
 class SessionCalls:
     """The sessions of a program over the cells of one step plan.
 
-    `readers`: by input the bindings that read it, its type, and the name by which each does.
+    `readers`: by input the bindings that read it, its type, and the name by which each does. `bindings`: by step those of segments.
     """
 
     def __init__(self, program: RankProgram, cells: dict[str, Cell]) -> None:
         self.program, self.values, self.cells = program, program.values, cells
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
+        self.bindings: dict[int, Binding] = {}
 
     def place(self, name: str) -> Placed:
         """A dense value, wherever it lies."""
@@ -47,11 +48,12 @@ class SessionCalls:
         """An input of a step is an input of a session: bound when it is known."""
         self.readers.setdefault(name, []).append((binding, self.values.dtype(name).code, formal))
 
-    def segment(self, runner: Runner) -> Callable[[], object]:
-        """What runs a segment."""
+    def segment(self, index: int) -> Callable[[], object]:
+        """What runs the segment that is a step."""
+        runner = self.program.runners[index]
         if runner.objects or any(dense(self.values.types[name]) is None for name in runner.segment.inputs):
             return partial(self._run_objects, runner)
-        binding = runner.session.io_binding()
+        binding = self.bindings[index] = runner.session.io_binding()
         inputs, outputs = runner.segment.operands, runner.segment.results
         loose = {name for _, name in (*inputs, *outputs) if self.values.storage[name] is Storage.TENSOR}
         # A GPU's session copies an operand from the host when it is bound, and not when it runs.
@@ -110,7 +112,7 @@ class SessionCalls:
         if target is None:
             binding.bind_output(formal)
         else:
-            device = self.program.memories[target].device
+            device = self.program.arenas.memories[target].device
             binding.bind_output(formal, device.kind, device.number)
 
     def _run_loose(self, runner: Runner, binding: Binding, anew: frozenset[str], loose: frozenset[str]) -> None:
@@ -124,7 +126,7 @@ class SessionCalls:
         runner.session.run_with_iobinding(binding)
         for name, value in zip(runner.segment.outputs, binding.get_outputs(), strict=True):
             if name in loose:
-                self.cells[name] = from_ort(value, self.program.memories.get(self.values.targets.get(name, "")))
+                self.cells[name] = from_ort(value, self.program.arenas.memories.get(self.values.targets.get(name, "")))
 
     def _run_objects(self, runner: Runner) -> None:
         """Run a session with Python objects, which lie on the host."""
@@ -144,14 +146,14 @@ class SessionCalls:
 
     def _placed(self, name: str, value: Placed) -> Placed:
         """A copy of a value, in new memory where another one by its name would lie."""
-        memory = self.program.memories.get(self.values.targets.get(name, ""))
+        memory = self.program.arenas.memories.get(self.values.targets.get(name, ""))
         place = new_place(memory, value.dtype, value.shape)
         move(value, place)
         return place
 
     def copies(self, run: Sequence[int]) -> Callable[[], object]:
         """What runs copies that follow each other to one target, to which they count: neighbours in memory go as one."""
-        count = self.program.counts.copies_to(self.program.step_targets[run[0]])
+        count = self.program.targets.counts.copies_to(self.program.targets.of_steps[run[0]])
         steps = [step for index in run if isinstance(step := self.program.steps[index], Copy)]
         targets = self.values.targets
         calls: list[Callable[[], object]] = []

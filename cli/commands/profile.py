@@ -1,0 +1,141 @@
+"""The command `partc profile`: where the time of a trace went, by rank, by module, and by message or collective."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import click
+from partc.cli.output import console
+from partc.cli.output.table import Table
+from partc.runtime.units import count, seconds, size_text
+
+if TYPE_CHECKING:
+    from partc.runtime.artifact.trace import Span, Trace
+
+_WARM = 3
+"""So many first steps are left out where there are more: in them memory is touched for the first time."""
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, metavar="N", help="Rows of a table.")
+def command(trace: Path, top: int) -> int:
+    """Show where the time of a TRACE went: by rank, by module, and by message or collective.
+
+    Times are of one step, the mean over all steps but the first three. What is left of a step is Python between actions, and, on a
+    rank of several targets, time in which one of them waits for another. A trace that was cut short is read as far as it goes.
+
+    \b
+    partc run build/ --random 7 --repeat 20 --profile a.trace.json
+    partc profile a.trace.json
+    """
+    from partc.runtime.artifact.trace import CATEGORIES, read_trace
+
+    found = read_trace(trace)
+    chosen = _steady(found)
+    ranks, modules, messages = _by_rank(chosen), _by_module(chosen), _by_message(chosen)
+    steps = _steps(chosen)
+    console.result(
+        {
+            "trace": str(trace),
+            "whole": found.whole,
+            "steps": steps,
+            "ranks": ranks,
+            "modules": modules,
+            "messages": messages,
+        }
+    )
+    cut = "" if found.whole else "; the file is cut short"
+    clocks = f"; clocks of hosts agree within {seconds(found.error)}" if found.error else ""
+    console.echo(f"{trace}: {count(len(ranks), 'rank')}, {count(steps, 'step')}{cut}{clocks}")
+    kinds = [kind for kind in CATEGORIES if any(row[kind] for row in ranks)]
+    _print("", ("rank", ">step", *(f">{kind}" for kind in kinds), ">rest"), ranks)
+    _print("\nslowest modules (all ranks)", ("module", ">compute", ">share"), modules[:top])
+    _print(
+        "\nlongest in messages and collectives (all ranks)",
+        ("what", ">time", ">bytes"),
+        messages[:top],
+    )
+    return 0
+
+
+def _steady(trace: Trace) -> list[Span]:
+    """The spans of the steps but the first ones, where there are more."""
+    numbers = sorted({one.about["step"] for one in trace.spans})
+    left = {*(numbers[_WARM:] or numbers)}
+    return [one for one in trace.spans if one.about["step"] in left]
+
+
+def _by_rank(spans: list[Span]) -> list[dict[str, object]]:
+    """By rank the seconds of its median step, and the means of what its actions took in a step."""
+    from partc.runtime.artifact.trace import CATEGORIES
+
+    rows: list[dict[str, object]] = []
+    for rank in sorted({one.rank for one in spans}):
+        own = [one for one in spans if one.rank == rank]
+        steps = [one.seconds for one in own if one.category == "step"]
+        took = {kind: _sum(own, kind) / max(1, len(steps)) for kind in CATEGORIES}
+        whole = sum(steps) / max(1, len(steps))
+        rows.append(
+            {
+                "rank": rank,
+                "step": median(steps) if steps else 0.0,
+                **took,
+                "rest": max(0.0, whole - sum(took.values())),
+            }
+        )
+    return rows
+
+
+def _sum(spans: Iterable[Span], category: str) -> float:
+    return sum(one.seconds for one in spans if one.category == category)
+
+
+def _by_module(spans: list[Span]) -> list[dict[str, object]]:
+    """Modules by what their computation took in a step on all ranks together, and its share of all; the slowest first."""
+    took: dict[str, float] = defaultdict(float)
+    for one in spans:
+        if one.category in ("compute", "update"):
+            took[str(one.about.get("module") or one.name)] += one.seconds
+    steps, whole = _steps(spans), sum(took.values()) or 1.0
+    ordered = sorted(took.items(), key=lambda one: -one[1])
+    return [{"module": name, "compute": time / steps, "share": time / whole} for name, time in ordered]
+
+
+def _by_message(spans: list[Span]) -> list[dict[str, object]]:
+    """Messages and collectives by what they took in a step on all ranks together, waits included; the longest first."""
+    took: dict[str, list[Span]] = defaultdict(list)
+    for one in spans:
+        if one.category == "communication":
+            took[one.name].append(one)
+    steps = _steps(spans)
+    ordered = sorted(took.items(), key=lambda one: -sum(span.seconds for span in one[1]))
+    return [
+        {"what": name, "time": sum(one.seconds for one in some) / steps, "bytes": some[0].about.get("bytes")}
+        for name, some in ordered
+    ]
+
+
+def _steps(spans: list[Span]) -> int:
+    return len({one.about["step"] for one in spans}) or 1
+
+
+def _print(title: str, columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
+    if not rows:
+        return
+    table = Table(columns, title=title)
+    for row in rows:
+        table.add(*(_shown(name.removeprefix(">"), row[name.removeprefix(">")]) for name in columns))
+    table.show()
+
+
+def _shown(name: str, value: object) -> str:
+    if name == "share":
+        return f"{value:.0%}"
+    if name == "bytes":
+        return size_text(value) if isinstance(value, int) else ""
+    return seconds(value) if isinstance(value, float) else str(value)

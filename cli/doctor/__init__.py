@@ -1,0 +1,1 @@
+"""What `partc doctor` looks at: a file for each kind of cause."""

@@ -1,0 +1,233 @@
+"""What a rank of a training is given: its settings, which are the plan's and the command line's, its learning rates, and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partc.cli.job.job import Job
+from partc.cli.job.origin import base_of, check_plan
+from partc.cli.output import console
+from partc.runtime.artifact.format import Manifest
+from partc.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from partc.runtime.artifact.training.lr_schedule import Rate
+    from partc.runtime.data import Loader, Spec
+    from partc.runtime.training.callbacks import Callbacks
+    from partc.runtime.training.trainer import Trainer
+
+
+AUTO = "auto"
+"""What `--resume` is for the newest intact checkpoint, or the start where the folder has none."""
+DATA, TEST, SCHEDULE, CALLBACKS = "data", "test", "schedule", "callbacks"
+"""What files of Python are for; each use has its globals for itself."""
+
+
+def check(job: Job, manifest: Manifest) -> None:
+    """Raises UsageError for settings that cannot work, before any rank is started."""
+    options = job.training
+    assert options is not None
+    if manifest.training is None:
+        raise UsageError(
+            f"{job.folder}: the artifact has no training program\n  help: compile it with a plan that has `train:`"
+        )
+    if options.plan is not None:
+        check_plan(Path(options.plan), Path(job.folder), manifest.training)
+    inputs = TrainingInputs(job, manifest)
+    check_source(inputs)
+    if options.only_test:
+        if inputs.test is None:
+            raise UsageError("there is no data to evaluate on\n  help: use --data, or `test:` in the plan's `train:`")
+        return
+    if inputs.data is None:
+        raise UsageError("there is no data to train on\n  help: use --data, or `data:` in the plan's `train:`")
+    kept = inputs.settings.checkpoint
+    judge = "early_stop" if inputs.settings.early_stop else "keep: best" if kept and kept.keep.best else ""
+    if judge and inputs.test is None and not options.only_train:
+        raise UsageError(
+            f"{judge} judges evaluations, and there are none\n  help: use --test, or `test:` in the plan's `train:`"
+        )
+    check_batch(inputs.batch, manifest)
+
+
+def check_source(inputs: TrainingInputs) -> None:
+    """Raises UsageError where there is no checkpoint to resume from."""
+    from partc.runtime.checkpoint.newest import candidates
+
+    init = inputs.options.init
+    resumed = None if inputs.options.resume == AUTO and inputs.resumed() else inputs.resumed()
+    for source in (resumed, Path(init) if init else None):
+        if source is not None and not source.is_file():
+            next(candidates(source))
+
+
+def check_batch(batch: int, manifest: Manifest) -> None:
+    """Raises UsageError for a global batch size that the model's inputs cannot have."""
+    from partc.runtime.artifact.legal_sizes import wrong_batch
+
+    if problems := [*wrong_batch(batch, manifest)]:
+        raise UsageError("\n".join(problems))
+
+
+def saves(job: Job, manifest: Manifest) -> bool:
+    """Whether a job trains and has a folder for checkpoints."""
+    trains = manifest.training is not None and job.training is not None and not job.training.only_test
+    return trains and TrainingInputs(job, manifest).settings.checkpoint is not None
+
+
+class TrainingInputs:
+    """The settings of a training, and what they name, opened by one rank; the options of the command win over the plan."""
+
+    def __init__(self, job: Job, manifest: Manifest) -> None:
+        from partc.runtime.artifact.training.train_settings import LoopSettings
+        from partc.runtime.data.code import Code
+
+        record, options = manifest.training, job.training
+        assert record is not None
+        assert options is not None
+        self._code = {use: Code() for use in (DATA, TEST, SCHEDULE, CALLBACKS)}
+        self.options, self.record, self.max_bytes = options, record, job.max_bytes
+        self.base = base_of(options, Path(job.folder), manifest)
+        self.settings = record.settings.seen_from(self.base).merged(LoopSettings.model_validate(options.said))
+        self._evaluation_loader: Loader | None = None
+
+    @property
+    def batch(self) -> int:
+        """The global batch size: the records of a step on all ranks together."""
+        if self.settings.batch is None:
+            raise UsageError(
+                "the global batch size is not known\n  help: use --batch, or `batch:` in the plan's `train:`"
+            )
+        return self.settings.batch
+
+    @property
+    def rate(self) -> Rate:
+        """The learning rate as a function of the step; an evaluation runs no code for it."""
+        from partc.runtime.training.load import planned_rate
+
+        return (
+            (lambda step: 0.0)
+            if self.options.only_test
+            else planned_rate(self.record, self.base, self._code[SCHEDULE].module)
+        )
+
+    def callbacks(self, stall: float) -> Callbacks | None:
+        """The functions of the user's file that rank 0 calls; None where there is none, or nothing but training is asked for."""
+        from partc.runtime.training.callbacks import Callbacks
+
+        if self.settings.callbacks is None or self.options.only_test or self.options.only_train:
+            return None
+        file = Path(self.settings.callbacks)
+        return Callbacks(self._code[CALLBACKS].module(file), str(file), stall)
+
+    def run_code(self) -> None:
+        """Runs the files of Python that this rank will ask for; what one raises is raised where it is asked for."""
+        from partc.runtime.artifact.training.lr_schedule import Python
+
+        for use in (DATA, TEST):
+            spec = self.data if use == DATA else self.test
+            if spec is not None and not (self.options.only_test if use == DATA else self.options.only_train):
+                source = [spec.source] if spec.source is not None and spec.source.suffix == ".py" else []
+                self._prepare(use, [*source, Path(spec.transform.rpartition(":")[0])])
+        schedule = self.settings.schedule
+        if not self.options.only_test and isinstance(schedule, Python):
+            self._prepare(SCHEDULE, [self.base / schedule.function.rpartition(":")[0]])
+
+    def _prepare(self, use: str, files: Sequence[Path]) -> None:
+        for file in dict.fromkeys(file for file in files if file.is_file()):
+            self._code[use].prepare(file)
+
+    @property
+    def data(self) -> Spec | None:
+        """The records to train on."""
+        return self._spec("data")
+
+    @property
+    def test(self) -> Spec | None:
+        """The records to evaluate on; an input without a value of its own has that of the training."""
+        return self._spec("test")
+
+    def _spec(self, name: str) -> Spec | None:
+        from partc.runtime.data import Spec
+
+        found = getattr(self.settings, name)
+        where = f"--{name}" if name in self.options.said else f"train: {name}"
+        return None if found is None else Spec.of(found.with_values(self.settings.data), where, self.max_bytes)
+
+    def resumed(self) -> Path | None:
+        """The checkpoint to resume from, or the folder of which the newest intact one is meant; None: training starts anew."""
+        if self.options.resume is None:
+            return None
+        if self.options.resume in ("", AUTO):
+            if self.settings.checkpoint is None:
+                raise UsageError(
+                    "--resume: the folder of the checkpoints is not known\n  help: use --resume PATH or --checkpoint DIR"
+                )
+            return Path(self.settings.checkpoint.folder)
+        return Path(self.options.resume)
+
+    def loader(self, trainer: Trainer) -> Loader:
+        """This rank's batches."""
+        from partc.runtime.data import open_loader
+
+        data, settings = self.data, self.settings
+        assert data is not None
+        return open_loader(
+            data,
+            trainer.ports,
+            trainer.rank,
+            self.batch,
+            seed=settings.seed,
+            shuffle=settings.shuffle and settings.interleave is None,
+            drop_last=settings.drop_last,
+            interleave=settings.interleave or 1,
+            fixed=self.record.fixed,
+            code=self._code[DATA],
+        )
+
+    def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
+        """One pass over the evaluation records: this rank's batches, each with its number of records on all ranks."""
+        from partc.runtime.data import Position
+
+        loader = self.evaluation_loader(trainer)
+        loader.seek(Position())
+        with loader:
+            for number, batch in enumerate(loader):
+                last = number == loader.order.batches - 1
+                yield batch, loader.order.rest or self.batch if last else self.batch
+
+    def evaluation_loader(self, trainer: Trainer) -> Loader:
+        """The loader of the evaluation records, opened once; UsageError for records that do not fit the model."""
+        self._evaluation_loader = self._evaluation_loader or self._open_test(trainer)
+        return self._evaluation_loader
+
+    def _open_test(self, trainer: Trainer) -> Loader:
+        """A loader of all records; a smaller last batch that ranks cannot share is left out, with a message."""
+        from partc.runtime.data import open_loader
+
+        data = self.test
+        assert data is not None
+        opened = partial(
+            open_loader,
+            data,
+            trainer.ports,
+            trainer.rank,
+            self.batch,
+            shuffle=False,
+            epochs=1,
+            fixed=self.record.fixed,
+            code=self._code[TEST],
+        )
+        try:
+            return opened(drop_last=False)
+        except UsageError:
+            loader = opened(drop_last=True)
+        rest = loader.order.places - loader.order.batches * self.batch
+        if trainer.rank == 0:
+            console.echo(
+                f"the last {rest} of {loader.order.places:,} evaluation records are left out: the ranks cannot share so small a batch"
+            )
+        return loader

@@ -1,0 +1,86 @@
+"""The names of a program's values, given once, when its files are written: the hint, and strokes where another value has the name.
+
+    h            what an op makes, or ranks are given
+    h.3          of the microbatch 3: after the value that it is named after
+    h'           where a value of the same file is `h`
+
+A value has one name in the files of all ranks. Values that are never in one file, nor in one body of a task, may share a name; two that
+bodies of one file make do not. A value v of a body leaves room for `v.k` of every microbatch k, which is what it is in the row of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from partc.compiler.ir.program import Complete
+from partc.compiler.ir.programs import Call, Compute, Op, Value
+
+
+class Names(dict[Value, str]):
+    """What the values of a program are called in its files; one that none of them has is called as it says itself."""
+
+    def __init__(self, program: Complete) -> None:
+        self._places: dict[Value, int] = {}
+        """By value the files and bodies that have it, as the bits of a number."""
+        self._taken: dict[str, int] = {}
+        self._inside: dict[str, int] = {}
+        """By name the files in which a body makes a value of it."""
+        inside: dict[Value, list[tuple[int, Sequence[int]]]] = {}
+        """By value that a body makes the files that call it, each with the microbatches."""
+        place = 1
+        for part, _ in program.alike:
+            row = place
+            self._note(part.steps, (*part.given, *part.results), row)
+            for body in part.bodies:
+                place <<= 1
+                numbers = [step.microbatch for step in part.steps if isinstance(step, Call) and step.body is body]
+                self._note(body.steps, (*body.inputs, *body.outputs), place)
+                for value in [value for step in body.steps for value in step.makes]:
+                    inside.setdefault(value, []).append((row, numbers))
+            place <<= 1
+        for value in self._places:
+            if value.base is None and value not in inside:
+                self._give(value)
+        for value, calls in inside.items():
+            self._give(value, calls)
+        for value in self._places:
+            self._give(value)
+
+    def __missing__(self, value: Value) -> str:
+        return str(value)
+
+    def of(self, values: Iterable[Value | None]) -> list[str]:
+        """The names of operands, empty of one that is absent."""
+        return ["" if one is None else self[one] for one in values]
+
+    def shown(self, values: Iterable[Value | None]) -> str:
+        """Operands as the dumps show them: `%x, _`."""
+        return ", ".join(["_" if one is None else f"%{self[one]}" for one in values])
+
+    def label(self, step: Compute) -> str:
+        """The name of an op's node, empty of one that has none."""
+        return step.label if isinstance(step.label, str) else self[step.label]
+
+    def _note(self, steps: Iterable[Op], ends: Iterable[Value], place: int) -> None:
+        places = self._places
+        for some in (ends, *[(*step.reads, *step.makes) for step in steps]):
+            for value in some:
+                places[value] = places.get(value, 0) | place
+
+    def _give(self, value: Value, calls: Sequence[tuple[int, Sequence[int]]] = ()) -> str:
+        """The name of a value; one that has none gets it, behind that of the value after which it is named."""
+        if value in self:
+            return self[value]
+        name = value.hint if value.base is None else self._give(value.base) + value.hint
+        places, taken, inside = self._places.get(value, 0), self._taken, self._inside
+        while taken.get(name, 0) & places or any(
+            inside.get(name, 0) & row or any(taken.get(f"{name}.{k}", 0) & row for k in numbers)
+            for row, numbers in calls
+        ):
+            name += "'"
+        if places:
+            taken[name] = taken.get(name, 0) | places
+        for row, _ in calls:
+            inside[name] = inside.get(name, 0) | row
+        self[value] = name
+        return name

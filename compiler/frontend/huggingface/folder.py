@@ -1,0 +1,148 @@
+"""A local folder of a model of `transformers` as a model: `config.json` says the class, `*.safetensors` have the weights.
+
+The model is built and exported without its weights, on torch's meta device, and each weight is taken from its file by name. Buffers that
+no file has, such as a rotary embedding's frequencies, are computed while the model is built. Nothing is fetched, and no code of the
+folder's own runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from partc.compiler.directives.recorder import recording
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
+from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, read_object, stored_tensors
+from partc.compiler.frontend.huggingface.weights import taken
+from partc.compiler.frontend.inputs import DimNames
+from partc.compiler.frontend.source import Known, Source, nothing
+from partc.compiler.ir.declared import Declared
+from partc.compiler.plan.pattern import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+_ADAPTER = "adapter_config.json"
+
+
+def load_folder(path: Path, known: Known = nothing) -> Source:
+    """The model in a folder, `known` as of `load`. Raises CompileError with all that is wrong with it."""
+    folder = path.resolve()
+    config = _settings(folder)
+    files = stored_tensors(folder)
+    architecture = _architecture(config, folder)
+    with recording(folder) as recorder:
+        from partc.compiler.frontend.torch_module import export
+
+        module, buffers, widened = _built(architecture, config, folder)
+        weights = taken(module, files, folder.name)
+        known([*dict(module.named_parameters(remove_duplicate=False)), *buffers])
+        where = f"{folder.name}/{CONFIG}"
+        inputs = usual_inputs(module, None, where)
+        names = DimNames({}, set(), position_symbols(module, inputs))
+        model = export(module, inputs, None, names, [], where, recorder)
+    for name, value in model.graph.initializers.items():
+        if name in weights.tensors:
+            value.const_value = weights.tensors[name]
+        elif name in buffers:
+            value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
+    told = []
+    if unread := weights.unread:
+        some = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+        told.append(f"{folder.name}: {type(module).__name__} does not read {some}")
+    if widened:
+        remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
+        told.append(
+            f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
+        )
+    return Source(model, Declared(symbols=names.symbols, warnings=tuple(told)), exported=True)
+
+
+def _settings(folder: Path) -> dict[str, object]:
+    if (folder / CONFIG).exists():
+        config = read_object(folder / CONFIG, f"{folder.name}/{CONFIG}")
+        if isinstance(said := config.get("quantization_config"), dict):
+            fact = f"the weights are quantized ({said.get('quant_method', 'by an unknown method')})"
+            raise CompileError(Problem(f"{folder.name}/{CONFIG}", fact, help="use a folder of float weights"))
+        return config
+    if (folder / _ADAPTER).exists():
+        help_ = "merge it into its model: PeftModel.merge_and_unload(), then save_pretrained"
+        raise CompileError(Problem(folder.name, "the folder has an adapter alone, and no model", help=help_))
+    inside = sorted(one.name for one in folder.iterdir() if one.suffix in (".onnx", ".py") or (one / CONFIG).exists())
+    help_ = (
+        f"pass a path in it: {', '.join(inside[:4])}" if inside else "save a model of transformers with save_pretrained"
+    )
+    raise CompileError(Problem(folder.name, f"the folder has no {CONFIG}", help=help_))
+
+
+def _architecture(config: dict[str, object], folder: Path) -> Any:
+    """The class that `architectures` names."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    where = f"{folder.name}/{CONFIG}"
+    try:
+        import transformers
+        from transformers import core_model_loading  # noqa: F401, since version 5
+    except ImportError as error:
+        fact = "a folder of a model needs torch and transformers 5 or later"
+        raise CompileError(Problem(where, fact, str(error), 'pip install "partc[transformers]"')) from None
+    named = config.get("architectures")
+    if not (isinstance(named, list) and named and isinstance(named[0], str)):
+        help_ = 'write "architectures": ["LlamaForCausalLM"], the class of the model'
+        raise CompileError(Problem(where, "names no architecture", help=help_))
+    found = getattr(transformers, named[0], None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    like = nearest(named[0], (name for name in dir(transformers) if "For" in name or name.endswith("Model")))
+    help_ = f"the nearest names are {', '.join(map(repr, like))}" if like else "write a model.py that builds it"
+    law = "code of the folder's own is not run" if "auto_map" in config else ""
+    fact = f"transformers {transformers.__version__} has no model '{named[0]}'"
+    raise CompileError(Problem(where, fact, law, help_))
+
+
+def _built(architecture: Any, config: dict[str, object], folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
+    """The model with all of its tensors on the meta device, by name its buffers as they were before, and whether it was bfloat16."""
+    import torch
+    from partc.compiler.frontend.torch_module import quiet
+
+    try:
+        with _without_weights(), quiet():
+            settings = architecture.config_class.from_dict(config)
+            if widened := settings.dtype is torch.bfloat16:
+                settings.dtype = torch.float32
+            module = architecture._from_config(settings).eval()
+    except Exception as error:
+        fact = f"makes no {architecture.__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+        help_ = "use the config.json that the model was saved with"
+        raise CompileError(Problem(f"{folder.name}/{CONFIG}", fact, help=help_)) from error
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    for name in buffers:
+        owner, _, own = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        holder._buffers[own] = holder._buffers[own].to("meta")
+    return module, buffers, widened
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Within, a parameter moves to the meta device as soon as a module has it: its memory is not written, so it takes none."""
+    import torch
+
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            empty = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            empty.__dict__.update(param.__dict__)
+            self._parameters[name] = empty
+
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,109 @@
+"""The inputs and outputs of a model of `transformers` where its `model.py` does not say them, by the names of its forward's arguments.
+
+    input_ids, attention_mask, token_type_ids, position_ids        [batch, sequence]     int64
+    decoder_input_ids, decoder_attention_mask                      [batch, target]       int64
+    pixel_values                                                   [batch, channels, height, width]
+    input_features                                                 [batch, mel bins, frames]
+    labels                                                         those of the decoder's ids, or [batch] of a classifier
+
+An encoder of text takes `input_ids` and `attention_mask`, a decoder alone `input_ids`, an encoder with a decoder
+`decoder_input_ids`, too. `inputs = ["input_ids", "labels"]` in the `model.py` chooses others; with `labels` the model has the output
+`loss`, too. `sequence` and `target` are at most the model's number of positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from partc.compiler.dims.symbol import Symbol
+from partc.compiler.directives.input import Input
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.pattern import nearest
+
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_TARGET = ("decoder_input_ids", "decoder_attention_mask")
+_CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+_POSITIONS = {
+    "sequence": ("max_source_positions", "max_position_embeddings", "n_positions"),
+    "target": ("max_target_positions", "max_position_embeddings", "n_positions"),
+}
+
+
+def usual_inputs(model: Any, names: Sequence[str] | None, where: str) -> dict[str, Input]:
+    """The inputs of these names, or those that the model usually takes. Raises CompileError for those that are not known."""
+    arguments = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
+    if names is None:
+        names = [model.main_input_name]
+        if model.main_input_name == "input_ids" and "attention_mask" in arguments and not _is_decoder(model):
+            names.append("attention_mask")
+        if model.config.is_encoder_decoder:
+            names.append("decoder_input_ids")
+    found = {name: _input(model, name) if name in arguments else None for name in names}
+    if unknown := [name for name, one in found.items() if one is None]:
+        raise CompileError([_not_known(model, name, arguments, where) for name in unknown])
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def image_inputs(module: Any) -> tuple[dict[str, Input], str] | None:
+    """The batch of images that a model of timm or torchvision takes, and what says their size; None of another module."""
+    library = type(module).__module__.partition(".")[0]
+    if library not in ("timm", "torchvision"):
+        return None
+    said = getattr(module, "pretrained_cfg", None)
+    size = said.get("input_size") if isinstance(said, Mapping) else None
+    argument = next(iter(inspect.signature(module.forward).parameters))
+    return {
+        argument: Input(["batch", *(size or (3, 224, 224))])
+    }, "its pretrained_cfg" if size else f"the usual one of {library}"
+
+
+def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbol]:
+    """By dim of the inputs its constraint: the model's positions, and two of a decoder whose loss compares each with the next."""
+    dims = {dim for one in inputs.values() for dim in one.shape}
+    found = {}
+    for dim, keys in _POSITIONS.items():
+        sizes = [size for key in keys if isinstance(size := getattr(model.config, key, None), int) and size > 0]
+        least = 2 if dim == "sequence" and "labels" in inputs and _is_decoder(model) else 1
+        if dim in dims and (sizes or least > 1):
+            found[dim] = Symbol(min=least, max=sizes[0] if sizes else 0)
+    return found
+
+
+def main_outputs(names: Sequence[str]) -> list[str]:
+    """Of the outputs of a forward the loss and the logits, or all where it has no logits."""
+    return [name for name in names if name in ("loss", "logits")] if "logits" in names else list(names)
+
+
+def _is_decoder(model: Any) -> bool:
+    """Whether each position of a text sees those before it alone, so that a text that ends early needs no mask."""
+    return not model.config.is_encoder_decoder and (bool(model.can_generate()) or bool(model.config.is_decoder))
+
+
+def _input(model: Any, name: str) -> Input | None:
+    config = model.config
+    if name in _TEXT:
+        return Input(["batch", "sequence"], "int64")
+    if name in _TARGET:
+        return Input(["batch", "target"], "int64")
+    if name == "labels" and type(model).__name__.endswith(_CLASSIFIERS):
+        return Input(["batch"], "float32" if config.problem_type == "regression" else "int64")
+    if name == "labels":
+        return Input(["batch", "target" if config.is_encoder_decoder else "sequence"], "int64")
+    if name == "pixel_values" and isinstance(getattr(config, "image_size", None), int | list | tuple):
+        sides = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
+        return Input(["batch", config.num_channels, *sides], "float32")
+    if name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        return Input(["batch", config.num_mel_bins, 2 * config.max_source_positions], "float32")
+    return None
+
+
+def _not_known(model: Any, name: str, arguments: list[str], where: str) -> Problem:
+    kind = type(model).__name__
+    if name in arguments:
+        fact = f"the shape of '{name}' of {kind} is not known"
+        return Problem(where, fact, help=f'write inputs = {{"{name}": Input(["batch", ...], "float32")}}')
+    like = nearest(name, arguments)
+    help = f"the nearest names are {', '.join(map(repr, like))}" if like else f"it takes {', '.join(arguments)}"
+    return Problem(where, f"the forward of {kind} takes no '{name}'", help=help)

@@ -1,0 +1,73 @@
+"""The settings by which torch exports a model of `transformers`: no cache, experts as batched products, attention unfused.
+
+A model gets the first two before it is exported, and the last only if torch cannot export its attention as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+HELPS = {
+    "cache": "set config.use_cache = False, or wrap the model in a module whose forward returns "
+    "self.model(input_ids=input_ids, use_cache=False).logits",
+    "experts": 'make the model with experts_implementation="batched_mm"',
+    "attention": 'make the model with attn_implementation="eager"',
+}
+"""By setting what a user can write where partc cannot set it."""
+_SYMPTOMS = (
+    (re.compile(r"transformers\.cache_utils|DynamicCache"), "cache"),
+    (re.compile(r"grouped_mm"), "experts"),
+    (re.compile(r"Cannot view a tensor with shape|scaled_dot_product"), "attention"),
+)
+"""What torch says of a model of `transformers` that it cannot export as it is, and the setting that helps."""
+
+
+def of_transformers(module: torch.nn.Module) -> Iterator[Any]:
+    """The models of `transformers` in a module, the module itself first where it is one."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return (one for one in module.modules() if loaded is not None and isinstance(one, loaded.PreTrainedModel))
+
+
+def is_of_transformers(module: torch.nn.Module) -> bool:
+    """Whether the module itself is a model of `transformers`."""
+    return next(of_transformers(module), None) is module
+
+
+def prepare(module: torch.nn.Module) -> None:
+    """Gives a module the settings without which torch exports no model of `transformers`; a module around a model says itself
+    what it wants of the cache."""
+    for setting in ("cache", "experts"):
+        settle(module, setting)
+
+
+def remedy(message: str, module: torch.nn.Module) -> str:
+    """The setting of `transformers` that an error of torch asks for; empty where it is another one."""
+    found = (setting for symptom, setting in _SYMPTOMS if symptom.search(message))
+    return next(found, "") if any(of_transformers(module)) else ""
+
+
+def settle(module: torch.nn.Module, setting: str) -> bool:
+    """Gives the models of `transformers` in a module a setting; whether any could take it."""
+    models = list(of_transformers(module))
+    match setting:
+        case "cache":  # an encoder and a decoder have copies of the configuration
+            models = models if is_of_transformers(module) else []
+            for one in models:
+                one.config.use_cache = False
+        case "experts":
+            models = [one for one in models if one._can_set_experts_implementation()]
+            for one in models:
+                one.set_experts_implementation("batched_mm")
+        case "attention":
+            models = [one for one in models if one._can_set_attn_implementation()]
+            for one in models:
+                one.set_attn_implementation("eager")
+        case _:
+            return False
+    return bool(models)

@@ -1,0 +1,185 @@
+"""The weights of a model of `transformers` in the tensors of its folder, by name, none of them read before it is asked for.
+
+Names are those of `transformers`' own loading: a tensor's name goes through the renamings and conversions that the library knows of the
+architecture, as of Mixtral, whose folder has a tensor for each expert and whose model has one for all of them. A tensor that is taken as it
+is stays in its file. One that is converted, or stored in another type, is made when it is read, each alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.safetensors_files import InFile
+from partc.compiler.plan.pattern import nearest
+from partc.runtime.artifact.tensors.dtypes import BY_CODE
+from partc.runtime.files.regular import open_regular
+
+if TYPE_CHECKING:
+    import torch
+
+_HELP = "check that config.json and the weights are of one model"
+
+
+@dataclass
+class _Origin:
+    """What a weight is made of: tensors by name, each with the pattern of the conversion that takes it, and that conversion."""
+
+    conversion: Any = None
+    names: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The tensors of a model's weights by name, and the names in the folder that the model does not read."""
+
+    tensors: Mapping[str, ir.TensorProtocol]
+    unread: Sequence[str]
+
+
+def taken(model: Any, files: Mapping[str, InFile], where: str) -> Taken:
+    """The tensors of all weights. A tied weight has one for all of its names; the model's are untied where the folder's differ.
+
+    Raises CompileError with all weights that the folder lacks or has in another shape.
+    """
+    wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    origins, unread = _origins(model, files, wanted)
+    problems: list[Problem] = []
+    tensors: dict[str, ir.TensorProtocol] = {}
+    for name, origin in origins.items():
+        if origin.conversion is None:
+            shapes = {name: files[origin.names[0]].stored.shape}
+        else:
+            try:
+                shapes = {
+                    made: tuple(one.shape) for made, one in _converted(model, name, origin, files, meta=True).items()
+                }
+            except Exception as error:
+                fact = f"'{name}' cannot be made of {_listed(origin.names)}: {error}"
+                problems.append(Problem(where, fact, help=_HELP))
+                continue
+        for made, shape in shapes.items():
+            if made not in wanted:
+                unread.append(made)
+            elif shape != tuple(wanted[made].shape):
+                fact = f"'{made}' is {list(shape)}; the model's is {list(wanted[made].shape)}"
+                problems.append(Problem(where, fact, help=_HELP))
+            else:
+                tensors[made] = _tensor(model, made, name, origin, files, wanted[made])
+    _share(model, wanted, tensors)
+    unread = _without(
+        unread, model._keys_to_ignore_on_load_unexpected, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+    )
+    told = {problem.fact.split("'")[1] for problem in problems}
+    missing = [name for name in wanted if name not in tensors and name not in told]
+    for name in _without(missing, model._keys_to_ignore_on_load_missing):
+        like = nearest(name, unread) or nearest(name, files)
+        help_ = f"the nearest names are {', '.join(map(repr, like))}" if like else _HELP
+        problems.append(Problem(where, f"'{name}' {list(wanted[name].shape)} of the model is in no file", help=help_))
+    if problems:
+        raise CompileError(problems)
+    return Taken(tensors, unread)
+
+
+def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) -> tuple[dict[str, _Origin], list[str]]:
+    """By weight what it is made of, and the names that make none, as `transformers` matches them."""
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = get_model_conversion_mapping(model)
+    renamings = [one for one in known if isinstance(one, loading.WeightRenaming)]
+    conversions = [one for one in known if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: one for one in conversions for pattern in one.source_patterns}
+    found: dict[str, _Origin] = {}
+    unread: list[str] = []
+    for own in sorted(files, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(own, renamings, conversions, model.base_model_prefix, wanted)
+        if name not in wanted and own in wanted:
+            name, pattern = loading.rename_source_key(own, [], [], model.base_model_prefix, wanted)
+        if name not in wanted:
+            unread.append(own)
+            continue
+        origin = found.setdefault(name, _Origin(by_pattern[pattern] if pattern is not None else None))
+        origin.names.append(own)
+        origin.patterns.append(pattern or own)
+    return found, unread
+
+
+def _converted(
+    model: Any, name: str, origin: _Origin, files: Mapping[str, InFile], meta: bool = False
+) -> dict[str, torch.Tensor]:
+    """The weights that a conversion gives by name; with `meta` their shapes and types alone."""
+    conversion = copy.deepcopy(origin.conversion)
+    for own, pattern in zip(origin.names, origin.patterns, strict=True):
+        conversion.add_tensor(name, own, pattern, _read(files[own], meta))
+    made = conversion.convert(name, model=model, config=model.config)
+    return {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
+
+
+def _read(stored: InFile, meta: bool = False) -> torch.Tensor:
+    import torch
+
+    dtype, shape, size = getattr(torch, stored.stored.dtype.shown), stored.stored.shape, stored.stored.bytes
+    if meta or not size:
+        return torch.empty(shape, dtype=dtype, device="meta" if meta else None)
+    with open_regular(stored.file) as file:
+        file.seek(stored.stored.offset)
+        data = bytearray(file.read(size))
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def _tensor(
+    model: Any, name: str, key: str, origin: _Origin, files: Mapping[str, InFile], wanted: torch.Tensor
+) -> ir.TensorProtocol:
+    """The tensor of a weight: a place in a file, or what is made of such places when it is read."""
+    dtype, shape = ir.tensor_adapters.from_torch_dtype(wanted.dtype), ir.Shape(wanted.shape)
+    first = files[origin.names[0]]
+    if origin.conversion is None and first.stored.dtype is BY_CODE[dtype.value]:
+        place, size = first.stored.offset, first.stored.bytes
+        return ir.ExternalTensor(
+            first.file.name, place, size, dtype, shape=shape, name=name, base_dir=first.file.parent
+        )
+
+    def read() -> ir.TensorProtocol:
+        own = origin.names[0]
+        made = _read(files[own]) if origin.conversion is None else _converted(model, key, origin, files)[name]
+        return ir.tensor_adapters.TorchTensor(made.to(wanted.dtype).contiguous(), name=name)
+
+    return ir.LazyTensor(read, dtype=dtype, shape=shape, name=name, cache=False)
+
+
+def _share(model: Any, wanted: Mapping[str, torch.Tensor], tensors: dict[str, ir.TensorProtocol]) -> None:
+    """Gives all names of a tied weight one tensor; a model whose folder has different ones for them is untied."""
+    import torch
+
+    groups: dict[int, list[str]] = {}
+    for name, value in wanted.items():
+        groups.setdefault(id(value), []).append(name)
+    for names in groups.values():
+        stored = [name for name in names if name in tensors]
+        for name in names:
+            if stored and name not in stored:
+                tensors[name] = tensors[stored[0]]
+            elif stored and name != stored[0]:
+                if (tensors[name].numpy() == tensors[stored[0]].numpy()).all():
+                    tensors[name] = tensors[stored[0]]
+                else:
+                    module, _, own = name.rpartition(".")
+                    value = wanted[name]
+                    alone = torch.nn.Parameter(torch.empty_like(value), requires_grad=value.requires_grad)
+                    setattr(model.get_submodule(module), own, alone)
+
+
+def _without(names: Iterable[str], *ignored: Iterable[str] | None) -> list[str]:
+    patterns = [pattern for some in ignored for pattern in some or ()]
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,61 @@
+"""Which nodes are alike: what rules of sharding and of shapes may read of a node, as a key.
+
+Equal layers have equal nodes, so what a rule says of one is kept under its key, and said of the others without asking the rule. The law:
+a rule reads of a node no more than is in its key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+_FEW = 64
+_NUMBERS_AND_TEXTS = frozenset(
+    ir.AttributeType[name] for name in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS")
+)
+
+
+def key_of(node: ir.Node) -> Hashable | None:
+    """What rules may read of a node; None where that is too much to compare.
+
+    It is the op with its opset and attributes, per operand its dims, type and numbers if it is a constant, and per output its dims
+    and whether it has a name. Of a constant of more than 64 elements a rule reads the dims alone, unless these are integers: then, as
+    for texts and for a node with bodies or tensors as attributes, there is no key.
+    """
+    domain, graph = node.domain, node.graph
+    opsets = {} if graph is None else graph.opset_imports
+    key: list[Hashable] = [node.op_type, domain, node.version, opsets.get(domain), opsets.get("ai.onnx")]
+    for name, attribute in node.attributes.data.items():
+        if attribute.type not in _NUMBERS_AND_TEXTS:
+            return None
+        key += (name, attribute.value)
+    for value in node.inputs:
+        if value is None:
+            key.append(None)
+            continue
+        shape = value.shape
+        key += (None if shape is None else shape.dims, value.dtype)
+        tensor = _constant(value)
+        if tensor is not None:
+            if tensor.dtype == ir.DataType.STRING:
+                return None
+            dims: Sequence[Any] = tensor.shape.dims
+            if math.prod(dims) <= _FEW:
+                key.append(tensor.tobytes())
+            elif not tensor.dtype.is_floating_point():
+                return None
+    for value in node.outputs:
+        shape = value.shape
+        key += (None if shape is None else shape.dims, bool(value.name))
+    return tuple(key)
+
+
+def _constant(value: ir.Value) -> ir.TensorProtocol | None:
+    """As `get_const_tensor`, which is asked only of what a Constant makes."""
+    if (tensor := value.const_value) is not None:
+        return tensor
+    producer = value.producer()
+    return None if producer is None or producer.op_type != "Constant" else ir.convenience.get_const_tensor(value)

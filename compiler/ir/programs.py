@@ -1,0 +1,356 @@
+"""Programs of ranks, made of values: ops in order, whose values get their names when files are written (`emit/names.py`).
+
+Compute   %h = Relu(%x)                          a node in local shapes
+Comm      %h = AllReduce(%h.partial) group=0-3   a message or a collective; `tag` is that of its `Event`
+Copy      %h = Copy(%h.cuda) to=cpu              a value from one of the rank's targets to another
+Call      %h.3 = F0(%x.3, %w)                    a task of one microbatch: its body, with the values that its own stand for there
+
+A value is its own identity: what it is called, which type it has and where it is made are questions that it answers, or that are answered
+of it. So an op is written again over other values (`with_values`) without a name being looked up or made unique.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import onnx_ir as ir
+from partc.compiler.ir.constants import Constant
+from partc.compiler.ir.sharded import ShardedValue, Way
+from partc.compiler.ir.value_info import Shape
+from partc.runtime.artifact.format import Law
+
+
+class TaskKind(StrEnum):
+    """The task of a step to which an op belongs, by the letter that a schedule writes: `2F0`."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    UPDATE = "U"
+    """The reduction of the parameters' gradients, and the update: once a step, however many microbatches it has."""
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """What ranks have under one name: identity is the object.
+
+    `hint`: what it is to be called; of one that is named after a `base` what follows that one's name. `others`: what else it may be called,
+    where that is taken. `of`: the value that it is a version of, with its type; None where only an op's own inference tells. `shape`: the
+    local one.
+    """
+
+    hint: str
+    base: Value | None = None
+    of: ir.Value | None = None
+    shape: Shape | None = None
+    constant: Constant | None = None
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.hint if self.base is None else f"{self.base}{self.hint}"
+
+    def beside(self, suffix: str) -> Value:
+        """A value like this one that is named after it."""
+        return Value(suffix, self, self.of, self.shape)
+
+    def untyped(self, suffix: str, constant: Constant | None = None) -> Value:
+        """A value that is named after this one, and of another type."""
+        return Value(suffix, self, constant=constant)
+
+
+Operands: TypeAlias = tuple[Value | None, ...]
+"""What an op reads or makes; None for an operand that is absent."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """A node over values; `source` is the model's node that it stands for, and `node` gives its op, attributes and bodies alone.
+
+    `captured`: by the name in the node's bodies what these read from outside of them. `label`: the name of the node, or the value after
+    which it is named. `again`: the line of the plan for which a forward op is repeated in the backward task. `target`: the kind of device
+    that runs it, empty where that is not decided, or there is one only.
+    """
+
+    node: ir.Node
+    source: ir.Node
+    inputs: Operands
+    outputs: Operands
+    captured: Mapping[str, Value] = field(default_factory=dict)
+    label: str | Value = ""
+    task: TaskKind = TaskKind.FORWARD
+    again: str = ""
+    target: str = ""
+
+    @cached_property
+    def reads(self) -> tuple[Value, ...]:
+        """The values that it reads, those captured by bodies included."""
+        return (*[one for one in self.inputs if one is not None], *self.captured.values())
+
+    @cached_property
+    def makes(self) -> tuple[Value, ...]:
+        """The values that it makes."""
+        return tuple([one for one in self.outputs if one is not None])
+
+    def is_op(self, *op_types: str) -> bool:
+        """Whether it is one of these ops of ONNX."""
+        return self.node.op_type in op_types and self.node.domain in ("", "ai.onnx")
+
+
+@dataclass(frozen=True, eq=False)
+class Comm:
+    """A message or a collective, by the op's name in the artifact; `tag` tells events apart.
+
+    `bytes` is what the rank sends (Send) or receives, an expression in the symbols. `cell` is the task whose value it moves, as a schedule
+    writes it, where it stands between tasks.
+    """
+
+    op_type: str
+    inputs: Operands
+    outputs: Operands
+    attributes: Mapping[str, int | str | tuple[int, ...]]
+    tag: int
+    value: ir.Value
+    cause: str
+    bytes: str
+    task: TaskKind = TaskKind.FORWARD
+    cell: str = ""
+
+    @cached_property
+    def reads(self) -> tuple[Value, ...]:
+        """The values that it takes."""
+        return tuple([one for one in self.inputs if one is not None])
+
+    @cached_property
+    def makes(self) -> tuple[Value, ...]:
+        """The values that it gives."""
+        return tuple([one for one in self.outputs if one is not None])
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """The value `source` as `made` on another target. `path` is that of what makes the value.
+
+    `bytes` is an expression in the symbols, `unknown` where only a run tells.
+    """
+
+    source: Value
+    made: Value
+    origin: str
+    target: str
+    path: str
+    cause: str
+    bytes: str
+    task: TaskKind = TaskKind.FORWARD
+
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        """The value on the one target."""
+        return (self.source,)
+
+    @property
+    def makes(self) -> tuple[Value, ...]:
+        """The value on the other target."""
+        return (self.made,)
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """The ops of a task for any of its microbatches; `stage` and `kind` (F, B, W) are those of the schedule.
+
+    In the microbatch k an event of the body has the tag `tag + k`, and a value v that stays inside is called `v.k`.
+    """
+
+    stage: int
+    kind: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    steps: tuple[Compute | Comm | Copy, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the function in a rank file: `F0`."""
+        return f"{self.kind}{self.stage}"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A task of one microbatch. `inputs` and `outputs` are the values that those of the body stand for."""
+
+    body: Body
+    microbatch: int
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    task: TaskKind = TaskKind.FORWARD
+
+    @property
+    def cell(self) -> str:
+        """The task as a schedule writes it: `0F3`."""
+        return f"{self.body.stage}{self.body.kind}{self.microbatch}"
+
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        """The values that it is given."""
+        return self.inputs
+
+    @property
+    def makes(self) -> tuple[Value, ...]:
+        """The values that it gives."""
+        return self.outputs
+
+    @property
+    def ends(self) -> dict[Value, Value]:
+        """By value at an end of the body the value of the row for which it stands."""
+        return dict(zip((*self.body.inputs, *self.body.outputs), (*self.inputs, *self.outputs), strict=True))
+
+
+Op: TypeAlias = Compute | Comm | Copy | Call
+
+
+def with_values(step: Compute, new: Mapping[Value, Value]) -> Compute:
+    """An op over other values, those that its bodies read included; the op itself where it has none of them."""
+    if new.keys().isdisjoint((*step.reads, *step.makes)):
+        return step
+    label = step.label
+    return replace(
+        step,
+        inputs=exchanged(step.inputs, new),
+        outputs=exchanged(step.outputs, new),
+        captured={name: new.get(one, one) for name, one in step.captured.items()},
+        label=label if isinstance(label, str) else new.get(label, label),
+    )
+
+
+def exchanged(values: Operands, new: Mapping[Value, Value]) -> Operands:
+    """Operands, of which some are others."""
+    return tuple([None if one is None else new.get(one, one) for one in values])
+
+
+def added(
+    op_type: str,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    attributes: Mapping[str, int | ir.Attr] | None = None,
+) -> Compute:
+    """An op that partc adds, which stands for no node of the model, and is named after what it makes first."""
+    given = [one for one in (attributes or {}).values() if isinstance(one, ir.Attr)]
+    numbers = {name: one for name, one in (attributes or {}).items() if isinstance(one, int)}
+    node = ir.Node("", op_type, [], [*given, *ir.convenience.convert_attributes(numbers)], num_outputs=len(outputs))
+    for out in node.outputs:
+        out.name = ""
+    return Compute(node, node, tuple(inputs), tuple(outputs), label=outputs[0])
+
+
+@dataclass(frozen=True)
+class Event:
+    """A message or collective as all its ranks see it: `ranks` are source and target of a message, or the sets of a collective.
+
+    `made`: what it gives, or of one that gives nothing what it brings. `derived`: a reshard for a reader whose sharding is derived.
+    """
+
+    tag: int
+    op_type: str
+    value: ir.Value
+    made: Value
+    ranks: tuple[tuple[int, ...], ...]
+    group: str
+    shape: Shape | None
+    bytes: str
+    cause: str
+    derived: bool = False
+    way: Way | None = None
+    """How the value lies before and after a collective."""
+
+    @property
+    def name(self) -> str:
+        """What it gives, as messages speak of it."""
+        return str(self.made)
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """A model input, weight or output on a rank: its value there and the layout's shard, by the rank's place in the group."""
+
+    value: Value
+    version: ShardedValue
+    index: int
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that ranks keep from step to step, and the value that takes its place after one, None where nothing does.
+
+    Each rank of `version` has its shard of it. `tensor` is its global name; `parameter`: of whom an optimizer's tensor is.
+    """
+
+    value: Value
+    version: ShardedValue
+    next: Value | None
+    tensor: str
+    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
+    parameter: str = ""
+    initial: float | Law = 0.0
+    target: str = ""
+    """The kind of device on which it lies, where ranks have several."""
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's program: its ops in order, the inputs that it reads, its weights, the outputs delivered to it.
+
+    `kept` and `scalars` are a training program's: what lives from step to step, and the numbers that each step is given. `appended` are
+    made by a Concat of what each microbatch gives, of which the operand stands for all of them.
+    """
+
+    rank: int
+    steps: tuple[Op, ...]
+    inputs: tuple[RankTensor, ...]
+    weights: tuple[RankTensor, ...]
+    outputs: tuple[RankTensor, ...]
+    kept: tuple[State, ...] = ()
+    scalars: tuple[Value, ...] = ()
+    appended: frozenset[Value] = frozenset()
+
+    @property
+    def bodies(self) -> list[Body]:
+        """The bodies of the tasks that it calls, in order of their first calls."""
+        return list(dict.fromkeys(step.body for step in self.steps if isinstance(step, Call)))
+
+    @property
+    def given(self) -> tuple[Value, ...]:
+        """What is there before its first op: inputs, weights, state, and the numbers of the step."""
+        held = (one.value for one in (*self.inputs, *self.weights))
+        return tuple(dict.fromkeys((*held, *(one.value for one in self.kept), *self.scalars)))
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        """What is read behind its last op: outputs, and what takes the places of the state."""
+        return (*(one.value for one in self.outputs), *(one.next for one in self.kept if one.next is not None))
+
+    @property
+    def likeness(self) -> Hashable:
+        """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
+        ends = tuple(tuple(held.value for held in some) for some in (self.inputs, self.outputs))
+        return id(self.steps), id(self.weights), ends
+
+
+def constants_of(steps: Sequence[Op], more: Collection[Value] = ()) -> list[Value]:
+    """The constants that ops read, or that are among `more`, in the order of their first readers."""
+    read = dict.fromkeys([one for step in steps for one in step.reads])
+    return [one for one in {**read, **dict.fromkeys(more)} if one.constant is not None]
+
+
+def needed(steps: Sequence[Op], results: Collection[Value]) -> list[Op]:
+    """The ops whose values are read, directly or not; `results` are read after the last.
+
+    Communication takes part in what other ranks do, and a task may communicate: both always stay.
+    """
+    read = {*results}
+    found: list[Op] = []
+    for step in reversed(steps):
+        if isinstance(step, Comm | Call) or not read.isdisjoint(step.makes):
+            read.update(step.reads)
+            found.append(step)
+    return found[::-1]

@@ -1,0 +1,99 @@
+"""The distinct programs of a job: its filters by sets of ranks, over values that have their final names."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from partc.compiler.ir.constants import Constant
+from partc.compiler.ir.programs import Comm, Compute, RankTensor, State, Value
+from partc.compiler.ir.sharded import Group, Ranks, ShardedValue
+from partc.compiler.lower.job import Job, Transfer
+from partc.compiler.lower.names import names_of
+
+
+@dataclass
+class DistinctProgram:
+    """What some ranks, and no others, do and have."""
+
+    ranks: Ranks
+    steps: list[Compute | Comm] = field(default_factory=list)
+    inputs: dict[Value, ShardedValue] = field(default_factory=dict)
+    weights: dict[Value, RankTensor] = field(default_factory=dict)
+    kept: dict[Value, State] = field(default_factory=dict)
+    scalars: dict[Value, None] = field(default_factory=dict)
+    outputs: dict[Value, ShardedValue] = field(default_factory=dict)
+    appended: dict[Value, None] = field(default_factory=dict)
+
+
+_RECORDS = ("inputs", "weights", "kept", "scalars", "outputs", "appended")
+
+
+class Finished:
+    """A job whose values have their names: each is one that is called so, and ops are over these.
+
+    A value that is a constant on some ranks is one of its own there, and so are ops that read it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.names = job, names_of(job)
+        self._values: dict[tuple[Value, int], Value] = {}
+        self._ops: dict[Hashable, Compute | Comm] = {}
+
+    def value(self, value: Value, constants: Mapping[Value, Constant] | None = None) -> Value:
+        """The value with its name; a constant where it is one of the `constants`."""
+        constant = constants.get(value) if constants else None
+        key = value, id(constant)
+        if key not in self._values:
+            of, shape = (value.of, value.shape) if self.job.listed.ranks(value) else (None, None)
+            self._values[key] = Value(self._name(value), of=of, shape=shape, constant=constant)
+        return self._values[key]
+
+    def _name(self, value: Value) -> str:
+        own = value.hint if value.base is None else f"{self._name(value.base)}{value.hint}"
+        return self.names.get(value, own)
+
+    def programs(self, groups: Iterable[Group]) -> list[DistinctProgram]:
+        """The distinct programs by their lowest rank; ranks that differ in being among one of `groups` are apart, too."""
+        job, sharing = self.job, dict[Ranks, list[DistinctProgram]]()
+        found = [DistinctProgram(ranks) for ranks in job.distinct(groups)]
+        constants = {one.ranks: dict[Value, Constant]() for one in found}
+
+        def those(ranks: Ranks) -> list[DistinctProgram]:
+            if ranks not in sharing:
+                sharing[ranks] = [one for one in found if one.ranks & ranks]
+            return sharing[ranks]
+
+        for value, constant, ranks in job.constants:
+            for one in those(ranks):
+                constants[one.ranks][value] = constant
+        for step, ranks in job.program:
+            for one in those(ranks):
+                seen = step.seen_by(one.ranks) if isinstance(step, Transfer) else [step]
+                one.steps += [self._op(each, constants[one.ranks]) for each in seen]
+        for records in _RECORDS:
+            for value, item, ranks in getattr(job, records):
+                for one in those(ranks):
+                    own = self.value(value, constants[one.ranks])
+                    listed = replace(item, value=own) if isinstance(item, State | RankTensor) else item
+                    if isinstance(listed, State) and listed.next is not None:
+                        listed = replace(listed, next=self.value(listed.next, constants[one.ranks]))
+                    getattr(one, records)[own] = listed
+        return found
+
+    def _op(self, step: Compute | Comm, constants: Mapping[Value, Constant]) -> Compute | Comm:
+        """An op over values with names."""
+        read = [constants[one] for one in (*step.reads, *step.makes) if one in constants]
+        key = step, tuple(map(id, read))
+        if key not in self._ops:
+            inputs, outputs = (
+                tuple([None if one is None else self.value(one, constants) for one in some])
+                for some in (step.inputs, step.outputs)
+            )
+            if isinstance(step, Comm):
+                self._ops[key] = replace(step, inputs=inputs, outputs=outputs)
+            else:
+                label = step.label if isinstance(step.label, str) else self.value(step.label)
+                captured = {name: self.value(one, constants) for name, one in step.captured.items()}
+                self._ops[key] = replace(step, inputs=inputs, outputs=outputs, captured=captured, label=label)
+        return self._ops[key]

@@ -1,0 +1,1 @@
+"""Families of ops with bodies, of sequences, and of local maps."""

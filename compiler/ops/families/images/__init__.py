@@ -1,0 +1,1 @@
+"""Families of ops on images: convolution, pooling, resizing."""

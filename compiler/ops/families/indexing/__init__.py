@@ -1,0 +1,1 @@
+"""Families of ops that read and write elements by index."""

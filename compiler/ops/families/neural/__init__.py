@@ -1,0 +1,1 @@
+"""Families of ops of neural networks: attention, normalization, dropout, losses, recurrent layers."""

@@ -1,0 +1,65 @@
+"""Sizes of values at typical sizes of all symbols: only used to compare them, and to balance work."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import onnx_ir as ir
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
+from partc.compiler.ir.program import Typed
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import WHOLE
+
+MIDDLING = 128
+"""The size of a symbol at which values are compared: the first legal one from here on, or the largest."""
+
+
+class TypicalSizes:
+    """Bytes, elements and operations at typical sizes of all symbols."""
+
+    def __init__(self, program: Typed) -> None:
+        self.program = program
+
+    @cached_property
+    def known(self) -> dict[str, Facts]:
+        return {name: Facts.constant(_typical(info.facts)) for name, info in self.program.symbols.items()}
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        return {}
+
+    def dim(self, dim: int | str) -> int:
+        if isinstance(dim, int):
+            return dim
+        if dim not in self.dims:
+            facts = facts_of(dim, self.known)
+            self.dims[dim] = max(0, facts.value if facts.value is not None else facts.min or 1)
+        return self.dims[dim]
+
+    def elements(self, value: ir.Value) -> int:
+        return math.prod(map(self.dim, self.program.values[value].shape or ()))
+
+    def bytes_of(self, value: ir.Value) -> int:
+        return self.elements(value) * (self.program.values[value].item_bytes or 1)
+
+    def sizes(self, node: ir.Node) -> dict[str, int]:
+        """The size of each factor of a node's operands."""
+        found: dict[str, int] = {}
+        for letters, value in zip(rule_of(node).inputs, node.inputs, strict=False):
+            shape = self.program.values[value].shape if value is not None and value in self.program.values else None
+            for letter, dim in zip(letters or "", shape or (), strict=False):
+                if letter != WHOLE:
+                    found[letter] = max(found.get(letter, 1), self.dim(dim))
+        return found
+
+
+def _typical(facts: Facts) -> int:
+    low = max(facts.min or 1, MIDDLING)
+    if facts.max is not None and low >= facts.max:
+        return facts.max
+    if not facts.divisor:
+        return facts.remainder
+    size = low + (facts.remainder - low) % facts.divisor
+    return size if facts.max is None or size <= facts.max else facts.max

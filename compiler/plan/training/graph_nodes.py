@@ -1,0 +1,69 @@
+"""What a loss or a metric of the plan is made with: nodes at the end of the model, named below one word (`training/graph_appender.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8)
+Dims: TypeAlias = tuple[int | ir.SymbolicDim, ...]
+
+
+class GraphNodes(Protocol):
+    """Appends the nodes of one loss or metric to the model, and says what the model has."""
+
+    path: str
+    graph: ir.Graph
+
+    def error(self, fact: str, law: str = "", help: str = "") -> CompileError:
+        """The error of one fact."""
+
+    def op(self, word: str, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+        """One node that makes `<path>.<word>`, or `<path>` itself where there is no word."""
+
+    def constant(self, word: str, array: Any, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
+        """A constant; integers where no type is said."""
+
+    def scalar(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType, **attributes: Any) -> ir.Value:
+        """The node that makes `<path>`: a float32 scalar, which becomes an output of the graph."""
+
+    def sums(self, size: int, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        """The node that makes `<path>`: so many float32 sums, which become an output of the graph."""
+
+    def divided(self, number: ir.Value, denominator: ir.Value) -> ir.Value:
+        """`number`, a mean, which says what it divides by, so that those of several batches can be put together."""
+
+    def counted(self, number: ir.Value, each: ir.Value, dims: Dims) -> ir.Value:
+        """`number`, the mean of all of `each`, whose dims are `dims`; where records may have unevenly many, it says how many there are."""
+
+    def by_shard(self, shards: int, x: ir.Value, word: str) -> ir.Value:
+        """The sums of x over the records of each shard of the batch."""
+
+    def own_scalar(self, name: str) -> ir.Value:
+        """The model's output of a name, which must be one float."""
+
+    def prediction(self, name: str) -> tuple[ir.Value, Dims]:
+        """An output of floats, in float32 unless it is in float64, and its dims in names of the inputs' dims."""
+
+    def given(self, name: str, dims: Dims, kinds: Sequence[ir.DataType]) -> ir.Value:
+        """The graph's input of a name in the first of the types `kinds`; one is added, of these dims, where there is none."""
+
+
+def float_type(x: ir.Value) -> ir.DataType:
+    """The type of a prediction: float32 where the model does not say it."""
+    return x.dtype or ir.DataType.FLOAT
+
+
+def class_axis(to: GraphNodes, name: str, dims: Dims, axis: int | None) -> int:
+    """The axis of the classes, from 0."""
+    rank = len(dims)
+    if rank == 0:
+        raise to.error(f"the output '{name}' is a scalar", "logits have a number for each class")
+    chosen = axis if axis is not None else 1 if rank > 3 else rank - 1
+    if not -rank <= chosen < rank:
+        raise to.error(f"'{name}' has no axis {chosen}", f"it has {rank} dims", f"say an axis of {-rank} to {rank - 1}")
+    return chosen % rank

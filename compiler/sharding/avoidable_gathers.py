@@ -1,0 +1,137 @@
+"""Collectives that are there only for a size: a value arrives cut, and its reader would go on so if a size were known, or another one.
+
+The second are heads: twelve of them cannot be shared by eight ranks, so that what was cut for attention is gathered in front of it, and
+all ranks compute all heads. That is legal, and seldom meant: it is told with its bytes, and `--strict` refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from partc.compiler.analysis.lost import dim_of, how_lost, unknown_dims
+from partc.compiler.errors import Problem
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import Placed
+from partc.compiler.ir.value_info import bytes_text
+from partc.compiler.ops.rule import WHOLE
+from partc.compiler.sharding.propagate import Propagation
+
+_BY_EXTENTS = frozenset({"Expand", "Flatten", "Reshape", "Slice", "Squeeze"})
+"""Ops whose rule is made of the sizes of their operands."""
+_ATTENTION = ("attn", "attention")
+Uneven = Callable[[NodeOnGroup, NodeSharding, str, int], int | None]
+"""The number of a node's factor, or of its units, that is not divisible by so many shards; None where all are, or one is dynamic."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A dim of an operand that arrives cut into shards, by the decision of `why`, and is read whole."""
+
+    instance: NodeOnGroup
+    choice: NodeSharding
+    k: int
+    value: ir.Value
+    dim: int
+    shards: int
+    why: str
+
+
+def gathered_dims(choices: Mapping[NodeOnGroup, NodeSharding], propagation: Propagation) -> Iterator[Gathered]:
+    """The dims that arrive cut and are read whole."""
+    for instance, choice in choices.items():
+        for k, value in enumerate(instance.node.inputs):
+            arriving = None if value is None else propagation.layout_of(value, instance.group)
+            if value is None or arriving is None or not any(arriving[0].cuts):
+                continue
+            layout, why = arriving
+            wanted = choice.input(k)
+            if wanted is None or len(layout.cuts) != len(wanted.cuts):
+                continue
+            for dim, (here, there) in enumerate(zip(layout.cuts, wanted.cuts, strict=True)):
+                if here and not there:
+                    yield Gathered(instance, choice, k, value, dim, layout.num_shards(dim), why)
+
+
+def lost_cuts(program: Placed, gathered: Iterable[Gathered]) -> tuple[str, ...]:
+    """A warning for each sharded value that a reader gathers, because the size of a dim is unknown."""
+    found = ((one, _lost(program, one.instance, one.choice, one.k, one.dim)) for one in gathered)
+    return tuple(dict.fromkeys(_told(program, one, lost) for one, lost in found if lost is not None))
+
+
+def uneven_cuts(
+    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], gathered: Iterable[Gathered], uneven: Uneven
+) -> list[Problem]:
+    """A problem for each sharded value that a reader gathers, because a number of its own is not divisible by the shards."""
+    by_path = {program.paths[instance.node]: choice for instance, choice in choices.items()}
+    found: dict[Problem, None] = {}
+    for one in gathered:
+        letters = one.choice.rule.inputs[one.k]
+        letter = WHOLE if letters is None else letters[one.dim]
+        if letter == WHOLE or letter in one.choice.rule.replicated or letter in one.choice.axes:
+            continue
+        number = uneven(one.instance, one.choice, letter, one.shards)
+        where = _line(program, by_path, one.why)
+        if number is not None and where:
+            found[_indivisible(program, one, number, where)] = None
+    return list(found)
+
+
+def _line(program: Placed, by_path: Mapping[str, NodeSharding], decided: str) -> str:
+    """The line of the plan or the model that a cut follows, from neighbour to neighbour; empty where an input brings it."""
+    for _ in range(len(by_path)):
+        if decided not in by_path:
+            return decided.split(" ")[0] if ":" in decided else ""
+        decided = next(iter(by_path[decided].why.values()), "")
+    return ""
+
+
+def _indivisible(program: Placed, one: Gathered, number: int, where: str) -> Problem:
+    value, dim, shards = one.value, one.dim, one.shards
+    path, info = program.paths[one.instance.node], program.values[value]
+    what = "heads" if any(word in path.lower() for word in _ATTENTION) else "equal parts"
+    size = info.shape[dim] if info.shape is not None else None
+    each = f" of {size // number}" if isinstance(size, int) and size % number == 0 and size > number else ""
+    legal = [str(n) for n in range(2, number + 1) if number % n == 0]
+    fact = f"'{value.name}' is cut into {shards} along dim {dim}, but {path} has {number} {what}{each} there"
+    law = (
+        f"{number} is not divisible by {shards}: all of its {bytes_text(info, info.shape)} bytes are gathered on each rank, "
+        "and what follows is computed whole on all of them"
+    )
+    help = f"use {', '.join(legal)} ranks for it" if legal else "leave it whole"
+    return Problem(where, fact, law, help)
+
+
+def _lost(
+    program: Placed, instance: NodeOnGroup, choice: NodeSharding, k: int, dim: int
+) -> tuple[ir.Value, int | None] | None:
+    """The value and dim whose unknown size prevents a dim from being sharded; None where that is not the reason."""
+    node, rule = instance.node, choice.rule
+    letters = rule.inputs[k] if k < len(rule.inputs) else None
+    letter = WHOLE if letters is None else letters[dim]
+    if letter in rule.replicated:
+        return None
+    for row, values in ((rule.inputs, node.inputs), (rule.outputs, node.outputs)):
+        for spelled, value in zip(row, values, strict=False):
+            for place, each in enumerate(spelled or ""):
+                if value is not None and each == letter != WHOLE and dim_of(program, value, place) is None:
+                    return value, place
+    if letter != WHOLE:
+        return None
+    for value in (one for one in [*node.inputs, *node.outputs] if one is not None and one.name):
+        if value.shape is None and value.dtype is not None:
+            return value, None
+        if node.op_type in _BY_EXTENTS and (unknown := unknown_dims(program, value)):
+            return value, unknown[0]
+    return None
+
+
+def _told(program: Placed, one: Gathered, lost: tuple[ir.Value, int | None]) -> str:
+    of, place = lost
+    what = f"the rank of '{of.name}'" if place is None else f"dim {place} of '{of.name}'"
+    law, remedy = how_lost(program, of, place)
+    path = program.paths[one.instance.node]
+    return (
+        f"'{one.value.name}' is replicated along dim {one.dim} for {path}, since {what} is not known: {law}; {remedy}"
+    )

@@ -1,0 +1,384 @@
+"""What becomes of every value when a batch is run in microbatches, one after the other: time is one more axis of the mesh.
+
+The law is that of a cut along the batch, `ops/rule.py`. In each microbatch a value is
+
+    REPLICATE        the same as in the whole batch: weights, and what is made of them
+    Shard(d)         the records of the microbatch along dim d, maybe apart from each other (`analysis/record_dims.py`)
+    Partial("sum")   a term of the whole batch's: those of the microbatches are added
+    Partial("mean")  a term where each microbatch counts alike: the mean of those of the microbatches
+    OWN              the microbatch's own, which the whole batch's does not follow from: the number of its records, its largest loss
+
+A node takes records along one factor, which all its operands that have it must be cut along, and passes them to its outputs. What needs all
+records at once, or needs to know which of them it has, is `mixing`: its result is not that of the whole batch.
+
+A training has the sizes of a microbatch, and adds up terms. A loss of labels that count unevenly is a sum over a sum, and a quotient of
+sums is no sum. But what it is divided by follows from the labels alone, so that the whole batch's can be made before the first microbatch
+(`totals`): then every microbatch has its exact share of the loss.
+
+A stream, of a program that does not train, has the sizes of the whole batch: its nodes get their local form (`cut`), and what reduces over
+records is `mixing`. A value that is the same in all microbatches, but is read along the factor of the records, is cut where all its records
+are alike, as those of an Expand, a ConstantOfShape or a constant of zeros.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import onnx_ir as ir
+from onnx_shape_inference import SYM_DATA_KEY
+from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.analysis.record_dims import KEEPS_ORDER, Shard, dim_of, reshaped, together
+from partc.compiler.analysis.records import OF_PIECES, batch_symbols
+from partc.compiler.dims.facts import ANY_DIM
+from partc.compiler.dims.reading import read, symbol
+from partc.compiler.ir.program import Typed
+from partc.compiler.ops.families.images.pool import scaled
+from partc.compiler.ops.families.neural.loss import local_mean
+from partc.compiler.ops.registry import draws, rule_of
+from partc.compiler.ops.rule import OWN as OWN_OPS
+from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.sharding.local_in_time import asks_where
+
+_LIGHT_ELEMENTS = 1 << 16
+"""The largest weight of which something may be made twice: once before the microbatches."""
+_LOOKUPS = ("Gather", "GatherElements", "GatherND")
+_TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
+"""By op the operand of which only the type is read."""
+_LARGEST = 1 << 20
+"""The most elements of a constant whose records are compared."""
+_RECORDS = "r"
+_FIXED = "_records"
+"""The symbol in the place of a fixed size of the batch."""
+_MIXES = "may bring records of the batch together"
+_REDUCED = {"sum": "a sum", "max": "the largest", "min": "the smallest"}
+
+
+class Alone(enum.Enum):
+    """The states that say no more."""
+
+    REPLICATE = "replicate"
+    OWN = "own"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A term of the whole batch's value: the sum or the mean of those of all microbatches."""
+
+    how: Literal["sum", "mean"]
+
+
+State: TypeAlias = Alone | Shard | Partial
+REPLICATE, OWN, SUM, MEAN = Alone.REPLICATE, Alone.OWN, Partial("sum"), Partial("mean")
+
+
+class Flow:
+    """The states of a program's values, from its `batch_dims` on, in `count` microbatches.
+
+    `totals`: values of which microbatches are given the whole batch's. `shares`: operands, by node and place, that count once for every
+    microbatch and stand among terms. `mixing`: by node why it does not do what it does of the whole batch. `cut`: the nodes that have
+    records, each with its rule and the factor of these. `alike`: values that are cut for a reader.
+    """
+
+    def __init__(self, program: Typed, count: int) -> None:
+        self.program, self.count, self.streams = program, count, program.training is None
+        self.known = {name: info.facts for name, info in program.symbols.items()}
+        self.given = {value: Shard(dim, dim_of(value, dim)) for value, dim in program.batch_dims.items()}
+        self.alike: dict[ir.Value, Shard] = {}
+        self._batch = frozenset(batch_symbols(program.batch_dims))
+        self._by_symbol = _by_symbol(program) if not self.streams and not self._batch and count > 1 else {}
+        while not self._walk():
+            pass
+
+    def state(self, value: ir.Value) -> State:
+        """How a value relates to the whole batch's."""
+        return REPLICATE if value in self.totals else self.states.get(value, REPLICATE)
+
+    def shard(self, value: ir.Value) -> Shard | None:
+        """How a value holds records; None where it holds none."""
+        state = self.state(value)
+        return state if isinstance(state, Shard) else None
+
+    def _walk(self) -> bool:
+        """Goes through the graph; False once it finds another value that has to be cut."""
+        self.states: dict[ir.Value, State] = {
+            **self.given,
+            **{value: one for value, one in self.alike.items() if value.producer() is None},
+        }
+        self.totals: dict[ir.Value, None] = {}
+        self.shares: dict[tuple[ir.Node, int], None] = {}
+        self.mixing: dict[ir.Node, str] = {}
+        self.cut: dict[ir.Node, tuple[Rule, str]] = {}
+        self._light = self._inputs_alone()
+        self._counts: dict[ir.Value, ir.Node] = {}
+        before = len(self.alike)
+        for node in self.program.model.graph:
+            self._node(node)
+            if len(self.alike) > before:
+                return False
+        return True
+
+    def _inputs_alone(self) -> set[ir.Value]:
+        """What can be made of the inputs alone, without the model; the walk adds to it."""
+        training, graph = self.program.training, self.program.model.graph
+        if training is None:
+            return set()
+        changing = {*training.parameters, *training.statistics}
+        weights = (value for value in graph.initializers.values() if value not in changing)
+        light = (one for one in weights if one.const_value is None or one.const_value.size <= _LIGHT_ELEMENTS)
+        return {*(value for value in graph.inputs if value.name not in training.scalars), *light}
+
+    def _node(self, node: ir.Node) -> None:
+        """Finds the states of the outputs."""
+        if not draws(node) and node.domain != OWN_OPS and self._light.issuperset(self.program.reads[node]):
+            self._light.update(node.outputs)
+        typed = _TYPE_ALONE.get(node.op_type)
+        operands = {k: value for k, value in enumerate(node.inputs) if value is not None and k != typed}
+        around = self.program.around[node]
+        if all(self.state(value) is REPLICATE for value in (*operands.values(), *around)):
+            self._cut_for_reader(node)
+            return
+        self._count(node)
+        rule = rule_of(node)
+        for value in around:
+            self._settle(value, node)
+        passing = self._terms(node, rule, operands)
+        if passing is not None:
+            self.states.update(dict.fromkeys(node.outputs, passing))
+            return
+        for value in operands.values():
+            self._settle(value, node)
+        at = {k: one for k, value in operands.items() if (one := self.shard(value)) is not None}
+        within = any(self.shard(value) is not None for value in around)
+        if not at and not within:
+            own = any(self.state(value) is OWN for value in (*operands.values(), *around))
+            self._guess(node, OWN if own else REPLICATE)
+        elif why := "has a body that reads records of the batch" if within else self._passed(node, rule, at):
+            told = self.streams or not all(_is_integer(out) for out in node.outputs)
+            if told:
+                self.mixing.setdefault(node, why)
+            if not self.streams:
+                self._guess(node, REPLICATE if told and at else OWN)
+        for out in node.outputs:
+            if self.states.get(out) is OWN:
+                self._sized(out)
+
+    def _passed(self, node: ir.Node, rule: Rule, at: Mapping[int, Shard]) -> str:
+        """Passes records on along the one factor that names them; says why that cannot be, or ''."""
+        if node.meta.get(OF_PIECES):
+            self.states[node.outputs[0]] = Shard(1)
+            return ""
+        if node.op_type in KEEPS_ORDER and 0 in at and self._reshaped(node, rule, at[0]):
+            return ""
+        letters = {_letter(rule.inputs[k] if k < len(rule.inputs) else None, one.dim) for k, one in at.items()}
+        letter, shard = letters.pop(), together(at.values())
+        if letters or letter == WHOLE or letter in rule.replicated or letter in rule.units or shard is None:
+            return _MIXES
+        if not _stand_alike(node, rule, letter, shard):
+            return _MIXES
+        for k, value in enumerate(node.inputs[: len(rule.inputs)]) if self.streams else ():
+            have = (rule.inputs[k] or "").count(letter)
+            if value is None or not have or (k in at and have == 1):
+                continue
+            wanted = replace(shard, dim=(rule.inputs[k] or "").index(letter))
+            needed = [*self._alike(value, wanted)] if k not in at and shard.apart == 1 else [(value, None)]
+            if any(how is None for _, how in needed):
+                return f"takes '{value.name}', which is the same for all microbatches, by records of the batch"
+            self.alike.update((one, how) for one, how in needed if how is not None)
+            return ""
+        if node.domain != OWN_OPS and asks_where(self.program, node, rule, letter, self.count):
+            return "needs to know which records of the batch it has"
+        return self._made(node, rule, letter, shard)
+
+    def _made(self, node: ir.Node, rule: Rule, letter: str, shard: Shard) -> str:
+        """The states of the outputs of a node that is cut along a factor."""
+        how = rule.reduce.get(letter)
+        for out, made in zip(node.outputs, rule.outputs, strict=False):
+            if made is not None and letter in made:
+                self.states[out] = replace(shard, dim=made.index(letter))
+            elif self.streams and out.name and made is None:
+                return _MIXES
+            elif self.streams and out.name and how != "":  # as of Shape and Size, whose local form gives the whole
+                return f"takes {_REDUCED.get(how or '', 'something')} over the records of the batch"
+            elif not self.streams:
+                term = MEAN if rule.local in (scaled, local_mean) else SUM
+                self.states[out] = term if how == "sum" else OWN
+        self.cut[node] = rule, letter
+        return ""
+
+    def _reshaped(self, node: ir.Node, rule: Rule, shard: Shard) -> bool:
+        """Passes records on where a node changes how elements are grouped into dims, and moves none; False where no dim has them then."""
+        source, out = node.inputs[0], node.outputs[0]
+        made = reshaped(shard, source, out, self.known)
+        if made is None or source is None or source.shape is None or out.shape is None:
+            return False
+        self.states[out] = made
+        sides = ((source.shape, shard.dim), (out.shape, made.dim))
+        given, given_out = ("".join(_RECORDS if k == dim else WHOLE for k in range(len(shape))) for shape, dim in sides)
+        inputs = (given, *(WHOLE for _ in rule.inputs[1:]))
+        self.cut[node] = replace(rule, inputs=inputs, outputs=(given_out,)), _RECORDS
+        return True
+
+    def _cut_for_reader(self, node: ir.Node) -> None:
+        """Cuts a node whose operands have no records, where a reader takes what it makes by records."""
+        made = next(((k, self.alike[out]) for k, out in enumerate(node.outputs) if out in self.alike), None)
+        if made is None:
+            return
+        k, shard = made
+        if node.op_type == "Constant":
+            self.states[node.outputs[0]] = shard
+            return
+        rule = rule_of(node)
+        self._made(node, rule, _letter(rule.outputs[k], shard.dim), shard)
+
+    def _alike(self, value: ir.Value, shard: Shard) -> Iterator[tuple[ir.Value, Shard | None]]:
+        """The values that are cut if this one is, each with how; with None one of which the records differ."""
+        node, there = value.producer(), self.shard(value) or self.alike.get(value)
+        if there is not None or dim_of(value, shard.dim) != shard.size:
+            yield value, shard if there == shard else None
+            return
+        yield value, shard
+        if node is None or node.op_type == "Constant":
+            if not value.is_graph_input() and not _same_records(value, shard.dim, self.count):
+                yield value, None
+            return
+        rule = rule_of(node)
+        letter = _letter(rule.outputs[value.index() or 0] if rule.outputs else None, shard.dim)
+        whole = letter == WHOLE or letter in rule.replicated or letter in rule.units
+        if whole or asks_where(self.program, node, rule, letter, self.count):
+            yield value, None
+            return
+        for operand, letters in zip(node.inputs, rule.inputs, strict=False):
+            if operand is not None and letters and letter in letters:
+                yield from self._alike(operand, replace(shard, dim=letters.index(letter)))
+
+    def _count(self, node: ir.Node) -> None:
+        """Follows the numbers of records: a microbatch counts its own from 0, which serve to look these up, and for nothing else."""
+        if node.op_type == "Range" and any(self.state(value) is OWN for value in node.inputs if value is not None):
+            self._counts[node.outputs[0]] = node
+        found = {
+            k: self._counts[value] for k, value in enumerate(node.inputs) if value is not None and value in self._counts
+        }
+        data = node.inputs[0] if node.inputs else None
+        if node.op_type in _LOOKUPS and data is not None and self.shard(data) is not None:
+            found.pop(1, None)
+        if not found or node.op_type in ("Shape", "Size"):
+            return
+        origin = next(iter(found.values()))
+        if node.op_type in _LOOKUPS or not all(_is_integer(out) for out in node.outputs):
+            self.mixing.setdefault(origin, "numbers the records of the batch")
+        else:
+            self._counts.update(dict.fromkeys(node.outputs, origin))
+
+    def _terms(self, node: ir.Node, rule: Rule, operands: Mapping[int, ir.Value]) -> State | None:
+        """The state of the outputs where terms pass through a node."""
+        terms = {k for k, value in operands.items() if isinstance(self.state(value), Partial)}
+        for group in rule.partial_inputs if terms else ():
+            group = tuple(k for k in group if k in operands)
+            others = [value for k, value in operands.items() if k not in group]
+            if terms.isdisjoint(group) or any(self.shard(operands[k]) is not None for k in group):
+                continue
+            if any(self.shard(value) is not None for value in others):
+                continue
+            for value in (*others, *(operands[k] for k in group if self.state(operands[k]) is OWN)):
+                self._settle(value, node)
+            states = [self.state(operands[k]) for k in group]
+            if SUM not in states:
+                return MEAN if MEAN in states else None
+            for k, state in zip(group, states, strict=True):
+                if state != SUM:
+                    self.shares[node, k] = None
+            return SUM
+        return None
+
+    def _settle(self, value: ir.Value, node: ir.Node) -> None:
+        """Settles an operand that must be the whole batch's: it is computed before the microbatches if it can be, else it is their own."""
+        state = self.state(value)
+        if isinstance(state, Shard) or state is REPLICATE or value.dtype is None:
+            return
+        if not value.dtype.is_floating_point() and state is OWN:
+            return
+        known = value.shape is not None and not any(self._speaks(value, dim) for dim in range(len(value.shape)))
+        if value in self._light and known and (self._batch or state is not OWN):
+            self.totals[value] = None
+            return
+        producer = value.producer()
+        self.mixing.setdefault(node if producer is None else producer, "reduces over the records of a batch")
+        self.states[value] = REPLICATE
+
+    def _guess(self, node: ir.Node, otherwise: State) -> None:
+        """Without a rule: a dim whose size contains the batch symbol holds records."""
+        for out in node.outputs:
+            dims = [dim for dim, _ in enumerate(out.shape or ()) if self._speaks(out, dim)]
+            self.states[out] = Shard(dims[0]) if dims else otherwise
+
+    def _sized(self, value: ir.Value) -> None:
+        """Settles what a value of shape arithmetic holds where that is known: `Shape(x)[1]` is `seq`, and says nothing of the batch.
+
+        Of a fixed batch a number that is made of its size counts records: it is a term, like the sum that it divides.
+        """
+        held = self._by_symbol.get(value, value).metadata_props.get(SYM_DATA_KEY)
+        entries = [read(str(one)) for one in json.loads(held)] if held is not None else [None]
+        if all(one is not None and self._names.isdisjoint(map(str, one.free_symbols)) for one in entries):
+            self.states[value] = REPLICATE
+        elif self._by_symbol and not _is_integer(value):
+            each = [None if one is None else one / symbol(_FIXED) for one in entries]
+            self.states[value] = SUM if all(one is not None and one.is_number for one in each) else OWN
+
+    @property
+    def _names(self) -> frozenset[str]:
+        """The symbols of the batch's size."""
+        return self._batch or frozenset({_FIXED})
+
+    def _speaks(self, value: ir.Value, dim: int) -> bool:
+        """Whether the size of a dim may be that of the batch."""
+        shape = self._by_symbol.get(value, value).shape
+        size = shape[dim] if shape is not None and dim < len(shape) else None
+        return isinstance(size, ir.SymbolicDim) and (
+            size.value is None or not self._names.isdisjoint(size.free_symbols())
+        )
+
+
+def _by_symbol(program: Typed) -> dict[ir.Value, ir.Value]:
+    """By value of a batch of fixed size one whose sizes have a symbol in its place: a number does not tell what it counts."""
+    model, graph = program.model.clone(), program.model.graph
+    for value, twin in zip(graph.inputs, model.graph.inputs, strict=True):
+        if value in program.batch_dims and twin.shape is not None:
+            along = program.batch_dims[value]
+            twin.shape = ir.Shape([_FIXED if dim == along else size for dim, size in enumerate(twin.shape.dims)])
+    made = [out for node in model.graph for out in node.outputs]
+    for twin in made:
+        twin.metadata_props.pop(SYM_DATA_KEY, None)
+        twin.const_value = None
+    infer_shapes(model, {**{name: info.facts for name, info in program.symbols.items()}, _FIXED: ANY_DIM})
+    return dict(zip((out for node in graph for out in node.outputs), made, strict=True))
+
+
+def _stand_alike(node: ir.Node, rule: Rule, letter: str, shard: Shard) -> bool:
+    """Whether records along a factor stand in the outputs as in the inputs: apart from each other only where all dims are of one size."""
+    if shard.apart == 1:
+        return True
+    operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
+    sizes = {dim_of(value, letters.index(letter)) for value, letters in operands if letters and letter in letters}
+    return len(sizes) == 1 and None not in sizes
+
+
+def _same_records(value: ir.Value, dim: int, count: int) -> bool:
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size > _LARGEST or dim >= len(tensor.shape):
+        return False
+    array = tensor.numpy()
+    size = array.shape[dim] // count
+    first = array.take(range(size), dim)
+    return all((array.take(range(k * size, (k + 1) * size), dim) == first).all() for k in range(1, count))
+
+
+def _letter(letters: str | None, dim: int) -> str:
+    return WHOLE if letters is None or dim >= len(letters) else letters[dim]
+
+
+def _is_integer(value: ir.Value) -> bool:
+    return value.dtype is not None and not value.dtype.is_floating_point()

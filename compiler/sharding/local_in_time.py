@@ -1,0 +1,51 @@
+"""The local form of a node in a microbatch: what its rule makes of it on one of so many shards of the batch, which follow in time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+from partc.compiler.ir.program import Typed
+from partc.compiler.ops.rule import Local, Rule
+
+
+class _Asked(dict[str, int]):
+    """The number of a shard by factor; `asked` once a rule has looked one up."""
+
+    asked = False
+
+    def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
+        self.asked = self.asked or key in self
+        return super().get(key, default)
+
+
+def local_in_time(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> Local:
+    """The nodes in place of one that is cut along a factor into `count` shards."""
+    return _local(program, node, rule, {letter: count}, {letter: 0})
+
+
+def asks_where(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> bool:
+    """Whether a node's local form, cut along a factor, depends on which of its shards is meant."""
+    numbers = _Asked({letter: 0})
+    _local(program, node, rule, {letter: count}, numbers)
+    return numbers.asked
+
+
+def _local(program: Typed, node: ir.Node, rule: Rule, shards: Mapping[str, int], numbers: Mapping[str, int]) -> Local:
+    inputs = ["" if value is None else value.name or "" for value in node.inputs]
+    outputs = [value.name or "" for value in node.outputs]
+    operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None and value in program.values]
+    shapes = {value.name or "": program.values[value].shape for value in values}
+    smaller = dict(shapes)
+    for value, letters in operands:
+        shape = None if value is None else shapes.get(value.name or "")
+        if value is not None and shape is not None and letters is not None:
+            dims = zip(shape, letters, strict=False)
+            smaller[value.name or ""] = tuple(
+                dim // shards.get(one, 1) if isinstance(dim, int) else dim for dim, one in dims
+            )
+    made = Local(node, rule, shards, numbers, inputs, outputs, shapes, smaller)
+    if rule.local is not None:
+        rule.local(made)
+    return made

@@ -1,0 +1,117 @@
+"""Which parts of a dim the graph asks for: what Split, Slice and Gather take of it, behind ops that treat its elements alike.
+
+A dim is followed through an op by its letter in the op's rule, where the plain op on a part gives that part of the result. Parts are told
+as fractions of the dim, which a Reshape to (3, heads, size) keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import onnx_ir as ir
+from partc.compiler.ir.graph import Reads
+from partc.compiler.ops.node import axes_of, axis_of, constant_ints, dims
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import WHOLE
+
+_PLAIN = ("Gather", "GatherND", "Gemm", "Reshape")
+"""Ops whose rule rewrites a node, but not along a dim that only passes; a Reshape gets another target."""
+
+_TAKING = frozenset({"Split", "Slice", "Gather", "If", "Loop", "Scan", "SequenceMap"})
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """An output that is just a part of a dim, from `begin` to `end`; `drops`: the dim is left out of it."""
+
+    value: ir.Value
+    begin: Fraction
+    end: Fraction
+    drops: bool = False
+
+
+def through(node: ir.Node, k: int, dim: int) -> int | None:
+    """The dim of the node's one output whose parts are those of dim `dim` of operand `k`; None where there is none."""
+    if any(out.uses() or out.is_graph_output() for out in node.outputs[1:]):
+        return None
+    rule = rule_of(node)
+    letters = rule.inputs[k] if k < len(rule.inputs) else None
+    made = rule.outputs[0]
+    letter = letters[dim] if letters and dim < len(letters) else WHOLE
+    if letter == WHOLE or letter in rule.replicated or letter in rule.units or made is None or letter not in made:
+        return None
+    if rule.local is not None and node.op_type not in _PLAIN:
+        return None
+    return made.index(letter)
+
+
+def outlets(node: ir.Node, k: int, dim: int) -> list[Outlet] | None:
+    """The parts that the node takes of dim `dim` of operand `k`; None where it does not take it apart."""
+    shape = dims(node.inputs[k])
+    size = shape[dim] if shape is not None else None
+    if k or not isinstance(size, int) or shape is None:
+        return None
+    match node.op_type:
+        case "Split" if axis_of(node, len(shape), 0) == dim:
+            return _split(node, dim, size)
+        case "Slice":
+            return _slice(node, dim, size, len(shape))
+        case "Gather" if axis_of(node, len(shape), 0) == dim:
+            return _gather(node, size)
+    return None
+
+
+def taken_apart(reads: Reads) -> set[ir.Value]:
+    """The values of which a part may be asked for: what Split, Slice, Gather and bodies read, and all that this is made of."""
+    found: set[ir.Value] = set()
+    for node, values in reversed(reads.items()):
+        if node.op_type in _TAKING or not found.isdisjoint(node.outputs):
+            found.update(values)
+    return found
+
+
+def asked_parts(value: ir.Value, dim: int) -> list[Fraction]:
+    """The ends of all parts that are asked for, rising, from 0 to 1; [0, 1] where no reader takes the dim apart."""
+    return sorted({Fraction(0), Fraction(1), *_ends(value, dim)})
+
+
+def _ends(value: ir.Value, dim: int) -> Iterator[Fraction]:
+    for use in value.uses():
+        found = outlets(use.node, use.idx, dim)
+        if found is not None:
+            for outlet in found:
+                yield from (outlet.begin, outlet.end)
+        elif (after := through(use.node, use.idx, dim)) is not None:
+            yield from _ends(use.node.outputs[0], after)
+
+
+def _split(node: ir.Node, dim: int, size: int) -> list[Outlet] | None:
+    found, begin = [], 0
+    for out in node.outputs:
+        shape = dims(out)
+        length = shape[dim] if shape is not None else None
+        if not isinstance(length, int):
+            return None
+        found.append(Outlet(out, Fraction(begin, size), Fraction(begin + length, size)))
+        begin += length
+    return found if begin == size else None
+
+
+def _slice(node: ir.Node, dim: int, size: int, rank: int) -> list[Outlet] | None:
+    starts, ends = constant_ints(node, 1), constant_ints(node, 2)
+    axes = axes_of(node, rank, 3) or tuple(range(len(starts or ())))
+    strides = constant_ints(node, 4) if len(node.inputs) > 4 and node.inputs[4] is not None else (1,)
+    if starts is None or ends is None or axes != (dim,) or strides != (1,):
+        return None
+    begin, end, _ = slice(starts[0], ends[0]).indices(size)
+    return [Outlet(node.outputs[0], Fraction(begin, size), Fraction(end, size))] if begin < end else None
+
+
+def _gather(node: ir.Node, size: int) -> list[Outlet] | None:
+    index, shape = constant_ints(node, 1), dims(node.inputs[1])
+    if index is None or shape is None or len(index) != 1 or len(shape) > 1 or not -size <= index[0] < size:
+        return None
+    at = index[0] % size
+    return [Outlet(node.outputs[0], Fraction(at, size), Fraction(at + 1, size), drops=not shape)]

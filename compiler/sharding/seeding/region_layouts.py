@@ -1,0 +1,159 @@
+"""From cuts of values to their layouts on a group: one value by itself, or the values of a region together.
+
+Cuts of several values are one strategy where the ops between them carry a cut from one to the other. Dims that correspond through the
+ops of a region are in one class, and a class is cut by one set of axes: the device matrix is the classes' shards in the order in which
+the cuts first name them, the repeat axis last, as it is for a single op.
+
+    MatMul(Relu(x), w)   x [4, 2], w [2, 1] on 8     x0: 4   x1, w0: 2   w1: 1   mesh (2, 2, 2)   x [(0, 1), (2,)]   w [(2,), ()]
+
+A cut that contradicts an earlier one (corresponding dims in other numbers of shards, or more shards than ranks), and values that no op
+brings together, are laid out by themselves: such a value is resharded where it meets the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.program import Placed
+from partc.compiler.ir.sharded import Group
+from partc.compiler.layout.layout import Layout
+from partc.compiler.plan.groups import Axes
+from partc.compiler.plan.shard_spec import ShardSpec, is_named
+from partc.compiler.sharding.seeding.strategy import refined, to_axes
+
+Place = tuple[ir.Value, int]
+"""A dim of a value."""
+
+
+def names_of(cut: ShardSpec) -> list[tuple[str, ...]]:
+    """The mesh axes that cut each dim of a cut that is spelled by names."""
+    return [shard if isinstance(shard, tuple) else () for shard in cut]
+
+
+def numbers_of(cut: ShardSpec) -> list[int]:
+    """The shards of each dim of a cut that is spelled by numbers."""
+    return [shard if isinstance(shard, int) else 1 for shard in cut]
+
+
+def is_text(value: ir.Value | None) -> bool:
+    """Whether a value is a tensor of strings."""
+    return value is not None and value.dtype == ir.DataType.STRING
+
+
+def cut_layout(program: Placed, cut: ShardSpec, value: ir.Value, group: Group) -> Layout:
+    """The layout that a cut gives a value on a group; ValueError where it has another number of dims or does not fit the group."""
+    rank = len(value.shape) if value.shape is not None else len(cut)
+    if len(cut) != rank:
+        raise ValueError(f"the cut has {len(cut)} dims, the value has {rank}")
+    axes: Axes = program.plan.axes_of(group)
+    if is_named(cut):
+        mesh, named = refined(axes)
+        missing = [name for names in names_of(cut) for name in names if name not in named]
+        if missing:
+            raise ValueError(f"'{missing[0]}' is not an axis of the group's mesh")
+        return Layout(mesh, tuple(tuple(axis for name in names for axis in named[name]) for names in names_of(cut)))
+    numbers = numbers_of(cut)
+    product = math.prod(numbers)
+    if len(group) % product:
+        raise ValueError(f"the cut has {product} shards, but the group has {len(group)} ranks")
+    letters = [chr(ord("a") + dim) for dim in range(rank)]
+    mesh, by_dim = to_axes(dict(zip(letters, numbers, strict=True)), letters, len(group))
+    return Layout(mesh, tuple(by_dim[letter] for letter in letters))
+
+
+class Joint:
+    """The layouts of one region's values on a group: dims that correspond through the region's ops are sharded by the same axes.
+
+    `add` takes the cuts in their order; `layout` gives a value's once all are there, None for one that has to be laid out by itself.
+    """
+
+    def __init__(
+        self, instances: Iterable[NodeOnGroup], choices: Mapping[NodeOnGroup, NodeSharding], group: Group
+    ) -> None:
+        self.size = len(group)
+        self.classes, self.met = _Sets(), _Sets()
+        self.matrices: dict[Hashable, _Matrix] = {}
+        self.cuts: dict[ir.Value, tuple[int, ...]] = {}
+        for instance in instances:
+            rule, node = choices[instance].rule, instance.node
+            operands = [*zip(rule.inputs, node.inputs, strict=False), *zip(rule.outputs, node.outputs, strict=False)]
+            first: dict[str, Place] = {}
+            values = [value for letters, value in operands if letters is not None and value is not None]
+            for letters, value in operands:
+                if letters is None or value is None:
+                    continue
+                self.met.join(values[0], value)
+                for dim, letter in enumerate(letters):
+                    if letter in rule.factors:
+                        self.classes.join(first.setdefault(letter, (value, dim)), (value, dim))
+
+    def add(self, value: ir.Value, cut: ShardSpec) -> None:
+        """Adds one more value's numbers of shards; ignores them where they contradict earlier ones, or are spelled by names."""
+        if is_named(cut) or value in self.cuts or (value.shape is not None and len(cut) != len(value.shape)):
+            return
+        shards = numbers_of(cut)
+        classes = [self.classes.of((value, dim)) for dim in range(len(cut))]
+        if len(set(classes)) == len(classes) and self._matrix(value).take(dict(zip(classes, shards, strict=True))):
+            self.cuts[value] = tuple(shards)
+
+    def layout(self, value: ir.Value, cut: ShardSpec) -> Layout | None:
+        if is_named(cut) or self.cuts.get(value) != tuple(numbers_of(cut)):
+            return None
+        matrix = self._matrix(value)
+        names = {key: str(at) for at, key in enumerate(matrix.shards)}
+        mesh, axes = to_axes({names[key]: n for key, n in matrix.shards.items()}, list(names.values()), self.size)
+        return Layout(mesh, tuple(axes[names[self.classes.of((value, dim))]] for dim in range(len(cut))))
+
+    def _matrix(self, value: ir.Value) -> _Matrix:
+        return self.matrices.setdefault(self.met.of(value), _Matrix(self.size))
+
+
+@dataclass
+class _Matrix:
+    """The device matrix of values that meet: per class its shards, in the order in which they were named."""
+
+    size: int
+    shards: dict[Hashable, int] = field(default_factory=dict)
+
+    def take(self, wanted: Mapping[Hashable, int]) -> bool:
+        """Adds classes with their shards, if those that are there have as many and all fit the group."""
+        joined = {**self.shards, **wanted}
+        if any(joined[key] != count for key, count in self.shards.items()) or self.size % math.prod(joined.values()):
+            return False
+        self.shards = joined
+        return True
+
+
+class _Sets:
+    """Disjoint sets."""
+
+    def __init__(self) -> None:
+        self.above: dict[Hashable, Hashable] = {}
+
+    def of(self, member: Hashable) -> Hashable:
+        """The representative of the set to which a member belongs."""
+        path = []
+        while (above := self.above.get(member, member)) != member:
+            path.append(member)
+            member = above
+        self.above.update(dict.fromkeys(path, member))
+        return member
+
+    def join(self, one: Hashable, other: Hashable) -> None:
+        self.above[self.of(other)] = self.of(one)
+
+
+def corresponding(operands: Sequence[ir.Value | None], arguments: Sequence[ir.Value | None]) -> list[int | None]:
+    """Per argument of a call the operand of the node that it became, each operand once; None where it is none."""
+    free = {k: value for k, value in enumerate(operands) if value is not None}
+    found: list[int | None] = []
+    for argument in arguments:
+        at = next((k for k, value in free.items() if value is argument), None)
+        found.append(at)
+        if at is not None:
+            del free[at]
+    return found

@@ -1,0 +1,228 @@
+"""What the plan and the model give: cuts of nodes, of what enters and leaves modules, of parameters and inputs.
+
+A sharding rule speaks of regions: a node, or a module with all that is inside. Its `in` are cuts of the node's operands, or of what the
+module is given; what is inside is derived. Styles cut the parameters of a region's nodes: colwise the factor that the
+parameter brings to the output, rowwise the factor that it sums over; along the axis `tp` where the mesh has names, else along
+all of the group. Pull cuts the rows that are looked up, along all of the group in any case.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import onnx_ir as ir
+from partc.compiler.annotations.seed import seed_annotations
+from partc.compiler.errors import Problem
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+from partc.compiler.ir.graph import SERVED
+from partc.compiler.ir.program import Placed
+from partc.compiler.ir.sharded import Group
+from partc.compiler.layout.layout import Layout, primes
+from partc.compiler.plan.groups import ranks_text, shown_mesh
+from partc.compiler.plan.pattern import compile_pattern
+from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, ShardingRule
+from partc.compiler.plan.shard_spec import ShardSpec
+from partc.compiler.sharding.seeding.region_cuts import Region, RegionCuts, line_of
+from partc.compiler.sharding.seeding.region_layouts import cut_layout, is_text
+from partc.compiler.sharding.seeding.strategy import refined
+from partc.compiler.sharding.seeding.styles import parameter_factor, styled
+
+TENSOR_PARALLEL = "tp"
+
+
+def seed(
+    program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], rules: Mapping[ir.Node, ShardingRule]
+) -> tuple[Pinned, list[Problem]]:
+    """Writes what is given by `rules`, the model and the dataset into `choices`, closing those that are given completely; the `Pinned`
+    layouts of inputs and outputs.
+    """
+    work = _Seeds(program, choices, rules)
+    work.annotations()
+    work.dataset()
+    for region in work.regions():
+        work.region(region)
+    work.styles_without_use()
+    return work.given, work.problems
+
+
+def _outermost(pattern: str, path: str) -> str:
+    """Of the module with this path and those around it the first that a pattern matches, "" where it matches none."""
+    matches, parts = compile_pattern(pattern).matches, path.split(".") if path else []
+    return next((prefix for k in range(len(parts)) if matches(prefix := ".".join(parts[: k + 1]))), "")
+
+
+class _Seeds:
+    def __init__(
+        self, program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], rules: Mapping[ir.Node, ShardingRule]
+    ) -> None:
+        self.program, self.choices, self.rules = program, choices, rules
+        self.given = Pinned()
+        self.problems: list[Problem] = []
+        self.styled = set[int]()
+        self.idle: list[tuple[Region, str, str]] = []
+        self.cuts = RegionCuts(program, choices, self.given, self.problems)
+        self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
+
+    def annotations(self) -> None:
+        """What the model's own annotations cut, where no rule speaks of the node."""
+        if self.program.followed:
+            self.problems += seed_annotations(self.program, self.choices, self.given, self.rules)
+
+    def regions(self) -> list[Region]:
+        """The regions in order; a node belongs to the last rule that matches it."""
+        module = functools.cache(_outermost)
+        found: dict[tuple[int, str], Region] = {}
+        for node, rule in self.rules.items():
+            path = self.program.paths[node]
+            path = module(rule.pattern, path.rpartition(".")[0]) or path
+            found.setdefault((id(rule), path), Region(path, rule)).nodes.append(node)
+        return list(found.values())
+
+    def region(self, region: Region) -> None:
+        alone = [node for node in region.nodes if not any(self.instances([node])) and node not in self.constants]
+        if region.rule.outputs is not None:
+            alone = alone or region.nodes
+        placed = next((placed for node in alone if (placed := self.program.placement[node]).groups), None)
+        if placed is not None and not any(self.instances(region.nodes)):
+            self.problem(
+                region,
+                f"runs on {ranks_text(placed.groups[0])} alone ({placed.rule})",
+                "a cut needs a group of several ranks",
+                "place it on a list of ranks, or take the line out",
+            )
+            return
+        match region.rule.style:
+            case "replicate":
+                for instance in self.instances(region.nodes):
+                    self.choices[instance].open = False
+            case "colwise" | "rowwise":
+                self._style(region, region.rule.style)
+            case "pull":
+                self._pull(region)
+        if region.rule.gathers:
+            self._gather(region)
+        self.cuts.cut(region)
+
+    def _style(self, region: Region, style: str) -> None:
+        done = False
+        for instance in self.instances(region.nodes):
+            if instance.node in self.constants:
+                continue  # what makes a parameter is cut as its reader is
+            meant = NodeOnGroup(styled(instance.node), instance.group)
+            instance = meant if meant in self.choices else instance
+            choice = self.choices[instance]
+            found = parameter_factor(choice.rule, instance.node, style, self.cuts.is_constant)
+            if found is None:
+                continue
+            letter = found[1]
+            axes = self._style_axes(region, instance.group)
+            if axes is None:
+                return
+            done = True
+            choice.axes[letter] = axes
+            choice.why[letter] = f"{line_of(region.rule)} {style}"
+        what = "brings a dim to the output" if style == "colwise" else "sums over a dim"
+        fact = f"{style}, but no parameter inside {what}"
+        self._uses(region, done, fact, "name the linear, convolution or embedding itself")
+
+    def _pull(self, region: Region) -> None:
+        """Cuts the rows that a region's nodes look up over all ranks of their groups."""
+        found = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
+        for instance in found:
+            choice = self.choices[instance]
+            choice.pulls = True
+            choice.axes[choice.rule.looked_up] = tuple(range(len(choice.mesh)))
+            choice.why[choice.rule.looked_up] = f"{line_of(region.rule)} pull"
+        fact, help = (
+            "nothing inside looks up rows of a table by ids",
+            "name the embedding, or the Gather along axis 0, itself",
+        )
+        if any(SERVED in node.meta for node in region.nodes):
+            fact, help = (
+                "its rows are pulled from the ranks that serve them",
+                "take this line out, or the role in 'placement'",
+            )
+        self._uses(region, bool(found), f"pull, but {fact}", help)
+
+    def _uses(self, region: Region, used: bool, fact: str, help: str) -> None:
+        """Notes whether a style says anything of a region, and what is wrong where it says nothing of all that its pattern matches."""
+        if used:
+            self.styled.add(id(region.rule))
+        else:
+            self.idle.append((region, fact, help))
+
+    def styles_without_use(self) -> None:
+        """Adds the problems of styles for which nothing is there: `layers.*: colwise` may match an activation besides, not alone."""
+        for region, fact, help in self.idle:
+            if id(region.rule) not in self.styled:
+                self.problem(region, fact, help=help)
+
+    def _gather(self, region: Region) -> None:
+        """Pins the outputs of a region as replicated on its group."""
+        inside = set(region.nodes)
+        for instance in self.instances(region.nodes):
+            for k, out in enumerate(instance.node.outputs):
+                leaves = out.is_graph_output() or any(use.node not in inside for use in out.uses())
+                if leaves and out.shape is not None and instance.node not in self.constants:
+                    whole = Layout.whole(self.choices[instance].mesh, len(out.shape))
+                    self.given.outputs[instance, k] = (whole, region.rule.where)
+
+    def _style_axes(self, region: Region, group: Group) -> tuple[int, ...] | None:
+        axes = self.program.plan.axes_of(group)
+        if not axes:
+            return tuple(range(len(primes(len(group)))))
+        named = refined(axes)[1]
+        if TENSOR_PARALLEL not in named:
+            self.problem(
+                region,
+                f"the mesh {shown_mesh(axes)} has no axis '{TENSOR_PARALLEL}'",
+                "styles cut along it",
+                "name an axis so, or give `in`",
+            )
+            return None
+        return named[TENSOR_PARALLEL]
+
+    def dataset(self) -> None:
+        """How inputs arrive on every group that reads them."""
+        plan = self.program.plan
+        for value in self.program.model.graph.inputs:
+            given = plan.dataset.specs.get(value.name or "")
+            if plan.dataset.style != DATA_PARALLEL and given is None:
+                continue
+            wrong: list[Problem] = []
+            fits = False
+            for group in dict.fromkeys(i.group for i in self.choices if value in self.program.reads[i.node]):
+                if len(group) == 1 or value.shape is None or not len(value.shape):
+                    continue
+                if is_text(value):
+                    if given is not None:
+                        fact = f"dataset of '{value.name}': it is of strings, which no collective takes"
+                        self.problems.append(Problem(given.where, fact, help="take the line out: it arrives whole"))
+                    continue
+                cut = given.spec if given else self._batch_cut(value, group)
+                where = given.where if given else plan.dataset.where
+                try:
+                    self.given.arriving[value, group] = (cut_layout(self.program, cut, value, group), where)
+                    fits = True
+                except ValueError as error:
+                    wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))
+            if not fits:  # else a group that cannot have it so is sent what it needs
+                self.problems += wrong
+        for name, entry in plan.dataset.specs.items():
+            names = [value.name or "" for value in self.program.model.graph.inputs]
+            if name not in names:
+                self.problems.append(
+                    Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")
+                )
+
+    def _batch_cut(self, value: ir.Value, group: Group) -> ShardSpec:
+        assert value.shape is not None
+        axes = self.program.plan.axes_of(group)
+        first: int | tuple[str, ...] = len(group)
+        rest: int | tuple[str, ...] = 1
+        if axes:
+            names = [name for name, _ in axes]
+            first, rest = ((DATA_AXIS,) if DATA_AXIS in names else tuple(names)), ()
+        along = self.program.batch_dims.get(value, 0)
+        return tuple(first if dim == along else rest for dim in range(len(value.shape)))

@@ -1,0 +1,194 @@
+"""From a strategy, the cuts of an op's tensor inputs, to the mesh axes that cut each factor of its rule.
+
+By integers: each factor is cut into the shards that its dims are given; dims of one factor agree. The device matrix is the
+factors' shards in the rule's factor order, row-major, and what is left of the group is a repeat axis, last: neighbouring
+ranks are replicas. By names: each factor is cut by the named axes of its dims, major first. In both every axis is refined
+into its prime factors, rising, so that strategies with different device matrices meet on one mesh:
+
+    mk,kn->mn   [[2, 4], [4, 1]] on 8     m: 2, k: 4, n: 1     mesh (2, 2, 2)   m (0,), k (1, 2), n ()
+    mk,kn->mn   [[2, 2], [2, 1]] on 8     m: 2, k: 2, n: 1     mesh (2, 2, 2)   m (0,), k (1,), n (), the last repeats
+    mk,kn->mn   [[dp, tp], [tp, null]]    dp: 2, tp: 4         mesh (2, 2, 2)   m (0,), k (1, 2), n ()
+
+A factor that only derived inputs (null) have is left open: it is in no result.
+
+Rows that are looked up may have the axes of the ids: by names always, by integers where both are cut into as many and the group has no room
+for more. Then they are pulled.
+
+    vb,i->ib    [[4, 1], [4]] on 4        v: 4, i: 4           mesh (2, 2)      v (0, 1), i (0, 1)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from partc.compiler.errors import Problem
+from partc.compiler.layout.layout import Mesh, primes
+from partc.compiler.ops.rule import WHOLE, Rule
+from partc.compiler.plan.groups import Axes, shown_mesh
+from partc.runtime.options import Refused
+
+Shard = TypeVar("Shard", int, tuple[str, ...])
+
+
+class WrongStrategy(ValueError):
+    """A strategy that an op or its group cannot have, with all that is wrong with it."""
+
+    def __init__(self, violations: Sequence[Refused]) -> None:
+        super().__init__("; ".join(violation.fact for violation in violations))
+        self.violations = tuple(violations)
+
+    def problems(self, where: str, subject: str) -> list[Problem]:
+        """The problems of `subject`, such as `sharding of 'matmul1' (MatMul)`, at the line that gives the strategy."""
+        return [Problem.of(violation, where, subject) for violation in self.violations]
+
+
+def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size: int) -> dict[str, int]:
+    """Per factor the number of shards; raises WrongStrategy.
+
+    `cuts`: one entry for each tensor input, None for one that is derived. Dims of one factor are cut alike, a dim that stays
+    whole into 1, and the product of all factors' shards divides the group's size.
+    """
+    shards, violations = _by_factor(rule, cuts, 1)
+    product = math.prod(shards.values())
+    if group_size % product and shares_rows(rule, shards):
+        product //= shards[rule.looked_up]
+    if not violations and group_size % product:
+        fact = f"the strategy has {product} shards, but the group has {group_size} ranks"
+        law = f"the product of the cuts, {_product(shards)}, divides the number of ranks"
+        violations.append(Refused(fact, law, _divisors(group_size)))
+    if violations:
+        raise WrongStrategy(violations)
+    return shards
+
+
+def shares_rows(rule: Rule, shards: Mapping[str, int]) -> bool:
+    """Whether rows that are looked up are cut into as many shards as ids."""
+    rows = shards.get(rule.looked_up, 1)
+    return rows > 1 and rows == math.prod(shards.get(letter, 1) for letter in rule.ids)
+
+
+def shared_axes(rule: Rule, shards: Mapping[str, int], group_size: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """As `to_axes`, of what `assign_integers` gives: where the group has no room for more, rows have the axes of ids."""
+    if group_size % math.prod(shards.values()):
+        rest = {letter: count for letter, count in shards.items() if letter != rule.looked_up}
+        mesh, axes = to_axes(rest, rule.factors, group_size)
+        return mesh, axes | {rule.looked_up: tuple(axis for letter in rule.ids for axis in axes.get(letter, ()))}
+    return to_axes(shards, rule.factors, group_size)
+
+
+def to_axes(
+    shards: Mapping[str, int], factors: Sequence[str], group_size: int
+) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """The refined mesh of a group, and per factor in `shards` the axes that cut it; `factors` is the rule's order."""
+    product = math.prod(shards.values())
+    if group_size % product or not set(shards) <= set(factors):
+        raise ValueError(f"{dict(shards)} of the factors {''.join(factors)} is no cut over {group_size} ranks")
+    given = [(factor, shards[factor]) for factor in factors if factor in shards]
+    mesh, axes = refined((*given, ("", group_size // product)))
+    return mesh, {factor: axes[factor] for factor, _ in given}
+
+
+def from_names(rule: Rule, cuts: Sequence[Sequence[tuple[str, ...]] | None], mesh: Axes) -> dict[str, tuple[int, ...]]:
+    """Per factor the axes of the refined mesh that cut it, major first; raises WrongStrategy.
+
+    `cuts` as for `assign_integers`, each dim with the names that cut it. An axis cuts one factor of an op.
+    """
+    names, violations = _by_factor(rule, cuts, ())
+    known = dict(mesh)
+    unknown = [name for name in dict.fromkeys(itertools.chain.from_iterable(names.values())) if name not in known]
+    if unknown:
+        listed = ", ".join(f"'{name}'" for name in unknown)
+        there = f"the group's mesh is {shown_mesh(mesh)}" if mesh else "the group has no mesh"
+        violations.append(Refused(f"{listed} {'is not an axis' if len(unknown) == 1 else 'are not axes'} of it", there))
+    for one, other in itertools.combinations(names, 2):
+        if rule.looked_up in (one, other) and {one, other} & {*rule.ids}:
+            continue
+        if shared := [name for name in names[one] if name in names[other]]:
+            fact = f"the axis '{shared[0]}' cuts {_dims_of(rule, one)} and {_dims_of(rule, other)}, which differ"
+            violations.append(Refused(fact, "an axis cuts one factor of an op: dims that correspond"))
+    if violations:
+        raise WrongStrategy(violations)
+    _, axes = refined(mesh)
+    return {factor: tuple(axis for name in cut for axis in axes[name]) for factor, cut in names.items()}
+
+
+def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+    """The mesh with every axis in its prime factors, rising, and per name the axes that it became, major first."""
+    sizes: list[int] = []
+    axes: dict[str, tuple[int, ...]] = {}
+    for name, size in mesh:
+        parts = primes(size)
+        axes[name] = tuple(range(len(sizes), len(sizes) + len(parts)))
+        sizes += parts
+    return tuple(sizes), axes
+
+
+def _by_factor(
+    rule: Rule, cuts: Sequence[Sequence[Shard] | None], uncut: Shard
+) -> tuple[dict[str, Shard], list[Refused]]:
+    """Per factor what its dims are given, in the order of factors, and what cannot be."""
+    found: dict[str, tuple[Shard, str]] = {}
+    violations: list[Refused] = []
+    for index, letters, cut in _operands(rule, cuts):
+        if cut is None:
+            continue
+        if len(cut) != len(letters):
+            fact = f"input {index} is cut in {len(cut)} dims, but has {len(letters)}"
+            violations.append(Refused(fact, "a cut has one entry for each dim"))
+            continue
+        for dim, (letter, shard) in enumerate(zip(letters, cut, strict=True)):
+            at = f"input {index}, dim {dim}"
+            if letter not in rule.factors:
+                if shard != uncut:
+                    law = "it broadcasts, or the op needs it whole" if letter == WHOLE else "the op needs it whole"
+                    law = "its rows lie on the ranks that serve them" if rule.served and index == 0 else law
+                    violations.append(
+                        Refused(f"{at} is cut {_into(shard)}, but stays whole", law, f"write {uncut or 'null'}")
+                    )
+                continue
+            other, first = found.setdefault(letter, (shard, at))
+            if other != shard:
+                fact = f"{first} is cut {_into(other)}, but {at} {_into(shard)}"
+                violations.append(Refused(fact, "these dims correspond: they are cut alike"))
+    return {factor: found[factor][0] for factor in rule.factors if factor in found}, violations
+
+
+def _operands(rule: Rule, cuts: Sequence[Sequence[Shard] | None]) -> list[tuple[int, str, Sequence[Shard] | None]]:
+    """The op's tensor inputs with their cuts; entries for absent inputs may be left out, or be None or empty."""
+    tensors = [(index, letters) for index, letters in enumerate(rule.inputs) if letters is not None]
+    if len(cuts) == len(rule.inputs):
+        absent = [k for k, letters in enumerate(rule.inputs) if letters is None and cuts[k]]
+        if absent:
+            raise WrongStrategy([Refused(f"input {k} is cut, but is absent or no tensor") for k in absent])
+        return [(index, letters, cuts[index]) for index, letters in tensors]
+    if len(cuts) != len(tensors):
+        fact = f"the strategy has {len(cuts)} input{'s' * (len(cuts) != 1)}, but the op has {len(tensors)}"
+        help = "write null for an input whose cut is to be derived"
+        raise WrongStrategy([Refused(fact, "a strategy has one entry for each tensor input", help)])
+    return [(index, letters, cut) for (index, letters), cut in zip(tensors, cuts, strict=True)]
+
+
+def _into(shard: int | tuple[str, ...]) -> str:
+    if isinstance(shard, int):
+        return f"into {shard}"
+    return f"along {', '.join(shard)}" if shard else "not at all"
+
+
+def _dims_of(rule: Rule, factor: str) -> str:
+    """Where a factor first stands: `input 0, dim 1`."""
+    for index, letters in enumerate(rule.inputs):
+        if letters and factor in letters:
+            return f"input {index}, dim {letters.index(factor)}"
+    return f"the factor {factor}"
+
+
+def _product(shards: Mapping[str, int]) -> str:
+    return " * ".join(str(count) for count in shards.values() if count > 1)
+
+
+def _divisors(size: int) -> str:
+    fitting = [str(count) for count in range(1, size + 1) if size % count == 0]
+    return f"cut into {', '.join(fitting[:-1])} or {fitting[-1]} shards" if len(fitting) > 1 else "cut nothing"

@@ -1,0 +1,76 @@
+"""The layouts in which a node on a group reads its operands and makes its outputs: as its sharding says, else replicated.
+
+MatMul on 0-7, mesh (2, 4), {m: (0,), k: (1,)}:   input 0 on 0-7 [2, 4], output 0 on 0-7 [2, 1] to be summed over 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+from partc.compiler.analysis.lost import dim_of
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import SERVED
+from partc.compiler.ir.program import Sharded
+from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+
+
+def replicated_on(value: ir.Value, group: Group) -> ShardedValue:
+    """The version of a value that is replicated on a group."""
+    rank = value.shape.rank() if value.shape is not None else 0
+    return ShardedValue(value, group, normal(Layout.whole((len(group),), rank)))
+
+
+def laid_out(value: ir.Value, group: Group, layout: Layout | None) -> ShardedValue:
+    """The version of a value in a layout; the replicated one where there is no layout, or the value has an unknown number of dims."""
+    if layout is None or (value.shape is None and layout.is_replicated):
+        return replicated_on(value, group)
+    return ShardedValue(value, group, normal(layout))
+
+
+def input_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> ShardedValue:
+    """The version of operand `k` that a node on a group reads."""
+    value = instance.node.inputs[k]
+    assert value is not None
+    if k == 0 and SERVED in instance.node.meta:
+        return _served(value, instance.node.meta[SERVED])
+    choice = program.choices.get(instance)
+    layout = choice.input(k) if choice else None
+    return laid_out(value, instance.group, layout)
+
+
+def _served(value: ir.Value, servers: Group) -> ShardedValue:
+    """The version of a table of which each server has an equal run of rows."""
+    rank = len(value.shape or ())
+    return laid_out(value, servers, Layout((len(servers),), ((0,), *[()] * (rank - 1))))
+
+
+def output_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> ShardedValue:
+    """The version of output `k` that a node on a group makes."""
+    value = instance.node.outputs[k]
+    choice = program.choices.get(instance)
+    layout = choice.output(k) if choice else None
+    return laid_out(value, instance.group, layout)
+
+
+def proven_divisors(program: Sharded, value: ir.Value) -> tuple[int, ...]:
+    """Per dim a number that is known to divide its size."""
+    return divisors(program, [dim_of(program, value, dim) for dim in range(len(value.shape or ()))])
+
+
+def divisors(program: Sharded, sizes: Sequence[int | str | None]) -> tuple[int, ...]:
+    """Per size, a number or an expression over the symbols, a number that is known to divide it; 1 of an unknown one."""
+    known = {name: info.facts for name, info in program.symbols.items()}
+    return tuple(
+        dim if isinstance(dim, int) else 1 if dim is None else facts_of(dim, known).real_divisor() for dim in sizes
+    )
+
+
+def is_derived(program: Sharded, instance: NodeOnGroup) -> bool:
+    """Whether a node's sharding is derived: the plan and the model give nothing of it."""
+    choice = program.choices.get(instance)
+    paths = program.derived_paths
+    return choice is not None and choice.open and all(why in paths for why in choice.why.values())

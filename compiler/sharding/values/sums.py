@@ -1,0 +1,398 @@
+"""Pass: through which nodes terms of a sum are passed on, so that they are reduced where it costs least.
+
+A contracted factor that is cut leaves terms of a sum on the ranks along its axes. Reduced behind the node that makes them, they are whole
+for every reader. But a node that is linear in an operand (`Rule.linear`) makes terms of terms, and then its output is reduced instead:
+
+    x + attn + mlp     reduced at once   (x + AllReduce(attn.partial)) + AllReduce(mlp.partial)
+                       passed on         AllReduce((x.kept + attn.partial) + mlp.partial)
+
+The law: a value made as terms is open, if every reader takes its terms, or is reduced once, for all of its readers as if it had been made
+whole. What a sum joins with terms, and is whole, its first rank keeps (`lower/kept.py`). So what a choice of nodes costs is the sum of
+what every value costs by itself, and the least of all choices is a least cut of the graph: a node on the source's side makes terms, a
+value of it with a reader on the other side is paid for. Of equal costs the cut nearest to the source is taken: no move is without gain.
+
+What is moved must be proven to take no more bytes and no more collectives than before, for all sizes that the symbols may have. Not passed
+on are maxima and minima, sums of whose size only a run tells, those to a narrower type (each term would be rounded), through what is
+computed for several groups, in bodies or in local maps, and what the plan wants in a layout of its own. In training a product with
+another factor that learns makes terms of its gradient, too: their bytes count, and one more collective is taken for a quarter of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import TypeAlias
+
+import onnx_ir as ir
+import sympy
+from partc.compiler.autodiff.reach import trained_values
+from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.reading import read
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.graph import is_inside
+from partc.compiler.ir.program import Sharded, Targeted
+from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.value_info import whole_bytes
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal
+from partc.compiler.layout.moves import bytes_moved, is_local
+from partc.compiler.layout.reshard import lower
+from partc.compiler.matching import output_ranks
+from partc.compiler.sharding.values.least_cut import ALWAYS, LeastCut
+from partc.compiler.sharding.values.operands import input_layout_of, proven_divisors, replicated_on
+from partc.compiler.sharding.values.picked_rows import picked_rows
+from partc.compiler.sharding.values.value_versions import ValueVersions
+from partc.compiler.sharding.values.versions import deliver, reduce_definition
+
+_Side: TypeAlias = set[NodeOnGroup | ir.Value | str]
+_FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_LEFT = 4
+"""Further collectives are taken where the bytes are divided by so much."""
+_TYPICAL = 512
+"""The size at which dims without bounds are weighed."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What is moved to the readers of some values: expressions of bytes with their shares, and collectives and messages."""
+
+    bytes: tuple[tuple[Fraction, sympy.Expr], ...] = ()
+    count: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.count + other.count)
+
+
+def pass_sums(program: Targeted) -> Targeted:
+    """Pass: fills in, per sharding, the axes over which a node is given partial sums and gives partial sums."""
+    if not program.choices:
+        return program
+    work = _Sums(program)
+    for terms in work.sources():
+        work.place(terms)
+    if work.changed:
+        program = replace(program, choices=work.choices)
+    told = tuple(picked_rows(program))
+    return replace(program, warnings=(*program.warnings, *told)) if told else program
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """A kind of partial sums: those over the same ranks."""
+
+    group: Group
+    layout: Layout
+    """Of one of the values that are made so."""
+
+
+@dataclass
+class _Passing:
+    """Nodes that could pass terms of one kind on, in order, and the values that are terms then: `made` of them all."""
+
+    makers: list[NodeOnGroup] = field(default_factory=list)
+    choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
+    operands: dict[NodeOnGroup, tuple[int, ...]] = field(default_factory=dict)
+    """Of nodes that could, the inputs that are terms or are kept."""
+    gradients: dict[NodeOnGroup, Cost] = field(default_factory=dict)
+    """Of products that could, what it costs to reduce the gradients of the other factors, which are terms then."""
+    made: dict[ir.Value, Layout] = field(default_factory=dict)
+
+
+class _Sums:
+    def __init__(self, program: Sharded) -> None:
+        self.program = program
+        self.choices = dict(program.choices)
+        self.changed = False
+        self.prices: dict[tuple[Layout, Layout, bool, tuple[int, ...]], tuple[Fraction, int]] = {}
+        self.known = {name: info.facts for name, info in program.symbols.items()}
+        self.typical = {name: Facts.constant(_typical(facts)) for name, facts in self.known.items()}
+        self.delivered, _ = output_ranks(program)
+        training = program.training
+        learns = training is not None and program.kind.backward
+        self.learned = trained_values(program.reads, training) if training is not None and learns else set()
+        self.ends = {*program.model.graph.outputs}
+        if training is not None:
+            self.ends |= {training.loss, *(value for value in training.statistics.values() if value is not None)}
+        alone = (self._alone(node) for node in program.model.graph)
+        self.instances = [instance for instance in alone if instance is not None]
+
+    def sources(self) -> Iterator[_Terms]:
+        """One kind of terms after the other, in the order of the first node that makes each."""
+        found: dict[tuple[Group, Layout], _Terms] = {}
+        for instance in self.instances:
+            for layout in self._made(instance).values():
+                if layout.partial:
+                    found.setdefault((instance.group, _kind(layout)), _Terms(instance.group, layout))
+        yield from found.values()
+
+    def place(self, terms: _Terms) -> None:
+        """Decides on all nodes that could pass terms of this kind on."""
+        found = self._passing(terms)
+        if not found.choices:
+            return
+        costs = {value: self._reduced(value, layout, terms.group) for value, layout in found.made.items()}
+        costs |= {
+            value: self._now(value, found.made[value], one.group) for one in found.makers for value in self._made(one)
+        }
+        for per_byte, per_move in ((1 << 20, 1), (1, 1 << 80)):
+            extra = {value: self._weight(cost, per_byte, per_move) for value, cost in costs.items()}
+            side = self._cheapest(found, extra, (per_byte, per_move))
+            for part in self._connected(found, side):
+                if self._gains(found, part, side, costs):
+                    self._take(found, part, side)
+            found = replace(found, choices={i: c for i, c in found.choices.items() if self.choices[i].passing == ()})
+
+    def _passing(self, terms: _Terms) -> _Passing:
+        found = _Passing()
+        kind = _kind(terms.layout)
+        for instance in self.instances:
+            made = self._made(instance)
+            if instance.group != terms.group or not made:
+                continue
+            reads, now = instance.node.inputs, self.choices[instance]
+            if any(layout.partial for layout in made.values()):
+                alike = all(_kind(layout) == kind for layout in made.values())
+                if alike and not now.passing and self._are_sized(made):
+                    found.makers.append(instance)
+                    found.made |= {value: normal(layout) for value, layout in made.items()}
+            elif now.rule.partial_inputs and not found.made.keys().isdisjoint(reads):
+                choice = now.giving(terms.layout)
+                operands = self._operands(instance, choice, found) if choice is not None else ()
+                if choice is not None and operands and self._are_sized(made):
+                    found.choices[instance], found.operands[instance] = choice, operands
+                    found.gradients[instance] = self._gradients(instance, choice, operands)
+                    found.made |= {
+                        value: normal(layout)
+                        for k, value in enumerate(instance.node.outputs)
+                        if value in made and (layout := choice.output(k)) is not None
+                    }
+        return found
+
+    def _alone(self, node: ir.Node) -> NodeOnGroup | None:
+        """A node on the one group that runs it, if all that it makes are numbers of known sizes, in layouts that nobody asks for."""
+        placed = self.program.placement[node]
+        if len(placed.groups) != 1 or placed.follows or is_inside(node) or self.program.around[node]:
+            return None
+        instance = NodeOnGroup(node, placed.groups[0])
+        if instance not in self.choices:
+            return None
+        given = self.program.given.outputs
+        fits = all(
+            value.dtype in _FLOATS
+            and self.program.values[value].shape is not None
+            and not (given and (instance, k) in given)
+            for k, value in enumerate(node.outputs)
+            if value.name
+        )
+        return instance if fits else None
+
+    def _made(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
+        """What a node makes, in its layouts; nothing where these await anything but a sum, or differ in what they await."""
+        choice, found = self.choices[instance], dict[ir.Value, Layout]()
+        for k, value in enumerate(instance.node.outputs):
+            if value.name:
+                layout = choice.output(k)
+                if layout is None or (layout.partial and any(reduce != "sum" for _, reduce in layout.partial)):
+                    return {}
+                found[value] = layout
+        return found
+
+    def _are_sized(self, values: Iterable[ir.Value]) -> bool:
+        """Whether the bytes of all values are known as expressions."""
+        return all(self._bytes(value) is not None for value in values)
+
+    def _operands(self, instance: NodeOnGroup, choice: NodeSharding, found: _Passing) -> tuple[int, ...]:
+        """The inputs that are terms, or kept, where a node passes terms on; none where it cannot."""
+        node, rule = instance.node, choice.rule
+        rows = [tuple(k for k in row if k < len(node.inputs) and node.inputs[k]) for row in rule.partial_inputs]
+        arriving = {k for row in rows for k in row if self._arrives(instance, choice, k, found)}
+        if rule.linear == "each":
+            rows = [row for row in rows if arriving.issuperset(row)] if len(arriving) == 1 else []
+        for row in rows:
+            others = [value for k, value in enumerate(node.inputs) if value is not None and k not in row]
+            if arriving.intersection(row) and self._are_sized(self.learned.intersection(others)):
+                return row if all(_holds(node.inputs[k], node.outputs) for k in row) else ()
+        return ()
+
+    def _gradients(self, instance: NodeOnGroup, choice: NodeSharding, operands: tuple[int, ...]) -> Cost:
+        """What it costs to reduce the gradients of the inputs that are no terms, of which each rank has a term."""
+        found = Cost()
+        for k, value in enumerate(instance.node.inputs):
+            whole = choice.input(k)
+            if value is not None and k not in operands and value in self.learned and whole is not None:
+                terms = ShardedValue(value, instance.group, normal(choice.kept_as(k)))
+                found += self._moved(value, [(terms, ShardedValue(value, instance.group, normal(whole)))])
+        return found
+
+    def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
+        """Whether an input could be terms just as they are made."""
+        value = instance.node.inputs[k]
+        if value is None or value not in found.made or choice.input(k) is None:
+            return False
+        return normal(choice.kept_as(k)) == found.made[value]
+
+    def _readers(self, value: ir.Value, found: _Passing) -> Iterator[NodeOnGroup | None]:
+        """The nodes that could take a value's terms; None for each that cannot, and for the outside."""
+        if value in self.ends:
+            yield None
+        producer = value.producer()
+        assert producer is not None
+        (group,) = self.program.placement[producer].groups
+        for node, k in value.uses():
+            instance = NodeOnGroup(node, group)
+            could = instance in found.choices and k in found.operands[instance]
+            yield instance if could and self._arrives(instance, found.choices[instance], k, found) else None
+
+    def _reduced(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
+        """What it costs to reduce terms on all ranks that have them. Readers may want less: that is no gain of passing them on."""
+        reduced = ShardedValue(value, group, Layout(layout.mesh, layout.cuts))
+        return self._moved(value, [(ShardedValue(value, group, layout), reduced)])
+
+    def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
+        """The cost of today's reductions: each reader gets the reduced value."""
+        home, copies = ShardedValue(value, group, normal(layout)), ValueVersions()
+        wanted = [
+            input_layout_of(self.program, NodeOnGroup(node, each), k)
+            for node, k in value.uses()
+            if node in self.program.placement
+            for each in self.program.placement[node].groups
+        ]
+        inner = self.program.capturing.get(value, [])
+        wanted += [replicated_on(value, each) for node in inner for each in self.program.placement[node].groups]
+        copies.defs[value], copies.uses[value] = [home], dict.fromkeys(wanted, "")
+        if value in self.delivered:
+            ranks, cut = self.delivered[value]
+            deliver(self.program, copies, value, ranks, cut)
+        reduce_definition(self.program, copies, value, home)
+        pairs = [(copies.definition_for(copy), copy) for copy in copies.uses[value]]
+        pairs += [(home, copies.canonical[home])] if home in copies.canonical else []
+        return self._moved(value, pairs)
+
+    def _moved(self, value: ir.Value, pairs: Iterable[tuple[ShardedValue, ShardedValue]]) -> Cost:
+        """The cost of resharding versions of a value into others."""
+        total, whole, divisors = Cost(), self._bytes(value), proven_divisors(self.program, value)
+        assert whole is not None
+        for one, other in pairs:
+            most, count = self._price(one, other, divisors)
+            total += Cost(((most, whole),) if most else (), count)
+        return total
+
+    def _price(self, one: ShardedValue, other: ShardedValue, divisors: tuple[int, ...]) -> tuple[Fraction, int]:
+        """The share of a value that a rank receives at most, and in how many steps; within a group, of all groups of that size at once."""
+        key = one.layout, other.layout, one.group == other.group, divisors
+        if not key[2] or key not in self.prices:
+            moves = lower(one.layout, other.layout, one.group, other.group, divisors)
+            self.prices[key] = bytes_moved(moves).most, sum(not is_local(move) for move in moves)
+        return self.prices[key]
+
+    def _bytes(self, value: ir.Value) -> sympy.Expr | None:
+        found = whole_bytes(self.program.values[value])
+        return found if found is None else sympy.Integer(found) if isinstance(found, int) else read(str(found.value))
+
+    def _weight(self, cost: Cost, per_byte: int, per_move: int) -> int:
+        """A cost as a number, at typical sizes."""
+        found = 0
+        for share, whole in cost.bytes:
+            facts = facts_of(whole, self.typical)
+            found += math.ceil(share * (facts.max if facts.max is not None else max(1, facts.min or 1)))
+        return found * per_byte + cost.count * per_move
+
+    def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int], weights: tuple[int, int]) -> _Side:
+        """The nodes that make terms, and of the values that they make those whose terms all readers take."""
+        cut = LeastCut[NodeOnGroup | ir.Value | str]()
+        cut.edge("source", "drain", 0)
+        for instance in (*found.makers, *found.choices):
+            if instance not in found.choices:
+                cut.edge("source", instance, ALWAYS)
+            elif found.gradients[instance].count:
+                cut.edge(instance, "drain", self._weight(found.gradients[instance], *weights))
+            for value in instance.node.outputs:
+                if value in found.made:
+                    cut.edge(instance, value, extra[value])
+                    for reader in self._readers(value, found):
+                        cut.edge(value, "drain" if reader is None else reader, ALWAYS)
+        return cut.source_side("source", "drain")
+
+    def _connected(self, found: _Passing, side: _Side) -> Iterator[list[NodeOnGroup]]:
+        """Nodes that are to pass terms on, or make them for such, by what hangs together."""
+        leads: dict[NodeOnGroup, NodeOnGroup] = {}
+
+        def lead(one: NodeOnGroup) -> NodeOnGroup:
+            while leads.setdefault(one, one) != one:
+                leads[one] = one = leads[leads[one]]
+            return one
+
+        for instance in (*found.makers, *found.choices):
+            for value in instance.node.outputs:
+                for reader in self._readers(value, found) if instance in side and value in side else ():
+                    assert reader is not None
+                    leads[lead(reader)] = lead(instance)
+        parts: dict[NodeOnGroup, list[NodeOnGroup]] = {}
+        for instance in (*found.makers, *found.choices):
+            if instance in leads:
+                parts.setdefault(lead(instance), []).append(instance)
+        yield from parts.values()
+
+    def _gains(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side, costs: Mapping[ir.Value, Cost]) -> bool:
+        """Whether nothing becomes more expensive, at any sizes, and something becomes cheaper."""
+        before, after = Cost(), Cost()
+        for instance in part:
+            after += found.gradients.get(instance, Cost()) if instance in side else Cost()
+            for value in instance.node.outputs:
+                if value in found.made:
+                    before += Cost() if instance in found.choices else costs[value]
+                    after += Cost() if value in side else costs[value]
+        weights = [self._weight(cost, 1, 0) for cost in (before, after)]
+        learns = any(found.gradients[one].count for one in part if one in found.choices)
+        more = after.count > before.count and not (learns and weights[1] * _LEFT <= weights[0])
+        if weights[1] > weights[0] or more:
+            return False
+        return (after.count < before.count or weights[1] < weights[0]) and self._is_no_more(after, before)
+
+    def _is_no_more(self, one: Cost, other: Cost) -> bool:
+        """Whether it is proven that one takes no more bytes than another."""
+        shares = [(share, whole) for share, whole in other.bytes] + [(-share, whole) for share, whole in one.bytes]
+        scale = math.lcm(*(share.denominator for share, _ in shares))
+        summed: dict[sympy.Expr, int] = {}
+        for share, whole in shares:
+            summed[whole] = summed.get(whole, 0) + int(share * scale)
+        rest = sympy.expand(sympy.Add(*(whole * times for whole, times in summed.items())))
+        least = facts_of(rest, self.known).min
+        return least is not None and least >= 0
+
+    def _take(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side) -> None:
+        """Has the nodes of a part pass terms on."""
+        for instance in part:
+            if instance in found.choices:
+                there = frozenset(
+                    k
+                    for k in found.operands[instance]
+                    if instance.node.inputs[k] in side and self._arrives(instance, found.choices[instance], k, found)
+                )
+                kept = frozenset(found.operands[instance]) - there
+                self.choices[instance] = replace(found.choices[instance], partial=there, kept=kept)
+                self.changed = True
+
+
+def _kind(layout: Layout) -> Layout:
+    """The key of a kind of partial sums: the ranks over which they are summed, whatever shards them."""
+    return normal(Layout(layout.mesh, (), layout.partial))
+
+
+def _typical(facts: Facts) -> int:
+    """One of the sizes that a dim may have, the largest if that is told."""
+    if facts.max is not None:
+        return facts.max
+    least = max(facts.min or 1, _TYPICAL)
+    return least + (facts.remainder - least) % facts.divisor if facts.divisor else facts.remainder
+
+
+def _holds(operand: ir.Value | None, outputs: Iterable[ir.Value]) -> bool:
+    """Whether every output's type holds all numbers of an operand's type, so that no term is rounded."""
+    if operand is None or operand.dtype not in _FLOATS:
+        return False
+    wider = {operand.dtype, *(_FLOATS[2:] if operand.dtype in _FLOATS[:2] else _FLOATS[3:])}
+    return all(out.dtype in wider for out in outputs if out.name)

@@ -1,0 +1,268 @@
+"""Which versions of a value there are: as it is defined, and on every other group or in every other layout in which it is read.
+
+One version per (value, group, layout), however many readers. A version's name on its ranks is the value's own where that is free: first
+for the delivered version of an output, then for the definition, then for the first version that is read; others are named by their
+layout, `h@[2, 1]`, unless the model has a value of that name. A partial definition is `h.partial`, and its reduced version `h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import onnx_ir as ir
+from partc.compiler.analysis.lost import how_lost, unknown_dims
+from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.program import Sharded
+from partc.compiler.ir.sharded import Ranks, ShardedValue, facts_of, members, ranks_of
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.ir.values import derived
+from partc.compiler.layout.exchange import span_of
+from partc.compiler.layout.layout import Layout, shards_along
+from partc.compiler.layout.mesh import normal
+from partc.compiler.sharding.values.operands import input_layout_of, is_derived, output_layout_of, replicated_on
+from partc.compiler.sharding.values.value_versions import ValueVersions
+
+
+def find_versions(program: Sharded, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> ValueVersions:
+    """All versions of all values, named. `delivered`: per output its ranks (None: it stays), and whether it stays sharded."""
+    versions = ValueVersions()
+    graph = program.model.graph
+    order = sorted(graph, key=lambda node: program.placement[node].follows)
+    for node in graph:
+        for group in program.placement[node].groups:
+            for k, value in enumerate(node.outputs):
+                versions.defs.setdefault(value, []).append(output_layout_of(program, NodeOnGroup(node, group), k))
+    for node in order:
+        placed = program.placement[node]
+        cause = f"read by {program.paths[node]} ({placed.rule})"
+        for group in placed.groups:
+            instance = NodeOnGroup(node, group)
+            wanted = [input_layout_of(program, instance, k) for k, value in enumerate(node.inputs) if value is not None]
+            wanted += [replicated_on(value, group) for value in program.around[node]]
+            derived = is_derived(program, instance)
+            for version in wanted:
+                known = versions.uses.setdefault(version.value, {})
+                if derived and version not in known:
+                    versions.derived.add(version)
+                elif not derived:
+                    versions.derived.discard(version)
+                known.setdefault(version, cause)
+    _arrivals(program, versions, delivered)
+    _as_begun(program, versions)
+    for value, (ranks, cut) in delivered.items():
+        deliver(program, versions, value, ranks, cut and program.values[value].shape is not None)
+    for value, defs in versions.defs.items():
+        for home in defs:
+            reduce_definition(program, versions, value, home)
+    fed = program.training.fed if program.training else ()
+    for value in {**versions.defs, **versions.uses}:
+        _name(versions, value, program.own_names, fed)
+    return versions
+
+
+def _arrivals(
+    program: Sharded, versions: ValueVersions, delivered: Mapping[ir.Value, tuple[tuple[int, ...] | None, bool]]
+) -> None:
+    """Inputs arrive on every group that reads them, cut where the plan says so; weights lie as they are read, or as a rule says.
+
+    Of groups with a rank in common the largest has a cut input, and the others are sent it. An input that is an output, too, and
+    delivered whole, arrives whole: on one rank it is one value.
+    """
+    graph = program.model.graph
+    arriving = program.given.arriving
+    for value in graph.inputs:
+        groups = list(dict.fromkeys(version.group for version in versions.uses.get(value, ())))
+        cut = [
+            ShardedValue(value, group, normal(arriving[value, group][0]))
+            for group in groups
+            if (value, group) in arriving
+        ]
+        whole = [replicated_on(value, group) for group in groups]
+        apart: list[ShardedValue] = []
+        for version in sorted(cut, key=lambda version: -len(version.group)):
+            if all(set(version.group).isdisjoint(other.group) for other in apart):
+                apart.append(version)
+        ranks, stays = delivered.get(value, ((), True))
+        if not stays and any(ranks is None or not {*ranks}.isdisjoint(version.group) for version in apart):
+            apart = []
+        versions.defs[value] = apart or whole
+    for value in graph.initializers.values():
+        uses = versions.uses.get(value, ())
+        versions.defs[value] = [*dict.fromkeys(stored_for(program, version) for version in uses)]
+        versions.derived -= {
+            version for version in uses if stored_for(program, version) != version
+        }  # a rule asks for it
+
+
+def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
+    """How a weight is kept on the ranks that read `version` of it: in the layout that a rule gives it there, else as it is read."""
+    said = program.given.arriving.get((version.value, version.group))
+    return ShardedValue(version.value, version.group, normal(said[0])) if said else version
+
+
+def _as_begun(program: Sharded, versions: ValueVersions) -> None:
+    """Gives parameters, and the inputs of an accumulated part, the layouts and names that they have in the program of the step."""
+    step = program.beside.get(ProgramKind.STEP)
+    graph, lying = program.model.graph, {} if step is None else step.lying
+    inputs = graph.inputs if program.training and program.kind is not ProgramKind.EVALUATION else ()
+    for value in (*inputs, *graph.initializers.values()):
+        there = {ShardedValue(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
+        if there and versions.uses.get(value):
+            names = {home: name for home in versions.defs[value] if (name := _name_there(home, there))}
+            chosen = names if len(names) == len(versions.defs[value]) else there
+            versions.defs[value] = [*chosen]
+            versions.names |= chosen
+
+
+def _name_there(home: ShardedValue, there: Mapping[ShardedValue, str]) -> str | None:
+    """The name of `home` in the program of the step. On overlapping groups a replicated value is one, listed for one of them."""
+    if home in there or not home.layout.is_replicated:
+        return there.get(home)
+    whole = {rank: name for version, name in there.items() if version.layout.is_replicated for rank in version.group}
+    names = {whole.get(rank) for rank in home.group}
+    return names.pop() if len(names) == 1 else None
+
+
+def deliver(
+    program: Sharded, versions: ValueVersions, value: ir.Value, ranks: tuple[int, ...] | None, cut: bool
+) -> None:
+    """Lists the versions of an output of the model on the ranks to which it is delivered, as read there."""
+    producer = value.producer()
+    defs = versions.defs.setdefault(value, [])
+    if producer is None and not defs:
+        defs.append(replicated_on(value, (0,)))
+    if cut and not defs[0].layout.partial:
+        versions.delivered[value] = [defs[0]]
+        return
+    groups = [(rank,) for rank in ranks] if ranks is not None else [defs[0].group]
+    versions.delivered[value] = [replicated_on(value, group) for group in groups]
+    if cut:
+        home = defs[0]
+        versions.delivered[value] = [
+            ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+        ]
+    for version in versions.delivered[value]:
+        where = (
+            f"rank {version.group[0]}" if len(version.group) == 1 else f"ranks {version.group[0]}-{version.group[-1]}"
+        )
+        versions.uses.setdefault(value, {}).setdefault(version, f"output '{value.name}' is delivered to {where}")
+    if producer is None and value.is_initializer():
+        versions.defs[value] = [*dict.fromkeys(stored_for(program, version) for version in versions.uses[value])]
+    elif producer is None and defs[0].layout.is_replicated:
+        defs += [version for version in versions.delivered[value] if version.group not in [home.group for home in defs]]
+
+
+def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value, home: ShardedValue) -> None:
+    """Sets the canonical version of a partial definition: reduced on its own ranks, unless its one reader is served cheaper.
+
+    An output whose layout the plan gives takes that first. One that is passed on (`sharding/values/sums.py`), or not read, stays partial.
+    """
+    producer = value.producer()
+    if producer is None:
+        return
+    key = (NodeOnGroup(producer, home.group), producer.outputs.index(value))
+    if key in program.given.outputs:
+        wanted = ShardedValue(value, home.group, normal(program.given.outputs[key][0]))
+        if wanted != home:
+            versions.canonical[home] = wanted
+        return
+    uses = versions.uses.get(value, {})
+    kept = {*program.training.statistics.values()} if program.training else set()
+    if not home.layout.partial or home in uses or not (uses or value in kept):
+        return
+    first = versions.defs[value][0]
+    served = [version for version in uses if version != home and (version.group == home.group or home == first)]
+    if len(served) != 1:
+        versions.canonical[home] = ShardedValue(value, home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
+
+
+def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[ir.Value]) -> list[str]:
+    """Warnings of outputs that should stay sharded, and cannot, since their shapes are not known."""
+    told = []
+    for value in outputs:
+        home = next(iter(versions.defs.get(value, ())), None)
+        if program.values[value].shape is None and home is not None and any(home.layout.cuts):
+            law, remedy = how_lost(program, value, next(iter(unknown_dims(program, value)), None))
+            told.append(
+                f"output '{value.name}' is delivered whole, for only what has a known shape can stay cut: {law}; {remedy}"
+            )
+    return told
+
+
+def can_share(one: ShardedValue, other: ShardedValue) -> bool:
+    """Whether two versions may have one name: they share no rank, or one's ranks are among the other's and hold the same shards."""
+    here, there = ranks_of(one.group), ranks_of(other.group)
+    common = here & there
+    if not common:
+        return True
+    if one.layout.partial or other.layout.partial or common not in (here, there):
+        return False
+    if one.layout.shards != other.layout.shards:
+        return all(
+            span_of(one.layout, one.places[rank]) == span_of(other.layout, other.places[rank])
+            for rank in members(common)
+        )
+    return _shard_numbers(one, common) == _shard_numbers(other, common)
+
+
+def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]:
+    """By rank of some of a version's which shard of each dim it has."""
+    places = [version.places[rank] for rank in members(ranks)]
+    rows = [shards_along(version.layout.mesh, axes) for axes in version.layout.cuts]
+    return [tuple([row[place] for row in rows]) for place in places]
+
+
+def _made_apart(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
+    """Whether a rank makes both of two versions: one is a definition, the other is resharded from another one, on more ranks."""
+    defs = versions.defs.get(one.value, [])
+    made = {*defs, *(versions.canonical[home] for home in defs if home in versions.canonical)}
+    if (one in made) == (other in made):
+        return False
+    home, derived = (one, other) if one in made else (other, one)
+    here, there = ranks_of(home.group), ranks_of(derived.group)
+    return bool(here & there) and bool(there & ~here) and versions.definition_for(derived) != home
+
+
+def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
+    """Names the versions of a value: none as another value of the model (`own`), or as a scalar that a training step is `fed`."""
+    name = value.name or ""
+    allowed = "" if name in fed and not value.is_graph_input() else name
+    defs, delivered = versions.defs.get(value, []), versions.delivered.get(value, ())
+    if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap
+        versions.names.update({home: name for home in defs if home.layout.is_replicated})
+    for version in delivered:
+        source = versions.definition_for(version) if defs else version
+        if _is_inside(version, source):
+            versions.names[source] = versions.names[version] = name
+    order = _by_claim(versions, value)
+    for version in order:
+        if version in versions.names:
+            continue
+        wanted = _spellings(name, version)
+        known = [one for one in order if one in versions.names]
+        apart = (one for one in known if not can_share(one, version) or _made_apart(versions, one, version))
+        taken = {versions.names[one] for one in apart}
+        free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
+        versions.names[version] = next(free, None) or derived(wanted[-1], own | taken)
+
+
+def _is_inside(version: ShardedValue, source: ShardedValue) -> bool:
+    """Whether a version is whole, on some of the ranks on which its source is whole."""
+    replicated = source.layout.is_replicated and version.layout.is_replicated
+    return replicated and not ranks_of(version.group) & ~ranks_of(source.group)
+
+
+def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:
+    """The versions of a value in the order in which they have a claim on its name: as delivered, reduced, made, read, partial."""
+    defs = versions.defs.get(value, [])
+    canonical = (versions.canonical[home] for home in defs if home in versions.canonical)
+    made = (home for home in defs if not home.layout.partial)
+    uses = versions.uses.get(value, ())
+    return list(dict.fromkeys([*versions.delivered.get(value, ()), *canonical, *made, *uses, *defs]))
+
+
+def _spellings(name: str, version: ShardedValue) -> list[str]:
+    """The names that a version of a value may have, in order: `h`, `h@[2, 1]`, `h@[2, 1]@0-1`; of partial sums `h.partial` and on."""
+    apart = f"{name}.partial" if version.layout.partial else f"{name}@{version.layout}"
+    plain = [] if version.layout.partial else [name]
+    return [*plain, apart, f"{apart}@{facts_of(version.group).text}"]

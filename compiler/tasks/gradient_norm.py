@@ -1,0 +1,140 @@
+"""Writes the ops of updates, and the square of the global norm of all gradients, of which each element counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ir.constants import RankConstant
+from partc.compiler.ir.local_form import over_values
+from partc.compiler.ir.programs import Compute, Value
+from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, ranks_of, split
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.moves import AllReduce
+from partc.compiler.lower.comm import computed
+from partc.compiler.lower.local_view import Gradient, Localized, LocalView
+from partc.compiler.sharding.values.operands import replicated_on
+from partc.compiler.tasks.duals import typed
+from partc.runtime.artifact.format import GRADIENT_NORM
+
+
+class UpdateWriter:
+    """Writes ops of one target, by default the rank's own, behind what ranks do so far."""
+
+    def __init__(self, program: Localized, local: LocalView) -> None:
+        self.program, self.comm = program, local.comm
+        self.job, self.values = local.comm.job, local.comm.values
+        self.target = ""
+        """The target of what is written, of one parameter."""
+
+    def _emit(self, ranks: Group | Ranks, op_type: str, given: Sequence[Value], made: Value, **attributes: int) -> None:
+        self._declare(ranks, made, number_type())
+        self._write(ranks, computed(op_type, given, [made], None, None, **attributes))
+
+    def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: dict[str, Value]) -> None:
+        """Writes nodes over values by handle; those of what they make are added."""
+        for value in (value for node in nodes for value in node.outputs if value.name):
+            name = str(value.name)
+            made = values[name] if name in values else values.setdefault(name, self.job.value(ranks, name))
+            if value.type is not None:
+                self._declare(ranks, made, value)
+        self._write(ranks, *over_values(nodes, None, values))
+
+    def _write(self, ranks: Group | Ranks, *steps: Compute) -> None:
+        self.comm.append(ranks, *(replace(step, target=self.target) for step in steps))
+
+    def _declare(self, ranks: Group | Ranks, value: Value, kind: ir.Value) -> None:
+        """Lists a value with the type and shape of `kind` on those of the ranks that have it not listed."""
+        if ranks_of(ranks) & ~self.job.listed.ranks(value):
+            own = ir.Value(name=str(value), type=kind.type, shape=kind.shape)
+            self.job.declare(ranks, value, *typed(self.values, self.program.symbols, own))
+
+
+class GradientNorm(UpdateWriter):
+    """The square of the norm of all gradients, on all ranks."""
+
+    def __init__(self, program: Localized, local: LocalView) -> None:
+        super().__init__(program, local)
+        self.squares, self.total = (self.job.number(f"gradients.{word}") for word in ("squares", "square_norm"))
+
+    def of(self, gradients: Sequence[Gradient]) -> Value:
+        """Computes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
+        terms: dict[Group, dict[str, list[Value]]] = {}
+        seen: set[ir.Value] = set()
+        for one in gradients:
+            if one.parameter in seen:
+                continue
+            seen.add(one.parameter)
+            group = one.home.group
+            squares = self.job.beside(group, one.value, ".squares")
+            self.target = self.program.update_targets.get(one.parameter, "")
+            self._add_squares(group, one, squares)
+            self.target = ""
+            terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(squares)
+        counted: list[tuple[Ranks, Value]] = []
+        for group, by_holders in terms.items():
+            for holders, squared in by_holders.items():
+                made = squared if not holders else [self._counted(group, holders, squared)]
+                counted += [(ranks_of(group), value) for value in made]
+        everyone = self.job.everyone
+        for ranks in split(everyone, {ranks for ranks, _ in counted}):
+            if summed := [value for some, value in counted if some & ranks]:
+                self._emit(ranks, "Sum", summed, self.squares)
+                continue
+            self._declare(ranks, self.squares, number_type())
+            self.job.constant(ranks, self.squares, np.zeros((), np.float32))
+        total, count = self.squares, self.job.size
+        if count > 1:
+            total = self.total
+            self._declare(everyone, total, number_type())
+            move = AllReduce(tuple(range(count)), Layout.whole((count,), 0), (0,), "sum")
+            value = typed(self.values, self.program.symbols, number_type(str(total)))[0]
+            self.comm.fused(move, [value], [self.squares], [total], 1, "norm of all gradients")
+        return total
+
+    def report(self, total: Value, divide: Callable[[Value], None] | None) -> None:
+        """Makes the norm of the gradients, without the loss scale, an output of rank 0."""
+        first, (norm, root, inverse) = (
+            (0,),
+            (self.job.number(GRADIENT_NORM + word) for word in ("", ".root", ".inverse")),
+        )
+        self._emit(first, "Sqrt", [total], norm if divide is None else root)
+        if divide is not None:
+            divide(inverse)
+            self._emit(first, "Mul", [root, inverse], norm)
+        value = typed(self.values, self.program.symbols, number_type(str(norm)))[0]
+        self.job.outputs.add(first, norm, replicated_on(value, first))
+
+    def _holding(self, home: ShardedValue) -> str:
+        """The group whose lists hold one shard each; "" where every rank has a shard of its own."""
+        holders = home.holders
+        return "" if len(holders) == len(home.group) else self.comm.group(tuple(ranks for _, ranks in holders))
+
+    def _add_squares(self, group: Group, one: Gradient, made: Value) -> None:
+        """Writes the sum of a gradient's squares, a float32 as all norms are."""
+        dtype = one.parameter.dtype
+        if dtype in (None, ir.DataType.FLOAT):
+            self._emit(group, "ReduceSumSquare", [one.value], made, keepdims=0)
+            return
+        wide = self.job.beside(group, made, f".{dtype.name.lower()}")
+        self._declare(group, wide, ir.Value(name="", type=ir.TensorType(dtype), shape=ir.Shape(())))
+        self._write(group, computed("ReduceSumSquare", [one.value], [wide], keepdims=0))
+        self._emit(group, "Cast", [wide], made, to=ir.DataType.FLOAT.value)
+
+    def _counted(self, group: Group, holders: str, squares: Sequence[Value]) -> Value:
+        """The sum of squares of shards that several ranks hold, on the first of these; 0 on the others."""
+        wanted = f"{self.squares}.of.{holders}"
+        total = squares[0]
+        if len(squares) > 1:
+            total = self.job.value(group, wanted)
+            self._emit(group, "Sum", squares, total)
+        once, made = (self.job.value(group, f"{wanted}.{word}") for word in ("once", "counted"))
+        self.job.constant(group, once, RankConstant.first(holders, np.float32))
+        self._emit(group, "Mul", [total, once], made)
+        return made
+
+
+def number_type(name: str = "") -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))

@@ -1,0 +1,49 @@
+"""The passes of plans that train or run by microbatches, whose modules are imported when the first such plan is compiled.
+
+These are a quarter of the compiler's modules, and to import them takes as long as to compile a small model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from partc.compiler.ir.program import Loaded, Lowered, Prepared, Scheduled
+
+if TYPE_CHECKING:
+    from partc.compiler.lower.local_view import Localized
+
+
+def add_training(program: Loaded) -> Prepared:
+    """Pass: `training/add_training.py`, where the plan trains."""
+    if program.plan.train is None:
+        return program.into(Prepared, training=None)
+    from partc.compiler.training.add_training import add_training as step
+
+    return step(program)
+
+
+def differentiate(program: Localized) -> Localized:
+    """Pass: `tasks/differentiate.py`, of a program that trains."""
+    if program.training is None:
+        return program
+    from partc.compiler.tasks.differentiate import differentiate as step
+
+    return step(program)
+
+
+def update(program: Localized) -> Localized:
+    """Pass: `tasks/update.py`, of a program that trains."""
+    if program.training is None:
+        return program
+    from partc.compiler.tasks.update import update as step
+
+    return step(program)
+
+
+def pipeline(program: Lowered) -> Scheduled:
+    """Pass: `pipelines/pipeline.py`, where the plan has microbatches."""
+    if program.plan.pipeline is None:
+        return program.into(Scheduled, tasks=None)
+    from partc.compiler.pipelines.pipeline import pipeline as step
+
+    return step(program)

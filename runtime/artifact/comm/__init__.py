@@ -1,0 +1,1 @@
+"""Communication nodes of a rank file: the ops of `partc.comm`, their laws, schemas and readers."""

@@ -1,0 +1,281 @@
+"""A collective node as data: what it says, and which shape it makes of which. A lookup's is read in `lookup_node.py`.
+
+    call = read_call(node, "rank_0000.onnx")
+    result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
+
+The law of sizes, for p ranks: what an op splits is divided by p, what it joins is multiplied by p (`collectives.py`); other dims stay.
+Negative axes count from the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+
+from partc.runtime.artifact.comm.collectives import COLLECTIVES, CollectiveOp, dynamic_ops
+from partc.runtime.artifact.comm.group_call import Call
+from partc.runtime.artifact.comm.lookup_node import LookupCall, lookup_call, lookup_problems, wrong_lookup
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS, LOOKUPS
+from partc.runtime.artifact.format import (
+    DOMAIN,
+    GROUP,
+    RANK,
+    RECV_BOXES,
+    RECV_PEERS,
+    REDUCE,
+    REDUCTIONS,
+    ROOT,
+    SEND_BOXES,
+    SEND_PEERS,
+    SUM,
+    TAG,
+    Collective,
+)
+from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.runtime.artifact.tensors.dtypes import Dtype, dense
+from partc.runtime.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from onnx import AttributeProto, NodeProto
+
+AnyCall: TypeAlias = "CollectiveCall | LookupCall"
+Shape: TypeAlias = tuple[int, ...]
+Span: TypeAlias = tuple[tuple[int, int, int], ...]
+"""A box: per dim begin, end and denominator."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a value that goes to `peer` or comes from it."""
+
+    peer: int
+    box: Span
+
+
+@dataclass(frozen=True)
+class CollectiveCall(Call):
+    """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
+
+    `axis` is the one axis that an op splits or joins, and of an op that does both (AllToAll) the one that it splits; `gives` and `takes`
+    are Exchange's. One of several values has them as `parts`, what goes in and what comes out; `source` and `result` of an AllReduce
+    then name the memory where all of them lie, and the others have none.
+    """
+
+    LAW: ClassVar[str] = "op, reduction, axis or root"
+    source: str | None
+    result: str | None
+    reduce: str = ""
+    axis: int = 0
+    concat_axis: int = 0
+    root: int = 0
+    gives: tuple[Shard, ...] = ()
+    takes: tuple[Shard, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def kind(self) -> CollectiveOp:
+        """The entry of its op."""
+        return COLLECTIVES[self.op]
+
+    @property
+    def join_axis(self) -> int:
+        """The axis along which the result is joined, of an op that joins."""
+        return self.concat_axis if self.kind.splits else self.axis
+
+    @property
+    def value(self) -> str:
+        return self.parts[0][1] if self.parts else self.result or self.source or ""
+
+    @property
+    def in_one_buffer(self) -> bool:
+        """Whether its values lie side by side in memory, where it works in place: those of an AllReduce of several."""
+        return bool(self.parts) and self.kind.keeps_size
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return tuple(source for source, _ in self.parts) or tuple(filter(None, [self.source]))
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        return tuple(result for _, result in self.parts) or tuple(filter(None, [self.result]))
+
+    @property
+    def typed(self) -> str | None:
+        return self.source
+
+    @property
+    def law(self) -> tuple[object, ...]:
+        return self.op, self.reduce, self.axis, self.concat_axis, self.root
+
+    @property
+    def leaves(self) -> bool:
+        """Whether bytes may still leave when the rank goes on, as those of a Send do."""
+        return self.kind.boxes or not self.made
+
+    def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
+        parts = tuple((names[source], names[result]) for source, result in self.parts)
+        ends = [names.get(name, name) if name else None for name in (self.source, self.result)]
+        if parts and self.in_one_buffer:
+            ends = [_buffer(parts)] * 2
+        return replace(self, source=ends[0], result=ends[1], parts=parts, tag=tag, path=path)
+
+
+def read_call(node: NodeProto, where: str) -> AnyCall:
+    """The call that a node states; ArtifactError, naming the file `where`, if it is not a sound node of `GROUP_OPS`."""
+    if node.op_type not in GROUP_OPS:
+        raise ArtifactError(
+            f"{where}: this partc does not know the op '{DOMAIN}.{node.op_type}'\n  help: install a newer partc"
+        )
+    found = {attribute.name: attribute for attribute in node.attribute}
+    name = node.name or next(filter(None, (*node.output, *node.input)), "")
+    problems = [*_problems(node, found)]
+    if problems:
+        lines = [f"{where}: {node.op_type} '{name}': {problem}" for problem in problems]
+        raise ArtifactError("\n".join([*lines, "  help: compile again"]))
+
+    def number(name: str) -> int:
+        return found[name].i if name in found else 0
+
+    if node.op_type in LOOKUPS:
+        return lookup_call(node, found)
+    kind = COLLECTIVES[node.op_type]
+    parts = tuple(zip(node.input, node.output, strict=True)) if len(node.input) > 1 else ()
+    source, result = next(filter(None, node.input), None), next(filter(None, node.output), None)
+    if parts:
+        source = result = _buffer(parts) if kind.keeps_size else None
+    return CollectiveCall(
+        op=node.op_type,
+        source=source,
+        result=result,
+        group=found[GROUP].s.decode(errors="replace"),
+        tag=number(TAG),
+        path=path_of(node),
+        reduce=found[REDUCE].s.decode(errors="replace") if REDUCE in found else "",
+        axis=number(kind.splits or kind.joins),
+        concat_axis=number(kind.joins if kind.splits else ""),
+        root=number(ROOT),
+        gives=_shards(found, SEND_PEERS, SEND_BOXES),
+        takes=_shards(found, RECV_PEERS, RECV_BOXES),
+        parts=parts,
+    )
+
+
+def _buffer(parts: Sequence[tuple[str, str]]) -> str:
+    """The name of the memory of several values that lie side by side."""
+    return f"{parts[0][1]} and {len(parts) - 1} more"
+
+
+def result_shape(call: CollectiveCall, shape: Shape, ranks: int) -> Shape:
+    """The shape of what a rank gets where each of so many gives `shape`; ValueError says why there is none.
+
+    An Exchange's result has the shape that its rank file states.
+    """
+    kind = call.kind
+    if kind.splits:
+        shape = _scaled(shape, place_of(call.axis, shape), 1, ranks)
+    if kind.joins:
+        shape = _scaled(shape, place_of(call.join_axis, shape), ranks, 1)
+    return shape
+
+
+def wrong_end(call: CollectiveCall, is_root: bool) -> str:
+    """What is wrong with the ends of a call with a root, on the root or on another rank; empty where nothing is."""
+    who, root = "its root" if is_root else "a rank that is not its root", call.kind.root
+    if root == "takes" and bool(call.result) != is_root:
+        return f"{who} {'gets nothing' if is_root else 'gets a result'}"
+    if root == "gives" and is_root and not call.source:
+        return f"{who} gives nothing"
+    return f"{who} gets nothing" if root == "gives" and not is_root and not call.result else ""
+
+
+def contradictions(call: AnyCall, record: Collective, ranks: Sequence[int], rank: int) -> Iterator[str]:
+    """Why a rank cannot run a call that the manifest lists as `record`, among the ranks of its list."""
+    dtype = dense(record.type)
+    if dtype is None:
+        yield f"a {record.type} cannot take part in a collective"
+    if isinstance(call, LookupCall):
+        yield from wrong_lookup(call, dtype, len(ranks), ranks.index(rank))
+        return
+    if dtype is not None and call.reduce and not reducible(dtype, call.reduce):
+        yield f"a {record.type} has no {call.reduce}"
+    if record.shape is None and not call.kind.dynamic:
+        yield f"the shape of its input is not known; only {dynamic_ops()} take such"
+    if not 0 <= call.root < len(ranks):
+        yield f"its root is {call.root}, and its list has {len(ranks)} ranks"
+    elif wrong := wrong_end(call, ranks[call.root] == rank):
+        yield wrong
+    if outside := sorted({one.peer for one in (*call.gives, *call.takes)} - {*ranks}):
+        yield f"its peer {outside[0]} is not in its list, ranks {', '.join(map(str, ranks))}"
+
+
+def place_of(axis: int, shape: Shape) -> int:
+    """An axis counted from the front; ValueError where the shape has none such."""
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"there is no axis {axis} in a value of {len(shape)} dims")
+    return axis % len(shape)
+
+
+def reducible(dtype: Dtype, reduce: str) -> bool:
+    """Whether values of a type can be reduced so: complex numbers have a sum and no order."""
+    return reduce == SUM or not dtype.name.startswith("complex")
+
+
+def _scaled(shape: Shape, axis: int, times: int, by: int) -> Shape:
+    size = shape[axis] * times
+    if size % by:
+        raise ValueError(f"axis {axis} of {size} is not divisible by {by} ranks")
+    return (*shape[:axis], size // by, *shape[axis + 1 :])
+
+
+def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[Shard, ...]:
+    if peers not in found:
+        return ()
+    rank = found[RANK].i
+    numbers = list(found[boxes].ints) if boxes in found else []
+    dims = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
+    return tuple(
+        Shard(peer, tuple(dims[index * rank : (index + 1) * rank])) for index, peer in enumerate(found[peers].ints)
+    )
+
+
+def _problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> list[str]:
+    """What keeps a node from being a call."""
+    attributes = GROUP_OPS[node.op_type].every_attribute
+    problems = [
+        f"its attribute '{one.name}' is missing" for one in attributes if one.required and one.name not in found
+    ]
+    if node.op_type in LOOKUPS:
+        return problems or [*lookup_problems(node, found)]
+    kind = COLLECTIVES[node.op_type]
+    sources, results = [*filter(None, node.input)], [*filter(None, node.output)]
+    if kind.coalesces and len(sources) > 1:
+        axis = kind.splits or kind.joins
+        if axis in found and found[axis].i != 0:
+            problems.append(f"its axis is {found[axis].i}, and several values are cut along axis 0")
+        if len(sources) != len(results) or len(sources) != len(node.input):
+            problems.append(f"it has {len(sources)} inputs and {len(results)} outputs, and makes one of each")
+        sources, results = sources[:1], results[:1]
+    if len(sources) > 1 or (not sources and not kind.boxes and kind.root != "gives"):
+        problems.append(f"it has {len(sources)} inputs, and takes one")
+    if len(results) > 1 or (not results and not kind.boxes and not kind.root):
+        problems.append(f"it has {len(results)} outputs, and makes one")
+    if REDUCE in found and (reduction := found[REDUCE].s.decode(errors="replace")) not in REDUCTIONS:
+        problems.append(f"its reduction is '{reduction}'; it is one of {', '.join(REDUCTIONS)}")
+    if kind.boxes and not problems:
+        problems += _box_problems(found, bool(sources), SEND_PEERS, SEND_BOXES, "input")
+        problems += _box_problems(found, bool(results), RECV_PEERS, RECV_BOXES, "output")
+    return problems
+
+
+def _box_problems(found: Mapping[str, AttributeProto], there: bool, peers: str, boxes: str, kind: str) -> Sequence[str]:
+    count = len(found[peers].ints) if peers in found else 0
+    numbers = list(found[boxes].ints) if boxes in found else []
+    rank = found[RANK].i
+    if len(numbers) != 3 * rank * count:
+        return [f"'{boxes}' has {len(numbers)} numbers, and {count} boxes of {rank} dims need {3 * rank * count}"]
+    if bool(count) != there:
+        return [f"it has {count} '{peers}' and {'an' if there else 'no'} {kind}"]
+    cells = [tuple(numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+    wrong = [cell for cell in cells if not 0 <= cell[0] <= cell[1] <= cell[2] or cell[2] == 0]
+    return [f"'{boxes}' has {cell[0]}/{cell[2]} to {cell[1]}/{cell[2]}" for cell in wrong[:1]]

@@ -1,0 +1,160 @@
+"""A Pull or a Push as data: what the node says, and what keeps a rank from running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+
+from partc.runtime.artifact.comm.group_call import Call
+from partc.runtime.artifact.format import GIVERS, GROUP, OWNERS, PULL, ROW, ROWS, TAG
+from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.runtime.artifact.tensors.dtypes import Dtype
+
+if TYPE_CHECKING:
+    from onnx import AttributeProto, NodeProto
+
+Shape: TypeAlias = tuple[int, ...]
+_NO_PART = "a rank takes part that has neither rows nor ids"
+
+
+@dataclass(frozen=True)
+class LookupCall(Call):
+    """A Pull or a Push node; a value that the rank does not have is None.
+
+    Of a Pull `ids` go in and `operand` is the table; of a Push, which has no `ids`, `operand` are the rows that go, and `numbers` the ids
+    that come beside the rows. `result` are rows. `asked`: what a Pull makes and a Push reads, the ids that an owner was asked, counts, and
+    places. `owners` and `givers` are places in the list; `rows` and `row` say how large the table is.
+    """
+
+    LAW: ClassVar[str] = "op, owners, givers, rows or row"
+    ids: str | None
+    operand: str | None
+    numbers: str | None
+    result: str | None
+    asked: tuple[str | None, ...]
+    owners: tuple[int, ...]
+    givers: tuple[int, ...]
+    rows: int
+    row: Shape
+
+    @property
+    def value(self) -> str:
+        return self.result or self.ids or self.operand or ""
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.operand, self.ids) if self.op == PULL else (*self.asked, self.operand)))
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.result, *self.asked) if self.op == PULL else (self.numbers, self.result)))
+
+    @property
+    def made_numbers(self) -> tuple[str, ...]:
+        """What the rank gets besides rows: ids, counts and places."""
+        return tuple(name for name in self.made if name != self.result)
+
+    @property
+    def typed(self) -> str | None:
+        return self.operand
+
+    @property
+    def law(self) -> tuple[object, ...]:
+        return self.op, self.owners, self.givers, self.rows, self.row
+
+    @property
+    def rows_of_owner(self) -> int:
+        """How many rows of the table each owner has."""
+        return self.rows // len(self.owners)
+
+    def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
+        ends = (self.ids, self.operand, self.numbers, self.result, *self.asked)
+        ids, operand, numbers, result, *asked = (names.get(name, name) if name else None for name in ends)
+        new = replace(self, ids=ids, operand=operand, numbers=numbers, result=result, asked=tuple(asked))
+        return replace(new, tag=tag, path=path)
+
+
+def lookup_call(node: NodeProto, found: Mapping[str, AttributeProto]) -> LookupCall:
+    """The call that a sound Pull or Push states."""
+    given = [*(name or None for name in node.input), *[None] * 4]
+    made = [*(name or None for name in node.output), *[None] * 4]
+    pulls = node.op_type == PULL
+    return LookupCall(
+        op=node.op_type,
+        ids=given[1] if pulls else None,
+        result=made[0] if pulls else made[1],
+        group=found[GROUP].s.decode(errors="replace"),
+        tag=found[TAG].i,
+        path=path_of(node),
+        operand=given[0] if pulls else given[3],
+        numbers=None if pulls else made[0],
+        asked=tuple(made[1:4] if pulls else given[:3]),
+        owners=tuple(found[OWNERS].ints),
+        rows=found[ROWS].i,
+        row=tuple(found[ROW].ints) if ROW in found else (),
+        givers=tuple(found[GIVERS].ints) if GIVERS in found else (),
+    )
+
+
+def lookup_problems(node: NodeProto, found: Mapping[str, AttributeProto]) -> Iterator[str]:
+    """What keeps a node with its attributes from being a lookup."""
+    most = (2, 4) if node.op_type == PULL else (4, 2)
+    if len(node.input) > most[0] or len(node.output) > most[1]:
+        yield f"it has {len(node.input)} inputs and {len(node.output)} outputs, and takes {most[0]} and makes {most[1]}"
+    givers = list(found[GIVERS].ints) if GIVERS in found else []
+    if len({*givers}) < len(givers) or (node.op_type != PULL and not givers):
+        yield f"its givers are {givers}: different places are needed"
+    owners, rows = found[OWNERS].ints, found[ROWS].i
+    if not owners or len({*owners}) < len(owners):
+        yield f"its owners are {list(owners)}: different places are needed"
+    elif rows <= 0 or rows % len(owners):
+        yield f"{rows} rows do not divide into equal runs for {len(owners)} owners"
+    if ROW in found and any(size < 0 for size in found[ROW].ints):
+        yield f"its row has the shape {list(found[ROW].ints)}"
+
+
+def wrong_lookup(call: LookupCall, dtype: Dtype | None, ranks: int, place: int) -> Iterator[str]:
+    """Why a rank of so many cannot run a Pull or a Push."""
+    if dtype is not None and dtype.bits < 8:
+        yield f"rows of a {dtype.name} cannot be looked up on other ranks"
+    for word, places in (("owner", call.owners), ("giver", call.givers)):
+        if wrong := [one for one in places if not 0 <= one < ranks]:
+            yield f"its {word} {wrong[0]} is not an index in a list of {ranks} ranks"
+    owns, gives = place in call.owners, place in call.givers
+    yield from _contradicts_pull(call, owns, gives) if call.op == PULL else _contradicts_push(call, owns, gives)
+    yield from _contradicts_request(call, owns, gives)
+
+
+def _contradicts_pull(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:
+    """What a rank's Pull lacks, or has beyond its part; `gives`: its Push gives rows back."""
+    if owns != bool(call.operand):
+        yield "an owner gives no table" if owns else "a rank that is not an owner gives a table"
+    if not owns and not call.ids:
+        yield _NO_PART
+    if bool(call.ids) != bool(call.result):
+        yield "a rank has ids and the rows that they name, or neither"
+    if gives and not call.ids:
+        yield "a giver has no ids"
+
+
+def _contradicts_push(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:
+    """What a rank's Push lacks, or has beyond its part."""
+    if owns and not (call.numbers and call.result):
+        yield "an owner gets no ids and rows"
+    elif not owns and (call.numbers or call.result):
+        yield "a rank that is not an owner gets ids and rows"
+    if not owns and not gives:
+        yield _NO_PART
+    if gives != bool(call.operand):
+        yield "a giver has no rows to give" if gives else "a rank that is not a giver gives rows"
+
+
+def _contradicts_request(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:
+    """Which values by which a Push knows its Pull a rank lacks, or has beyond its part."""
+    words = [word for word, so in (("an owner", owns), ("a giver", gives)) if so]
+    role, due = " and ".join(words) or "neither owner nor giver", (owns, owns or gives, gives)
+    for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.asked, due, strict=True):
+        if bool(name) != (wanted and bool(call.givers)):
+            back = "" if call.givers else ", and no rank gives rows back"
+            yield f"it {'has' if name else 'leaves out'} {word}, and is {role}{back}"

@@ -1,0 +1,239 @@
+"""The ops of `partc.comm` as ONNX knows ops: their schemas.
+
+With the schemas registered, `onnx.checker` checks a rank file in full, and `onnx.shape_inference` infers what follows from a node alone:
+the type, the number of dims, and the dims that do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx.defs
+from onnx import TensorProto, TypeProto
+from onnx.defs import OpSchema
+from partc.runtime.artifact.comm.collectives import AMONG, COLLECTIVES, NUMBER, Attribute, CollectiveOp
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS, LOOKUPS, LookupOp
+from partc.runtime.artifact.format import (
+    COPY,
+    DOMAIN,
+    DOMAIN_VERSION,
+    DTYPE,
+    ITEMS,
+    PEER,
+    PULL,
+    RANK,
+    RANK_CONSTANT,
+    RECV,
+    ROW,
+    SEND,
+    SHAPE,
+    TARGETS,
+    TO,
+)
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
+
+_TYPES = {
+    "int": OpSchema.AttrType.INT,
+    "ints": OpSchema.AttrType.INTS,
+    "string": OpSchema.AttrType.STRING,
+    "strings": OpSchema.AttrType.STRINGS,
+}
+_ONE, _MAYBE, _MANY = (
+    OpSchema.FormalParameterOption.Single,
+    OpSchema.FormalParameterOption.Optional,
+    OpSchema.FormalParameterOption.Variadic,
+)
+_TO = Attribute(PEER, "int", "The rank at the other end.")
+_WHERE = Attribute(TO, "string", f"The target on which the value then lies: {', '.join(TARGETS)}.")
+_CONSTANT = (
+    AMONG,
+    Attribute(DTYPE, "int", "The element type, as onnx.TensorProto numbers it."),
+    Attribute(SHAPE, "ints", "The dims; none of a scalar.", False),
+    Attribute(ITEMS, "strings", "The items in order: expressions over `place`, the rank's place in its list."),
+)
+
+
+def schemas() -> list[OpSchema]:
+    """The schemas of all ops of the domain."""
+    sends = "Sends a value to another rank; the value stays as it is."
+    receives = "Receives a value from another rank; its type and shape stand in the graph's value_info."
+    follows = "A constant that follows from the rank's place in its list of the group."
+    return [
+        _schema(SEND, sends, (_TO, NUMBER), _ONE, None),
+        _schema(RECV, receives, (_TO, NUMBER), None, _ONE),
+        _schema(RANK_CONSTANT, follows, _CONSTANT, None, _ONE),
+        _copy(),
+        *(_collective(op) for op in COLLECTIVES.values()),
+        *(_lookup(op) for op in LOOKUPS.values()),
+    ]
+
+
+def register() -> None:
+    """Make the schemas known to onnx; a second time changes nothing."""
+    names = (SEND, RECV, RANK_CONSTANT, COPY, *GROUP_OPS)
+    if all(onnx.defs.has(name, domain=DOMAIN) for name in names):
+        return  # schemas() makes all of them anew, which takes longer than the check of a small file
+    for schema in schemas():
+        if not onnx.defs.has(schema.name, domain=schema.domain):
+            onnx.defs.register_schema(schema)
+
+
+def _copy() -> OpSchema:
+    def infer(context: Any) -> None:
+        if (given := context.get_input_type(0)) is not None:
+            context.set_output_type(0, given)
+
+    schema = _schema(COPY, "The value on another of the rank's targets.", (_WHERE,), _ONE, _ONE)
+    schema.set_type_and_shape_inference_function(infer)
+    return schema
+
+
+def _collective(op: CollectiveOp) -> OpSchema:
+    given = _MANY if op.coalesces else _MAYBE if op.boxes or op.root == "gives" else _ONE
+    made = _MANY if op.coalesces else _MAYBE if op.boxes or op.root else _ONE
+    schema = _schema(op.name, op.doc, op.every_attribute, given, made)
+    schema.set_type_and_shape_inference_function(_infer(op))
+    return schema
+
+
+def _lookup(op: LookupOp) -> OpSchema:
+    """The schema of a Pull or a Push."""
+
+    def formal(name: str, doc: str, type: str = "tensor(int64)") -> OpSchema.FormalParameter:
+        return OpSchema.FormalParameter(name, type, doc, param_option=_MAYBE)
+
+    pulls = op.name == PULL
+    table = formal("table", "The rank's run of the table's rows.", "T")
+    ids = formal("ids", "Numbers of rows; one below 0 counts from the end.", "I")
+    asked = [
+        formal("asked", "Numbers of own rows that givers ask for, giver by giver, each giver's once."),
+        formal("counts", "How many ids are asked of each owner, and how many each giver asks of this one."),
+        formal("places", "By id its place among the rank's own ids, each once."),
+    ]
+    own_ids, rows = formal("own_ids", "Numbers of own rows: asked."), formal("Y", "A row for each id.", "T")
+    schema = OpSchema(
+        op.name,
+        DOMAIN,
+        DOMAIN_VERSION,
+        doc=op.doc,
+        inputs=[table, ids] if pulls else [*asked, formal("dY", "A row for each id.", "T")],
+        outputs=[rows, *asked] if pulls else [own_ids, rows],
+        type_constraints=[
+            ("T", _types(), "Whatever a row can be of."),
+            *([("I", ["tensor(int32)", "tensor(int64)"], "Ids.")] if pulls else []),
+        ],
+        attributes=[_attribute(one) for one in op.every_attribute],
+    )
+    schema.set_type_and_shape_inference_function(_infer_pull if pulls else _infer_push)
+    return schema
+
+
+def _infer_pull(context: Any) -> None:
+    """A row of the table, whose shape the node states, for each id; of what it is asked an owner knows the number when it runs."""
+    table, ids = (context.get_input_type(at) if context.get_num_inputs() > at else None for at in range(2))
+    shape = ids.tensor_type.shape if ids is not None and ids.tensor_type.HasField("shape") else None
+    if table is not None and table.HasField("tensor_type") and context.get_num_outputs():
+        found = TypeProto()
+        found.tensor_type.elem_type = table.tensor_type.elem_type
+        if shape is not None:
+            found.tensor_type.shape.CopyFrom(shape)
+            for size in _row(context):
+                found.tensor_type.shape.dim.add(dim_value=size)
+        context.set_output_type(0, found)
+    for at in range(1, context.get_num_outputs()):
+        numbers = TypeProto()
+        numbers.tensor_type.elem_type = TensorProto.INT64
+        if at < 3:
+            numbers.tensor_type.shape.dim.add()
+        elif shape is not None:
+            numbers.tensor_type.shape.CopyFrom(shape)
+        context.set_output_type(at, numbers)
+
+
+def _infer_push(context: Any) -> None:
+    """A number of ids and rows that is known only at run time."""
+    rows = context.get_input_type(3) if context.get_num_inputs() > 3 else None
+    if not context.get_num_outputs():
+        return
+    numbers = TypeProto()
+    numbers.tensor_type.elem_type = TensorProto.INT64
+    numbers.tensor_type.shape.dim.add()
+    context.set_output_type(0, numbers)
+    if rows is not None and rows.HasField("tensor_type") and context.get_num_outputs() > 1:
+        found = TypeProto()
+        found.tensor_type.elem_type = rows.tensor_type.elem_type
+        found.tensor_type.shape.dim.add()
+        for size in _row(context):
+            found.tensor_type.shape.dim.add(dim_value=size)
+        context.set_output_type(1, found)
+
+
+def _row(context: Any) -> Sequence[int]:
+    said = context.get_attribute(ROW)
+    return list(said.ints) if said is not None else []
+
+
+def _attribute(one: Attribute) -> OpSchema.Attribute:
+    return OpSchema.Attribute(one.name, _TYPES[one.type], one.doc, required=one.required)
+
+
+def _schema(
+    name: str,
+    doc: str,
+    attributes: Sequence[Attribute],
+    given: OpSchema.FormalParameterOption | None,
+    made: OpSchema.FormalParameterOption | None,
+) -> OpSchema:
+    return OpSchema(
+        name,
+        DOMAIN,
+        DOMAIN_VERSION,
+        doc=doc,
+        inputs=[] if given is None else [OpSchema.FormalParameter("X", "T", "The value.", param_option=given)],
+        outputs=[] if made is None else [OpSchema.FormalParameter("Y", "T", "The value.", param_option=made)],
+        type_constraints=[("T", _types(), "Whatever a value can be.")],
+        attributes=[_attribute(one) for one in attributes],
+    )
+
+
+def _infer(op: CollectiveOp) -> Callable[[Any], None]:
+    """What follows about the output from the node alone: the number of ranks is in the manifest."""
+
+    def infer(context: Any) -> None:
+        places = min(context.get_num_inputs(), context.get_num_outputs()) if op.coalesces else 1
+        for place in range(places):
+            infer_one(context, place)
+
+    def infer_one(context: Any, place: int) -> None:
+        given = context.get_input_type(place) if context.get_num_inputs() else None
+        if given is None or not given.HasField("tensor_type"):
+            return
+        found = TypeProto()
+        found.tensor_type.elem_type = given.tensor_type.elem_type
+        if op.boxes:
+            for _ in range(context.get_attribute(RANK).i):
+                found.tensor_type.shape.dim.add()
+        elif given.tensor_type.HasField("shape"):
+            dims = given.tensor_type.shape.dim
+            changed = _changed(op, context, len(dims))
+            for axis, dim in enumerate(dims):
+                made = found.tensor_type.shape.dim.add()
+                if axis not in changed:
+                    made.CopyFrom(dim)
+        if context.get_num_outputs():
+            context.set_output_type(place, found)
+
+    return infer
+
+
+def _changed(op: CollectiveOp, context: Any, rank: int) -> set[int]:
+    """The axes whose size depends on the number of ranks: none where one is split and joined again."""
+    axes = [context.get_attribute(name).i % max(rank, 1) for name in (op.splits, op.joins) if name]
+    return set(axes) if len(set(axes)) == len(axes) else set()
+
+
+def _types() -> list[str]:
+    tensors = [f"tensor({name})" for name in (*BY_NAME, "string")]
+    sequences = [f"seq({tensor})" for tensor in tensors]
+    return [*tensors, *sequences, *(f"optional({one})" for one in (*tensors, *sequences))]

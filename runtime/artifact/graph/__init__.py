@@ -1,0 +1,1 @@
+"""The graph of a rank file: how nodes and bodies are read, targets, constants by rank, functions of optimizers."""

@@ -1,0 +1,89 @@
+"""Which ops have kernels on CPUs in 16 bits, and Casts around the others: they compute in float32.
+
+    %h = MatMul(%x, %w)     ->     %h.unrounded = MatMul(%x.read, %w.read);  %h = Cast(%h.unrounded)
+
+The compiler writes such Casts for what may run on a CPU. A node that the plan gives to a GPU computes in 16 bits there; where a job runs
+that target on the CPU, its sessions get the Casts when they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.format import CUDA
+from partc.runtime.artifact.graph.onnx_graph import text_of
+from partc.runtime.artifact.graph.targets import target_of
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16
+"""Element types, as ONNX numbers them."""
+HALVES = (FLOAT16, BFLOAT16)
+_MOVING = (
+    *("Cast", "Concat", "Constant", "ConstantOfShape", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
+    *("IsNaN", "Reshape", "ScatterElements", "Shape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
+)
+_KERNELS: Mapping[int, frozenset[str]] = {
+    BFLOAT16: frozenset(_MOVING),
+    FLOAT16: frozenset(
+        (
+            *_MOVING,
+            *("Attention", "Clip", "Compress", "Expand", "IsInf", "LayerNormalization", "Max", "Min", "Mod"),
+            *("ReverseSequence", "RMSNormalization", "Round", "ScatterND", "Shrink", "Sign"),
+        )
+    ),
+}
+"""What onnxruntime 1.31 has CPU kernels for; sums of scattered elements excepted."""
+
+
+def has_kernel(op_type: str, reduction: str, kind: int) -> bool:
+    """Whether onnxruntime's CPU provider computes an op, with this `reduction` attribute, in a type of 16 bits."""
+    return op_type in _KERNELS[kind] and reduction == "none"
+
+
+def compute_in_float32(model: ModelProto) -> None:
+    """Writes Casts around the nodes of the target cuda that have no kernel of 16 bits on a CPU, in a model for onnxruntime."""
+    from onnx import helper, shape_inference
+
+    graph = model.graph
+    if not any(target_of(node) == CUDA for node in graph.node):
+        return
+    inferred = shape_inference.infer_shapes(model).graph
+    values = (*inferred.input, *inferred.value_info, *inferred.output)
+    kinds = {one.name: one.type.tensor_type.elem_type for one in values}
+    kinds |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    names = {*kinds, *(name for node in graph.node for name in node.output)}
+    read: dict[str, str] = {}
+    written: list[NodeProto] = []
+    for node in graph.node:
+        halves = {name for name in (*node.input, *node.output) if kinds.get(name) in HALVES}
+        plain = not node.domain and not any(attribute.HasField("g") for attribute in node.attribute)
+        reduction = text_of(node, "reduction", "none")
+        lacking = any(not has_kernel(node.op_type, reduction, kinds[name]) for name in halves)
+        if target_of(node) != CUDA or not plain or not lacking:
+            written.append(node)
+            continue
+        for k, name in enumerate(node.input):
+            if name in halves:
+                if name not in read:
+                    read[name] = _new(f"{name}.read", names)
+                    written.append(helper.make_node("Cast", [name], [read[name]], to=FLOAT))
+                node.input[k] = read[name]
+        after = []
+        for k, name in enumerate(node.output):
+            if name in halves:
+                node.output[k] = _new(f"{name}.unrounded", names)
+                after.append(helper.make_node("Cast", [node.output[k]], [name], to=kinds[name]))
+        written += [node, *after]
+    nodes = [type(node).FromString(node.SerializeToString()) for node in written]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _new(name: str, names: set[str]) -> str:
+    while name in names:
+        name += "'"
+    names.add(name)
+    return name

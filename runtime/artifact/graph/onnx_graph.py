@@ -1,0 +1,201 @@
+"""What every reader of a rank file asks of its graph: bodies, the values that a node reads, names for people.
+
+A body is a graph in an attribute of a node, as `If`, `Loop` and `Scan` have them. It sees the values of the graphs around it, so
+that its node reads whatever the body takes from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.format import PATH, RECOMPUTED, TASK
+from partc.runtime.files.regular import read_regular
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+
+_SCATTERS = ("ScatterElements", "ScatterND")
+
+
+LARGEST_MODEL = 1 << 31
+"""What protobuf allows of a model without the weights beside it."""
+
+
+def read_model(file: Path) -> ModelProto:
+    """The model in a file, its external weights left there; OSError where the file cannot be read, DecodeError where it is not a model."""
+    import onnx
+
+    return onnx.load_model_from_string(read_regular(file, LARGEST_MODEL))
+
+
+def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
+    """The bodies of a node."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """The values that a node reads: its operands, and what its bodies capture from the graphs around them."""
+    yield from filter(None, node.input)
+    for body in graph_bodies(node):
+        inside = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+        inside |= {sparse.values.name for sparse in body.sparse_initializer}
+        for inner in body.node:
+            yield from (name for name in reads(inner) if name not in inside)
+            inside.update(inner.output)
+        yield from (value.name for value in body.output if value.name not in inside)
+
+
+def integer_of(node: NodeProto, name: str, default: int) -> int:
+    """An integer attribute of a node."""
+    return next((one.i for one in node.attribute if one.name == name), default)
+
+
+def text_of(node: NodeProto, name: str, default: str = "") -> str:
+    """A text attribute of a node."""
+    return next((one.s.decode(errors="replace") for one in node.attribute if one.name == name), default)
+
+
+def metadata_of(of: NodeProto | TensorProto | ModelProto | ValueInfoProto, key: str, default: str = "") -> str:
+    """What the metadata have under a key."""
+    return next((entry.value for entry in of.metadata_props if entry.key == key), default)
+
+
+def read_for_sizes_alone(graph: GraphProto) -> set[str]:
+    """The inputs of a graph that only Shape and Size read and that are not outputs of it."""
+    found = {value.name for value in graph.input} - {value.name for value in graph.output}
+    for node in graph.node:
+        if node.op_type not in ("Shape", "Size") or node.domain not in ("", "ai.onnx"):
+            found.difference_update(reads(node))
+    return found
+
+
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """The nodes, each followed by those of its bodies."""
+    for node in nodes:
+        yield node
+        for body in graph_bodies(node):
+            yield from all_nodes(body.node)
+
+
+def short_splits(nodes: Iterable[NodeProto]) -> Iterator[tuple[NodeProto, str]]:
+    """Splits, in bodies too, whose `num_outputs` is below the number of their outputs, with the fact: onnx ends the process at them."""
+    for node in all_nodes(nodes):
+        if node.op_type == "Split" and not node.domain:
+            number = integer_of(node, "num_outputs", len(node.output))
+            if number < len(node.output):
+                yield node, f"its num_outputs is {number}, and it has {len(node.output)} outputs"
+
+
+def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """The initializers of a graph and the tensors in attributes of its nodes, those of bodies included."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _tensors_of(graph.node)
+
+
+def model_tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """All tensors of a model, those in its functions included."""
+    yield from all_tensors(model.graph)
+    for function in model.functions:
+        yield from _tensors_of(function.node)
+
+
+def _tensors_of(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+        for body in graph_bodies(node):
+            yield from all_tensors(body)
+
+
+def path_of(node: NodeProto) -> str:
+    """The name of a node's op in the source model, empty where it has none; of one in a pipeline with its task: `blocks.0.fc1, 1B3`."""
+    said = {item.key: item.value for item in node.metadata_props}
+    return ", ".join(filter(None, (said.get(PATH, ""), said.get(TASK, ""))))
+
+
+def is_recomputed(node: NodeProto) -> bool:
+    """Whether a forward node is repeated in the backward pass."""
+    return any(item.key == RECOMPUTED for item in node.metadata_props)
+
+
+def addends(node: NodeProto) -> list[str]:
+    """The operands in whose place the result of a node may be written: it adds to them, and reads no element that it has written."""
+    if node.domain or len(node.output) != 1:
+        return []
+    if node.op_type == "Gemm":
+        beta = next((one.f for one in node.attribute if one.name == "beta"), 1.0)
+        return list(node.input[2:]) if beta == 1 and node.input[2:] and node.input[2] not in node.input[:2] else []
+    if node.op_type == "Add":
+        return [name for name in node.input if list(node.input).count(name) == 1]
+    return list(node.input[:1]) if node.op_type in _SCATTERS and text_of(node, "reduction") == "add" else []
+
+
+def moved_statistics(node: NodeProto) -> Sequence[str]:
+    """The running statistics that a BatchNormalization makes in training mode.
+
+    onnxruntime writes them over those that it is given, which are kept, unless they are outputs of the session.
+    """
+    trains = node.op_type == "BatchNormalization" and integer_of(node, "training_mode", 0)
+    return [name for name in node.output[1:3] if name] if trains else []
+
+
+def op_and_path(node: NodeProto) -> str:
+    """A node as people know it, by its op type and its name in the source: `MatMul (blocks.0.fc1)`."""
+    path = path_of(node) or node.name
+    return f"{node.op_type} ({path})" if path else node.op_type
+
+
+def node_title(node: NodeProto) -> str:
+    """A node as the rank file names it: `MatMul 'fc1_node'`, or by what it makes or takes where it has no name."""
+    name = node.name or next(iter([*node.output, *node.input]), "")
+    return f"{node.op_type} '{name}'"
+
+
+def not_text(model: ModelProto) -> str:
+    """The first name or text of a model that is not UTF-8, as protobuf gives it: as bytes; '' where all are."""
+    texts: list[object] = []
+    _add_texts(texts, model.graph)
+    for function in model.functions:
+        texts += (function.name, function.domain, *function.input, *function.output, *function.attribute)
+        _add_node_texts(texts, function.node)
+    texts += (entry.domain for entry in model.opset_import)
+    for prop in model.metadata_props:
+        texts += (prop.key, prop.value)
+    if set(map(type, texts)) <= {str}:
+        return ""
+    return next(repr(text) for text in texts if not isinstance(text, str))
+
+
+def _add_texts(texts: list[object], graph: GraphProto) -> None:
+    texts.append(graph.name)
+    for tensor in graph.initializer:
+        texts.append(tensor.name)
+        for entry in (*tensor.external_data, *tensor.metadata_props):
+            texts += (entry.key, entry.value)
+    for port in (*graph.input, *graph.output, *graph.value_info):
+        texts.append(port.name)
+        for dim in port.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param"):
+                texts.append(dim.dim_param)
+    _add_node_texts(texts, graph.node)
+
+
+def _add_node_texts(texts: list[object], nodes: Iterable[NodeProto]) -> None:
+    for node in nodes:
+        texts += (node.name, node.op_type, node.domain, *node.input, *node.output)
+        for prop in node.metadata_props:
+            texts += (prop.key, prop.value)
+        for attribute in node.attribute:
+            texts += (attribute.name, attribute.ref_attr_name)
+            for body in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                _add_texts(texts, body)

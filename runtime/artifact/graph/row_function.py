@@ -1,0 +1,138 @@
+"""Functions of `partc.optimizer` over the looked-up rows of a table, and the merging of rows that stand several times.
+
+The gradient of a table that is looked up is `ids` and `rows`: `rows[i]` belongs to the row `ids[i]`. A function over rows takes both and
+writes those rows of the parameter and its slots where they lie, so its time follows the rows, not the table. What its body proves:
+
+    is_rowwise    every output `x_next` is `ScatterND` into the input `x` at `ids`, and `x` is read by `Gather` at `ids` alone
+    adds_up       nothing of a tensor is read, and what is added to its rows is linear in `rows`: an id may stand there several times
+
+All other functions want each id once, as `MergeRows` gives them:
+
+    MergeRows(ids [5 3 5], rows [a b c])     ->     ids [3 5], rows [b a+c]
+
+Equal ids become neighbours by a stable sort, and their rows are added in the order in which they come.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.format import OPTIMIZER
+from partc.runtime.artifact.graph.onnx_graph import text_of
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, NodeProto
+
+MERGE = "MergeRows"
+IDS, ROWS = "ids", "rows"
+"""The inputs of a function over rows, beside the tensors that it updates and the scalars."""
+NEXT = "_next"
+SCATTER = "ScatterND"
+_PLACED = frozenset(("Constant", "ReduceMean", "Unsqueeze"))
+_MERGE = """
+    count = Shape (ids)
+    sorted, order = TopK <axis: int = 0, largest: int = 0, sorted: int = 1> (ids, count)
+    axis = Constant <value_int: int = 0> ()
+    first = Constant <value_ints: ints = [0]> ()
+    one = Constant <value_ints: ints = [1]> ()
+    last = Constant <value_ints: ints = [-1]> ()
+    none = Constant <value_ints: ints = [-9223372036854775807]> ()
+    but_last = Slice (sorted, first, last)
+    before = Concat <axis: int = 0> (none, but_last)
+    again = Equal (sorted, before)
+    new = Not (again)
+    counted = Cast <to: int = 7> (new)
+    number = CumSum (counted, axis)
+    place = Sub (number, one)
+    merged_ids = Compress <axis: int = 0> (sorted, new)
+    ids_left = Shape (merged_ids)
+    width = Shape <start: int = 1> (rows)
+    shape = Concat <axis: int = 0> (ids_left, width)
+    zeros = ConstantOfShape (shape)
+    cast_zeros = CastLike (zeros, rows)
+    places = ScatterElements <axis: int = 0> (order, order, place)
+    at = Unsqueeze (places, one)
+    merged_rows = ScatterND <reduction: string = "add"> (cast_zeros, at, rows)
+"""
+
+
+@functools.cache
+def merge_function(opset: int) -> FunctionProto:
+    """The function that gives each id once, rising, with the sum of its rows."""
+    import onnx.parser
+
+    text = f'<domain: "{OPTIMIZER}", opset_import: ["" : {opset}]>\n{MERGE} (ids, rows) => (merged_ids, merged_rows) {{{_MERGE}}}'
+    function = onnx.parser.parse_function(text)
+    function.doc_string = "each of the ids once, rising, with the sum of its rows in the order in which they come"
+    return function
+
+
+def is_merge(function: FunctionProto) -> bool:
+    """Whether a function is `MergeRows` as it is written here, so that its ids are distinct."""
+    if function.name != MERGE or function.domain != OPTIMIZER or len(function.opset_import) != 1:
+        return False
+    return function == merge_function(function.opset_import[0].version)
+
+
+def is_rowwise(function: FunctionProto) -> bool:
+    """Whether a function writes rows of its tensors at `ids`, each where the tensor lies, and reads nothing else of these."""
+    if not {IDS, ROWS} <= {*function.input} or not function.output:
+        return False
+    tables = {name.removesuffix(NEXT) for name in function.output}
+    makers = {name: node for node in function.node for name in node.output}
+    if not all(name.endswith(NEXT) for name in function.output) or not tables <= {*function.input}:
+        return False
+    writers = [makers.get(name) for name in function.output]
+    if not all(node is not None and _writes(node, makers) for node in writers):
+        return False
+    return all(_is_allowed(node, tables, writers) for node in function.node)
+
+
+def adds_up(function: FunctionProto) -> bool:
+    """Whether a function over rows only adds to its tensors what is linear in `rows`, so that ids may occur several times."""
+    tables = {name.removesuffix(NEXT) for name in function.output}
+    linear = {ROWS}
+    for node in function.node:
+        names = [name for name in node.input if name in linear]
+        if node.op_type == SCATTER:
+            if text_of(node, "reduction") != "add" or node.input[2] not in linear:
+                return False
+        elif not tables.isdisjoint(node.input):
+            return False
+        elif names:
+            if node.op_type not in ("Neg", "Cast") and not (node.op_type == "Mul" and len(names) == 1):
+                return False
+            linear.update(node.output)
+    return True
+
+
+def _writes(node: NodeProto, makers: dict[str, NodeProto]) -> bool:
+    """Whether a node writes rows of a tensor at `ids`."""
+    if node.op_type != SCATTER or len(node.input) != 3 or text_of(node, "reduction", "none") not in ("none", "add"):
+        return False
+    at = makers.get(node.input[1])
+    axes = makers.get(at.input[1]) if at is not None and at.op_type == "Unsqueeze" and len(at.input) == 2 else None
+    ints = [list(one.ints) for one in axes.attribute if one.name == "value_ints"] if axes is not None else []
+    return at is not None and at.input[0] == IDS and ints == [[1]] and node.output[0] == f"{node.input[0]}{NEXT}"
+
+
+def _is_allowed(node: NodeProto, tables: set[str], writers: list[NodeProto | None]) -> bool:
+    """Whether a node reads of tensors, and of ids, only what a function over rows may."""
+    from partc.runtime.artifact.graph.optimizer_function import ELEMENTWISE
+
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    if any(node is one for one in writers):
+        return tables.isdisjoint(node.input[1:])
+    if node.op_type == "Gather":
+        return node.input[0] in tables and list(node.input[1:]) == [IDS] and not any(one.i for one in node.attribute)
+    return tables.isdisjoint(node.input) and node.op_type in ELEMENTWISE | _PLACED
+
+
+def merged_by(nodes: Iterator[NodeProto], ids: str, rows: str, merges: set[str]) -> bool:
+    """Whether one of the nodes is a call of a function of `merges` that makes these ids and rows."""
+    return any(
+        node.domain == OPTIMIZER and node.op_type in merges and list(node.output) == [ids, rows] for node in nodes
+    )

@@ -1,0 +1,118 @@
+"""How long values are in memory, and how many bytes are there at once: of the ops of a session, the tasks of a row, and a program to come.
+
+A program is a list of uses in the order in which they run, one for each op or task: what it reads, and what it makes. A value is in memory
+from the op that makes it to the last that reads it. A view is in the memory of what it is a view of; what an op may write over its operand
+takes the operand's place, where this op is the last to read it and both have as many bytes.
+
+    a = MatMul(x, w); b = Reshape(a); c = Relu(b); d = Add(c, c)        spans: a from 0 to 3 (with b and c), d from 3 to 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .byte_count import ByteCount
+
+Name = TypeVar("Name", bound=Hashable)
+Bytes = TypeVar("Bytes")
+Sum = TypeVar("Sum", int, ByteCount)
+"""Bytes at some sizes, or an expression in the symbols."""
+
+_VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_OVERWRITING = frozenset(
+    (
+        *("Abs", "Cast", "Ceil", "Clip", "Elu", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Log", "Neg", "Not"),
+        *(
+            "Reciprocal",
+            "Relu",
+            "ScatterElements",
+            "ScatterND",
+            "Selu",
+            "Sigmoid",
+            "Softplus",
+            "Softsign",
+            "Sqrt",
+            "Tanh",
+        ),
+    )
+)
+"""Ops whose kernels in onnxruntime write their first result over their first operand; those of two operands do not."""
+
+
+@dataclass(frozen=True)
+class Use(Generic[Name]):
+    """What an op or a task reads and makes, by names or other objects. `op` is the type of an op of the default domain."""
+
+    reads: Sequence[Name]
+    makes: Sequence[Name]
+    op: str = ""
+
+
+@dataclass(frozen=True)
+class Span(Generic[Name, Bytes]):
+    """A place in memory: the value that has it first, the uses between which it is needed, all that touch it, and its bytes.
+
+    `bytes` is None where only a run tells.
+    """
+
+    value: Name
+    first: int
+    last: int
+    uses: tuple[int, ...]
+    bytes: Bytes | None
+
+
+def spans(
+    uses: Sequence[Use[Name]],
+    bytes_of: Callable[[Name], Bytes | None],
+    apart: Collection[Name] = (),
+    outputs: Collection[Name] = (),
+) -> list[Span[Name, Bytes]]:
+    """The places that the values of a program need, in the order of their begins.
+
+    A value that no use makes begins with the first that reads it; `outputs` are needed to the end. Values in `apart` have memory
+    elsewhere, as have views of them.
+    """
+    touching: dict[Name, list[int]] = {}
+    for at, use in enumerate(uses):
+        for name in (*use.reads, *use.makes):
+            if name:
+                touching.setdefault(name, []).append(at)
+    for name in outputs:
+        touching.setdefault(name, []).append(len(uses))
+    sizes = {name: bytes_of(name) for name in touching}
+    home: dict[Name, Name] = {}
+    for at, use in enumerate(uses):
+        if not use.reads or not use.makes or use.makes[0] in home or use.makes[0] in apart:
+            continue
+        made, source = use.makes[0], home.get(use.reads[0], use.reads[0])
+        over = use.op in _OVERWRITING and source not in apart and max(touching[source]) == at
+        if use.op in _VIEWS or (over and sizes[made] is not None and sizes[made] == sizes[source]):
+            home[made] = source
+            touching.setdefault(source, []).extend(touching[made])
+    return [
+        Span(name, min(places), max(places), tuple(sorted(set(places))), sizes[name])
+        for name, places in touching.items()
+        if name not in home and name not in apart
+    ]
+
+
+def alive(found: Sequence[Span[Name, Sum]], zero: Sum) -> Iterator[tuple[int, Sum]]:
+    """By use at which places begin or end, in order, the bytes that are there then; places of unknown size are left out."""
+    changes: dict[int, Sum] = {}
+    for span in found:
+        if span.bytes is not None:
+            changes[span.first] = changes.get(span.first, zero) + span.bytes
+            changes[span.last + 1] = changes.get(span.last + 1, zero) - span.bytes
+    total = zero
+    for at in sorted(changes):
+        total += changes[at]
+        yield at, total
+
+
+def peak(found: Sequence[Span[Name, int]]) -> tuple[int, list[Span[Name, int]]]:
+    """The most bytes that are there at once, and the places that have them."""
+    at, most = max(alive(found, 0), key=lambda one: one[1], default=(0, 0))
+    return most, [span for span in found if span.first <= at <= span.last and span.bytes]

@@ -1,0 +1,47 @@
+"""Inputs and outputs of a model in the manifest."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord
+from partc.runtime.artifact.ranks import Box, Boxes, Ranks
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+Dim: TypeAlias = int | str
+Shape: TypeAlias = list[Dim] | None
+
+
+class Port(BaseModel):
+    """A model input with the ranks that read it, or a model output with the ranks that it is delivered to.
+
+    The shape is the whole value's. `boxes` says what each of the ranks reads or gets of it, in their order; None: all of it. `labels`:
+    the numbers that an input of labels may have; `ids`: the tables whose rows an input names. `batch_dim`: the dim along which an input
+    holds records, where it holds some; in the file only where it is not the first.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    type: str
+    shape: Shape
+    ranks: Ranks
+    boxes: Boxes = None
+    labels: LabelRecord | None = None
+    ids: list[IdsRecord] = []
+    batch_dim: int = 0
+
+    @model_validator(mode="after")
+    def _has_dim(self) -> Port:
+        if self.batch_dim and not (self.shape is not None and 0 < self.batch_dim < len(self.shape)):
+            raise ValueError(f"the shape {self.shape} has no dim {self.batch_dim}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = written(self)
+        return found if self.batch_dim else {key: one for key, one in found.items() if key != "batch_dim"}
+
+    def box(self, rank: int) -> Box | None:
+        """The shard that a rank reads or gets; None where it has the global value."""
+        return None if self.boxes is None else self.boxes[self.ranks.index(rank)]

@@ -1,0 +1,239 @@
+"""The tasks of a rank file: functions of the domain `partc.task`, and the row of their calls in the main graph.
+
+    0F3 = F0(x.3, w) {microbatch: 3}      the body F0, in the names of microbatch 3
+
+A value of a body is called in a call as the call's operand in its place, or, where it stays inside, `v.3`; tags of events are `tag + 3`.
+`unrolled` gives the program without functions, of which all that is said of programs holds as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from partc.runtime.artifact.format import DOMAIN, MICROBATCH, TAG, TASK, TASKS
+from partc.runtime.artifact.graph.onnx_graph import graph_bodies, integer_of, reads
+from partc.runtime.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+_AGAIN = "  help: the file was changed; compile again"
+
+
+@dataclass(frozen=True)
+class Body:
+    """The function of a task: its nodes without constants, and the constants by name."""
+
+    function: FunctionProto
+    nodes: tuple[NodeProto, ...]
+    constants: Mapping[str, TensorProto]
+
+    @cached_property
+    def inside(self) -> frozenset[str]:
+        """The values that the body makes."""
+        return frozenset(name for node in self.nodes for name in node.output if name)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a task in the row."""
+
+    node: NodeProto
+    body: Body
+    microbatch: int
+
+    @property
+    def cell(self) -> str:
+        """The task as a schedule writes it: `0F3`."""
+        return self.node.name
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """By name in the body the name in this microbatch."""
+        function, node = self.body.function, self.node
+        inside = {name: f"{name}.{self.microbatch}" for name in self.body.inside}
+        inputs = zip(function.input, node.input, strict=True)
+        return {**inside, **dict(inputs), **dict(zip(function.output, node.output, strict=True))}
+
+
+def is_call(node: NodeProto) -> bool:
+    """Whether a node is a task."""
+    return node.domain == TASKS
+
+
+def bodies_of(model: ModelProto) -> dict[str, Body]:
+    """By name the bodies of a rank file."""
+    return {one.name: _body(one) for one in model.functions if one.domain == TASKS}
+
+
+def _body(function: FunctionProto) -> Body:
+    constants = {node.output[0]: _value(node) for node in function.node if _is_constant(node)}
+    for name, tensor in constants.items():
+        tensor.name = name
+    return Body(function, tuple(node for node in function.node if not _is_constant(node)), constants)
+
+
+def _is_constant(node: NodeProto) -> bool:
+    """Whether a node is a constant of the body, which the compiler wrote: one tensor, of no path in the model."""
+    return (
+        node.op_type == "Constant"
+        and not node.domain
+        and not node.metadata_props
+        and len(node.output) == 1
+        and [one.name for one in node.attribute] == ["value"]
+        and node.attribute[0].HasField("t")
+    )
+
+
+def _value(node: NodeProto) -> TensorProto:
+    from onnx import TensorProto
+
+    tensor = TensorProto()
+    tensor.CopyFrom(node.attribute[0].t)
+    return tensor
+
+
+def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, Body], where: str) -> dict[int, Call]:
+    """By the place of a node in the row the call that it is; ArtifactError for one that is none of a body of the file `where`."""
+    found: dict[int, Call] = {}
+    problems = []
+    for at, node in enumerate(nodes):
+        if not is_call(node):
+            continue
+        microbatch = integer_of(node, MICROBATCH, -1)
+        body = bodies.get(node.op_type)
+        title = f"{where}: the task '{node.name}'"
+        if body is None:
+            problems.append(f"{title} is a call of '{node.op_type}', which is not a function of the file")
+        elif microbatch < 0:
+            problems.append(f"{title} is of no microbatch")
+        elif (len(node.input), len(node.output)) != (len(body.function.input), len(body.function.output)):
+            problems.append(f"{title} has other numbers of inputs and outputs than '{node.op_type}'")
+        elif not all(node.input) or not all(node.output):
+            problems.append(f"{title} leaves out an operand")
+        else:
+            found[at] = Call(node, body, microbatch)
+    if problems:
+        raise ArtifactError("\n".join([*problems, _AGAIN]))
+    return found
+
+
+def declared(model: ModelProto, where: str = "") -> Iterator[tuple[str, ValueInfoProto]]:
+    """By name what a rank file declares of values: in its main graph, and in bodies for the values of every call."""
+    graph = model.graph
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        yield value.name, value
+    bodies = bodies_of(model)
+    if not bodies:
+        return
+    for call in calls_of(list(graph.node), bodies, where).values():
+        names = call.names
+        for value in call.body.function.value_info:
+            if (value.name in call.body.inside) and value.name in names:
+                yield names[value.name], value
+
+
+def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelProto:
+    """The program with the nodes of tasks in place of their calls; the model itself where it has none.
+
+    With `once` each body stands once, as its first call: what later calls make is that of the first, which is as good as they are where
+    only types are asked for. ArtifactError where a call is not sound.
+    """
+    from onnx import ModelProto
+
+    bodies = bodies_of(model)
+    if not bodies and not any(map(is_call, model.graph.node)):
+        return model
+    nodes = list(model.graph.node)
+    calls = calls_of(nodes, bodies, where)
+    found = ModelProto()
+    found.CopyFrom(model)
+    graph = found.graph
+    del graph.node[:]
+    del found.functions[:]
+    found.functions.extend(one for one in model.functions if one.domain != TASKS)
+    imports = [entry for entry in model.opset_import if entry.domain != TASKS]
+    del found.opset_import[:]
+    found.opset_import.extend(imports)
+    known = {tensor.name for tensor in graph.initializer}
+    instead: dict[str, str] = {}
+    firsts: dict[str, Call] = {}
+    for at, node in enumerate(nodes):
+        call = calls.get(at)
+        if call is None:
+            copy = graph.node.add()
+            copy.CopyFrom(node)
+            if instead:
+                rename_values(copy, instead)
+            continue
+        first = firsts.setdefault(node.op_type, call)
+        if once and first is not call:
+            instead |= {name: instead.get(old, old) for name, old in zip(node.output, first.node.output, strict=True)}
+            continue
+        _inline(graph, call, known, instead)
+    if once:
+        seen: set[str] = set()
+        kept = [value for value in graph.output if value.name not in instead]
+        del graph.output[:]
+        graph.output.extend(kept)
+        for value in list(graph.value_info):
+            if value.name in seen:
+                graph.value_info.remove(value)
+            seen.add(value.name)
+    return found
+
+
+def _inline(graph: GraphProto, call: Call, known: set[str], instead: Mapping[str, str]) -> None:
+    """Adds the nodes, types and constants of a call."""
+    names, body = dict(call.names), call.body
+    if instead:
+        names |= {name: instead.get(other, other) for name, other in names.items() if name not in body.inside}
+    for name, tensor in body.constants.items():
+        if name not in known:
+            known.add(name)
+            graph.initializer.add().CopyFrom(tensor)
+    for node in body.nodes:
+        copy = graph.node.add()
+        copy.CopyFrom(node)
+        copy.name = f"{node.name}.{call.microbatch}"
+        rename_values(copy, names)
+        copy.metadata_props.add(key=TASK, value=call.cell)
+        if node.domain == DOMAIN:
+            for attribute in copy.attribute:
+                if attribute.name == TAG:
+                    attribute.i += call.microbatch
+    for value in body.function.value_info:
+        if value.name in body.inside:
+            copied = graph.value_info.add()
+            copied.CopyFrom(value)
+            copied.name = names[value.name]
+
+
+def rename_values(node: NodeProto, names: Mapping[str, str]) -> None:
+    """Gives values that a node reads or makes other names."""
+    for k, name in enumerate(node.input):
+        if name in names:
+            node.input[k] = names[name]
+    for k, name in enumerate(node.output):
+        if name in names:
+            node.output[k] = names[name]
+    for body in graph_bodies(node):
+        _rename_inside(body, names)
+
+
+def _rename_inside(graph: GraphProto, names: Mapping[str, str]) -> None:
+    """Renames what a body of a node reads from around it."""
+    own = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
+    own |= {tensor.name for tensor in graph.initializer}
+    outer = {old: new for old, new in names.items() if old not in own}
+    for node in graph.node:
+        if not outer.keys().isdisjoint(reads(node)):
+            for k, name in enumerate(node.input):
+                node.input[k] = outer.get(name, name)
+            for body in graph_bodies(node):
+                _rename_inside(body, outer)
+    for value in graph.output:
+        value.name = outer.get(value.name, value.name)

@@ -1,0 +1,73 @@
+"""What a row keeps for backward passes: values of a microbatch that outlive the task that makes or first reads them.
+
+    0F3 makes h.3, 0B3 reads it                   h.3 is kept from 0F3 to 0B3
+    1F3 reads h.3, which it received, as 1B3      from 1F3 to 1B3
+    2B3 makes d.3, 2W3 reads it                   from 2B3 to 2W3
+
+A sum of gradients, which goes from microbatch to microbatch, is no saved value, nor is what all microbatches read, nor the batch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from partc.runtime.artifact.byte_count import ZERO, ByteCount, of_value, undominated
+from partc.runtime.artifact.format import Shape
+from partc.runtime.artifact.liveness import Use, alive, spans
+from partc.runtime.artifact.tasks.rows import Row
+from partc.runtime.artifact.tasks.task import Kind, Task
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The most that a row keeps: `microbatches` in units of all stages of the rank, and bytes, of which one is the largest.
+
+    `unknown`: values whose size only a run tells, which are left out.
+    """
+
+    microbatches: float
+    bytes: tuple[ByteCount, ...]
+    unknown: int
+
+    def at(self, sizes: Mapping[str, int]) -> int:
+        """The bytes at sizes of the symbols."""
+        return max((one(sizes) for one in self.bytes), default=0)
+
+
+def saved(row: Row, types: Mapping[str, tuple[str, Shape]]) -> Saved:
+    """What a row keeps at most; `types` are those of its values."""
+
+    def size(name: str) -> ByteCount | None:
+        return of_value(*types[name]) if name in types else None
+
+    uses = [
+        Use(*((call.node.input, call.node.output) if task else ((), ())))
+        for call, task in zip(row.calls, row.tasks, strict=True)
+    ]
+    kept = [one for one in spans(uses, size, row.split) if one.first < one.last and _is_saved(row, one.uses)]
+    unknown = sum(one.bytes is None for one in kept)
+    found = [bytes for _, bytes in alive(kept, ZERO)]
+    return Saved(most_microbatches(row.tasks), tuple(undominated(found)), unknown)
+
+
+def _is_saved(row: Row, uses: Sequence[int]) -> bool:
+    """Whether a value that these calls make and read is one of a single microbatch that a backward task reads."""
+    tasks = [task for at in uses if (task := row.tasks[at]) is not None]
+    return len({task.microbatch for task in tasks}) == 1 and any(task.kind is not Kind.FORWARD for task in tasks)
+
+
+def most_microbatches(tasks: tuple[Task | None, ...]) -> float:
+    """The most microbatches that a row keeps, each from its F to its last backward task; one of v stages of a rank counts for 1/v."""
+    last = {
+        (task.stage, task.microbatch): at for at, task in enumerate(tasks) if task and task.kind is not Kind.FORWARD
+    }
+    stages = {stage for stage, _ in last}
+    kept, most = 0, 0
+    for at, task in enumerate(tasks):
+        if task is None or (task.stage, task.microbatch) not in last:
+            continue
+        kept += task.kind is Kind.FORWARD
+        most = max(most, kept)
+        kept -= last[task.stage, task.microbatch] == at
+    return most / len(stages) if stages else 0.0

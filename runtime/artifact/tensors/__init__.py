@@ -1,0 +1,1 @@
+"""Tensors: element types, boxes, bytes in memory and in files, numbers drawn by law."""

@@ -1,0 +1,288 @@
+"""The safetensors format: headers, tensors streamed into a file one after the other, and mapped from it without a copy.
+
+    8 bytes of little-endian header length | the header in JSON, padded | the tensors without a gap between them
+
+The header stands first, so a file is written from what is known of its tensors before any of them is read: at no time is more
+than one in memory. Wider elements come before narrower ones, then names decide: every tensor is aligned to its elements.
+
+A file that is written here has sums of its tensors in its metadata, by name the CRC-32 and the SHA-256 of each `PART` bytes. Their
+length is known before they are, so they are filled in last. The header's own SHA-256 therefore vouches for every tensor, and any part of
+a file can be checked alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeGuard, cast
+
+import numpy as np
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Bytes, Dtype
+from partc.runtime.files.regular import open_regular
+from partc.runtime.files.writers import new_raw_file
+
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""By numpy's name of an element type its name in the format."""
+AS_BYTES = "U8"
+"""The type in the format of tensors whose own type it lacks: their bytes, one after the other."""
+STORED: Mapping[str, Dtype] = {row.shown: row for row in BY_NAME.values() if row.shown in CODES}
+"""By numpy's name the element types that the format has."""
+_DTYPES = {code: STORED[shown] for shown, code in CODES.items()}
+METADATA = "__metadata__"
+_HEADER_BYTES = 100_000_000
+"""The safetensors format allows no more."""
+_ALIGNMENT = 64
+_CHUNK = 1 << 20
+PART = 1 << 24
+"""Bytes that have a hash of their own, so that several threads or ranks share a large tensor."""
+_CRC_DIGITS = 8
+_DIGITS = _CRC_DIGITS + 64
+_DIMS = 64
+_ELEMENTS = 1 << 56
+_HEXADECIMAL = re.compile("[0-9a-f]*")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Checksums of written bytes: `crc32` detects damage at a third of the cost, `sha256` also forgery."""
+
+    crc32: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the sums of its parts, if known."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int = 0
+    sums: tuple[Sums, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor."""
+        return self.dtype.bytes_of(self.shape)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: its size, and the SHA-256 of its header, which holds the sums of its tensors."""
+
+    bytes: int
+    header: str
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Stored],
+    read: Callable[[str], Iterable[Array]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> Written:
+    """Writes a new file of the tensors, which `read` gives by name one at a time, each in blocks of its elements in order, and waits until
+    the disk has it. Its header has the `metadata` beside the sums.
+
+    An OSError names the file.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.bits, name))
+    rows = [(name, CODES[one.dtype.shown], one.shape, one.bytes) for name in names for one in (tensors[name],)]
+    sums = {**metadata} | {name: "0" * (_DIGITS * _block_count(tensors[name].bytes)) for name in names}
+    text = header_bytes(rows, sums)
+    try:
+        with new_raw_file(path) as out:
+            _write(out, [memoryview(text)])
+            for name in names:
+                sums[name] = _write(out, _bytes(read(name), tensors[name]))
+            size = out.tell()
+            out.seek(0)
+            text = header_bytes(rows, sums)
+            _write(out, [memoryview(text)])
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return Written(size, hashlib.sha256(text).hexdigest())
+
+
+def header_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], alignment: int = _ALIGNMENT
+) -> bytes:
+    """The bytes before the tensors, which lie in the given order: of each its name, code, shape and number of bytes.
+
+    The first tensor begins at a multiple of `alignment`.
+    """
+    header: dict[str, object] = {METADATA: metadata}
+    end = 0
+    for name, code, shape, size in tensors:
+        begin, end = end, end + size
+        header[name] = {"dtype": code, "shape": [*shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _block_count(size: int) -> int:
+    return -(-size // PART)
+
+
+def _bytes(blocks: Iterable[Array], stored: Stored) -> Iterator[memoryview]:
+    """The bytes of a tensor that is given in blocks."""
+    count = 0
+    for block in blocks:
+        assert block.dtype == stored.dtype.numpy
+        count += block.size
+        yield np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+    assert count == math.prod(stored.shape)
+
+
+def _write(out: FileIO, blocks: Iterable[memoryview]) -> str:
+    """Writes all blocks; the sums of their parts, one after the other."""
+    sums, left = [], 0
+    digest, crc = hashlib.sha256(), 0
+    for block in blocks:
+        rest = block
+        while rest:
+            if not left:
+                digest, crc, left = hashlib.sha256(), 0, PART
+            written = out.write(rest[: min(left, _CHUNK)])
+            digest.update(rest[:written])
+            crc = zlib.crc32(rest[:written], crc)
+            rest, left = rest[written:], left - written
+            if not left:
+                sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
+    if left:
+        sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
+    return "".join(sums)
+
+
+def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:
+    """The tensors of a file by name; ValueError where the file is not sound, or its header has another hash than the given one."""
+    text, header = sound_header(path)
+    if sha256 and (found := hashlib.sha256(text).hexdigest()) != sha256:
+        raise ValueError(
+            f"its header is not the one that was written: its SHA-256 begins with {found[:12]}, that was {sha256[:12]}"
+        )
+    metadata = header.pop(METADATA, None)
+    sums = metadata if isinstance(metadata, dict) else {}
+    found_tensors = {}
+    for name, entry in header.items():
+        assert isinstance(entry, dict)
+        shape, code, (first, last) = entry.get("shape"), entry.get("dtype"), entry["data_offsets"]
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise ValueError(f"tensor {name!r} is of type {code!r}; known are {', '.join(_DTYPES)}")
+        if not is_shape(shape):
+            raise ValueError(f"tensor {name!r} has no shape of at most {_DIMS} whole numbers")
+        stored = Stored(_DTYPES[code], tuple(shape), len(text) + first, _sums(sums.get(name), last - first))
+        if (needed := stored.bytes) != last - first:
+            raise ValueError(f"tensor {name!r} has {last - first} bytes; its type and shape need {needed}")
+        found_tensors[name] = stored
+    return found_tensors
+
+
+def sound_header(path: Path) -> tuple[bytes, dict[str, object]]:
+    """The bytes before a safetensors file's data, and the header that they hold; ValueError where it is not sound.
+
+    The law: 8 bytes of little-endian header length, the header in JSON, then the tensors without a gap between them.
+    """
+    size = path.stat().st_size
+    with open_regular(path) as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"its header would end at byte {8 + length}, and the file has {size}")
+        if length > _HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes; at most {_HEADER_BYTES} are read")
+        text = first + file.read(length)
+    try:
+        header = json.loads(text[8:])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header holds no JSON object")
+    names = header.get(METADATA, {})
+    if not isinstance(names, dict) or not all(isinstance(text, str) for text in names.values()):
+        raise ValueError(f"its '{METADATA}' is not a mapping of texts")
+    end = 0
+    for begin, last, name in sorted(_spans(header)):
+        if begin != end or last < begin:
+            raise ValueError(f"tensor {name!r} lies at {begin} to {last}; the one before it ends at {end}")
+        end = last
+    if len(text) + end != size:
+        raise ValueError(f"its tensors end at byte {len(text) + end}, and the file has {size}")
+    return text, header
+
+
+def _spans(header: dict[str, object]) -> Iterator[tuple[int, int, str]]:
+    for name, entry in header.items():
+        if name == METADATA:
+            continue
+        span = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not (isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span)):
+            raise ValueError(f"tensor {name!r} has no data_offsets")
+        first, last = cast(list[int], span)
+        yield first, last, name
+
+
+def is_shape(shape: object) -> TypeGuard[list[int]]:
+    """Whether it is a list of sizes that a tensor may have."""
+    if not isinstance(shape, list) or len(shape) > _DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
+        return False
+    return bool(math.prod(max(dim, 1) for dim in shape) < _ELEMENTS)
+
+
+def _sums(text: object, size: int) -> tuple[Sums, ...]:
+    """The checksums of a tensor's parts; none where the text does not hold checksums, since another tool may have written it."""
+    if not isinstance(text, str) or len(text) != _DIGITS * _block_count(size) or not _HEXADECIMAL.fullmatch(text):
+        return ()
+    parts = (text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS))
+    return tuple(Sums(part[:_CRC_DIGITS], part[_CRC_DIGITS:]) for part in parts)
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """The bytes of a file as they lie there, read where they are looked at."""
+
+    data: Bytes
+    pages: mmap.mmap
+
+    @staticmethod
+    def of(path: Path) -> MappedFile:
+        """The file; ValueError where it is empty."""
+        with open_regular(path) as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return MappedFile(np.frombuffer(pages, np.uint8), pages)
+
+    def forget(self) -> None:
+        """Gives the memory back that what was looked at takes; it is read anew."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED)
+
+
+def tensor_in(data: Bytes, stored: Stored) -> Array:
+    """A tensor in the bytes of its file, which it shares."""
+    return data[stored.offset : stored.offset + stored.bytes].view(stored.dtype.numpy).reshape(stored.shape)

@@ -1,0 +1,131 @@
+"""A trace of a job in the format that Perfetto and chrome://tracing open: a process for each rank, a span for each action.
+
+Steps are spans, too, around their actions; an arrow goes from each Send to its Recv. Times are microseconds since the first action. Each
+event is a line, so that a file cut short can be read as far as it goes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..files.counted import TRACE, parse_json
+from ..files.regular import open_regular
+
+SUFFIX = ".trace.json"
+STEP, COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY = "step", "compute", "update", "copy", "communication", "memory"
+CATEGORIES = (COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY)
+"""Of the actions of a step."""
+_OF_STEPS = {"Segment": COMPUTE, "Update": UPDATE, "Copy": COPY, "Memory": MEMORY}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A step or an action: seconds since the first one of the trace, and what the file says of it."""
+
+    rank: int
+    category: str
+    name: str
+    begin: float
+    seconds: float
+    lane: int = 0
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The spans of all ranks; `whole` says whether the file has its end. `error`: of clocks of other hosts, in seconds."""
+
+    spans: list[Span]
+    whole: bool
+    error: float
+
+
+def trace_text(ranks: Sequence[str]) -> str:
+    """The whole file, an event a line, from what each rank's profiler has written down."""
+    rows = [json.loads(text) for text in ranks]
+    begun = min((min(starts) for row in rows for _, _, starts, _ in row["steps"]), default=0.0)
+    lines = [json.dumps(event) for row in rows for event in _events(row, begun)]
+    error = max((row["error"] for row in rows), default=0.0)
+    about = json.dumps({"producer": "partc", "ranks": len(rows), "clock_error_us": _us(error)})
+    return '{"displayTimeUnit": "ms", "otherData": ' + about + ', "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _events(row: dict[str, Any], begun: float) -> Iterator[dict[str, Any]]:
+    rank = row["rank"]
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    for number, plan, starts, seconds in row["steps"]:
+        begins = [_us(start - begun) for start in starts]
+        ends = [_us(start - begun + taken) for start, taken in zip(starts, seconds, strict=True)]
+        place = {"pid": rank, "tid": 0}
+        whole = {"ts": min(begins), "dur": _us_between(min(begins), max(ends))}
+        yield {"ph": "X", "name": f"step {number}", "cat": STEP, **place, **whole, "args": {"step": number}}
+        for span, begin, end in zip(row["plans"][plan], begins, ends, strict=True):
+            yield from _span(span, number, {"pid": rank, "tid": span["lane"]}, begin, end)
+
+
+def _span(
+    span: dict[str, Any], number: int, place: dict[str, int], begin: float, end: float
+) -> Iterator[dict[str, Any]]:
+    """The span of an action, and its end of an arrow."""
+    category = _OF_STEPS.get(span["kind"], COMMUNICATION)
+    args = {key: value for key, value in span.items() if key not in ("name", "lane", "link", "sends")}
+    event = {"cat": category, **place, "ts": begin}
+    yield {**event, "ph": "X", "name": span["name"], "dur": _us_between(begin, end), "args": {**args, "step": number}}
+    if link := span.get("link"):
+        arrow = {"name": "message", "cat": "message", **place, "id": ".".join(map(str, (number, *link)))}
+        yield {**arrow, "ph": "s", "ts": begin} if span["sends"] else {**arrow, "ph": "f", "bp": "e", "ts": end}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _us_between(begin: float, end: float) -> float:
+    return round(end - begin, 3)
+
+
+def read_trace(path: Path) -> Trace:
+    """The spans of a file that `trace_text` gave; UsageError where it is none, with the line."""
+    try:
+        with open_regular(path) as file:
+            lines = file.read(TRACE.bytes + 1).split(b"\n")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    if not lines[0].startswith(b'{"displayTimeUnit": "ms", "otherData": {"producer": "partc"'):
+        raise UsageError(
+            f"{path}: not a trace of partc\n  help: partc run --profile x{SUFFIX}, or partc train, writes one"
+        )
+    spans, whole, clocks = [], lines[-2:] == [b"]}", b""], 0.0
+    found: Any
+    for number, line in enumerate(lines, 1):
+        if line == b"]}":
+            break
+        try:
+            if number == 1:
+                found = parse_json(line.partition(b', "traceEvents"')[0] + b"}", TRACE)
+                clocks = float(found["otherData"]["clock_error_us"]) / 1e6
+                continue
+            found = parse_json(line.rstrip(b","), TRACE)
+            if found["ph"] == "X":
+                spans.append(_span_of(found))
+        except (ValueError, KeyError, TypeError) as problem:
+            if number == len(lines):  # it was cut short there
+                break
+            raise UsageError(f"{path}:{number}: not an event of a trace: {problem!r}") from None
+    return Trace(spans, whole, clocks)
+
+
+def _span_of(event: dict[str, Any]) -> Span:
+    about = event["args"]
+    if not isinstance(about, dict) or not isinstance(about["step"], int) or event["cat"] not in (STEP, *CATEGORIES):
+        raise ValueError(f"a span of {event['cat']!r}, {about!r}")
+    begin, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    if not (begin >= 0 and seconds >= 0):
+        raise ValueError(f"a time of {begin:g} s, {seconds:g} s")
+    return Span(int(event["pid"]), event["cat"], str(event["name"]), begin, seconds, int(event["tid"]), about)

@@ -1,0 +1,162 @@
+"""What a compile proves of the files that it has just written: each is a sound graph, which onnx and onnxruntime take.
+
+It is a part of `partc check`, in a small part of a compile's time: ranks whose programs differ in their weights and in whom they speak
+to are looked at once, types are inferred at one size of the symbols, and hashes are believed. onnxruntime makes a session of a
+program without its large weights, of nodes that are alike one, and without optimizing it except where it is known to fail at that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from onnx import ModelProto, NodeProto, ValueInfoProto
+from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
+from partc.runtime.artifact.graph.onnx_graph import all_nodes, read_model, reads
+from partc.runtime.artifact.graph.targets import as_identity, is_copy
+from partc.runtime.artifact.tasks.calls import unrolled
+from partc.runtime.checker.files import read_artifact
+from partc.runtime.checker.graph.nodes import check_graph
+from partc.runtime.checker.graph.rank_file import check_onnx
+from partc.runtime.checker.graph.types import check_types, without_weights
+from partc.runtime.errors import Violation
+
+__all__ = ["Structure", "check_model", "check_structures", "refusal", "structures"]
+
+
+class CanLoad(Protocol):
+    """Says why onnxruntime does not load the bytes of a model, "" where it does."""
+
+    def __call__(self, model: bytes, folder: str, *, optimized: bool) -> str: ...
+
+
+_QUANTIZED = {"QuantizeLinear", "DequantizeLinear"}
+_MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
+"""What onnxruntime's optimizer moves through quantized values, where it may write a node that it then refuses."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One of several rank files of equal structure, by its path in the artifact's folder."""
+
+    file: str
+    model: ModelProto
+    manifest: Manifest
+    folder: Path
+
+
+def structures(folder: Path) -> list[Structure]:
+    """The programs of an artifact and of those inside of it, those of one structure once, with the nodes of each task once."""
+    found: list[Structure] = []
+    for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
+        artifact, _ = read_artifact(inside)
+        for one in map(artifact.beside, artifact.programs) if artifact else ():
+            manifest, known = one.manifest, set[bytes]()
+            for file in dict.fromkeys(map(manifest.program, range(manifest.ranks))):
+                model = read_model(inside / file)
+                # equal for programs that differ in weights, constants and the ends of their messages only
+                digest = hashlib.sha256()
+                for text in _texts(model):
+                    digest.update(text)
+                if (structure := digest.digest()) not in known:
+                    known.add(structure)
+                    name = (inside / file).relative_to(folder).as_posix()
+                    found.append(Structure(name, unrolled(model, name, once=True), manifest, inside))
+    return found
+
+
+def check_structures(programs: Sequence[Structure]) -> list[Violation]:
+    """What is wrong with programs, each by itself."""
+    return [violation for one in programs for violation in check_model(one.file, one.model, one.manifest)]
+
+
+def check_model(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:
+    """What is wrong with one graph: its values, what `onnx.checker` says, and the types inside."""
+    found = check_graph(file, model)
+    if found:
+        return found
+    return check_onnx(file, model) or check_types(file, model, manifest, 1)
+
+
+def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None) -> str:
+    """Why onnxruntime does not load a program, "" where it does; weights that it needs to see lie in `folder`.
+
+    `can_load` says so of a model's bytes: onnxruntime is not known here.
+    """
+    ops = {node.op_type for node in all_nodes(model.graph.node)}
+    risky = not ops.isdisjoint(_QUANTIZED) and not ops.isdisjoint(_MOVED)
+    light = without_weights(model)
+    if not (text := can_load(_alone(light, light.graph.node if risky else _unlike(light)), "", optimized=risky)):
+        return ""
+    return text if folder is None else can_load(_alone(model, model.graph.node), str(folder.resolve()), optimized=risky)
+
+
+def _unlike(model: ModelProto) -> list[NodeProto]:
+    """The nodes without those that are as one before them: an op with these attributes, and operands of these types and ranks."""
+    types = _declared(model)
+    kinds = {name: _kind(port) for name, port in types.items()}
+    kinds |= {tensor.name: f"{tensor.data_type}/{len(tensor.dims)}" for tensor in model.graph.initializer}
+    found: list[NodeProto] = []
+    known = set[tuple[str, ...]]()
+    for node in model.graph.node:
+        attributes = sorted(attribute.SerializeToString().hex() for attribute in node.attribute)
+        operands = [kinds.get(name, name) if name else "" for name in node.input]
+        like = (node.domain, node.op_type, *attributes, "", *operands)
+        if like not in known or not all(name in types for name in node.output if name):
+            known.add(like)
+            found.append(node)
+    return found
+
+
+def _declared(model: ModelProto) -> dict[str, ValueInfoProto]:
+    return {port.name: port for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+
+
+def _kind(port: ValueInfoProto) -> str:
+    tensor = port.type.tensor_type
+    if not port.type.HasField("tensor_type") or not tensor.HasField("shape"):
+        return str(port.type)
+    return f"{tensor.elem_type}/{len(tensor.shape.dim)}"
+
+
+def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
+    """Some nodes of the program without its communication, as a CPU runs them: what others make is fed, what others read is an output."""
+    types, graph = _declared(model), model.graph
+    compute = [as_identity(node) for node in nodes if node.domain != DOMAIN or is_copy(node)]
+    if not compute:
+        return b""
+    alone = ModelProto(ir_version=model.ir_version)
+    alone.opset_import.extend(entry for entry in model.opset_import if entry.domain != DOMAIN)
+    alone.functions.extend(model.functions)
+    alone.graph.name = graph.name
+    alone.graph.node.extend(compute)
+    read = {name for node in compute for name in reads(node)}
+    made = {name for node in compute for name in node.output}
+    alone.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
+    held = {tensor.name for tensor in alone.graph.initializer}
+    fed = [name for name in sorted(read - made - held) if name in types]
+    alone.graph.input.extend(types[name] for name in fed)
+    last = [name for node in compute for name in node.output if name and name not in read]
+    alone.graph.output.extend(
+        types.get(name) or ValueInfoProto(name=name) for name in last or sorted(filter(None, made))[:1]
+    )
+    alone.graph.value_info.extend(types[name] for name in made if name in types and name in read)
+    compute_in_float32(alone)
+    data: bytes = alone.SerializeToString()
+    return data
+
+
+def _texts(model: ModelProto) -> Iterator[bytes]:
+    for node in model.graph.node:
+        if node.domain == DOMAIN:
+            yield "|".join([node.op_type, *node.input, ">", *node.output]).encode()
+        else:
+            yield node.SerializeToString()
+    for port in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        yield port.SerializeToString()
+    for tensor in model.graph.initializer:
+        yield f"{tensor.name} {tensor.data_type} {list(tensor.dims)}".encode()

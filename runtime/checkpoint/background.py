@@ -1,0 +1,116 @@
+"""Saves a checkpoint while training goes on: a step waits for a copy in memory of what the rank owns, and a thread writes this to files.
+
+Ranks that write in the background cannot call one another, so a rank leaves word in the hidden folder: `rank_0001.written`, the size and
+hash of its file, or why there is none. Rank 0's thread waits for all, and gives the checkpoint its name, as a save in the foreground does.
+So a crash at any moment leaves the last one whole. Whether it went well all ranks learn together, in `finish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..files.regular import read_regular
+from ..files.removal import remove_file
+from ..files.writers import new_file
+from .save import Save, Share, on_all_ranks, outcome, succeeded
+
+_LOOK = 0.01
+"""Seconds between two looks for the word of other ranks."""
+
+
+class BackgroundSave:
+    """A save that is under way."""
+
+    def __init__(self, one: Save, ranks: int, share: Share) -> None:
+        """Begins it; collective. CheckpointError on all ranks where the folder cannot be written."""
+        try:
+            on_all_ranks(one.target, share, one.begin)
+            on_all_ranks(one.target, share, one.find)
+        except CheckpointError:
+            one.discard()
+            one.release()
+            raise
+        self._save, self._ranks, self._ended = one, ranks, threading.Event()
+        self._written, self._outcome = threading.Event(), ""
+        mine = {owned.value for some in one.owned.values() for owned in some if owned.rank == one.rank}
+        one.pieces = [(record, array.copy()) for record, array in one.pieces if record.value in mine]
+        self._said: tuple[str, ...] = ()
+        """What ranks have told one another of their files, in `finish`."""
+        self._failure: Exception | None = None
+        self._refused: Exception | None = None
+        """Why this rank could not write its own file."""
+        self._thread = threading.Thread(target=self._run, name=f"partc save {one.rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's place."""
+        return self._save.target
+
+    @property
+    def is_complete(self) -> bool:
+        """On rank 0, whether the checkpoint is there; elsewhere, whether the rank's own file is."""
+        return not self._thread.is_alive() and self._failure is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the checkpoint could not be written; rank 0 learns it of every rank."""
+        return self._failure is not None or self._refused is not None
+
+    def finish(self, share: Share) -> Path:
+        """The checkpoint, once it is whole; collective. CheckpointError on all ranks where some rank failed."""
+        self._written.wait()
+        self._said = tuple(share(self._outcome))
+        self._thread.join()
+        told = share(str(self._failure or ""))[0]  # rank 0 knows of all
+        self._save.release()
+        if told:
+            self._save.discard()
+            raise CheckpointError(told) from self._failure
+        return self._save.target
+
+    def give_up(self) -> None:
+        """Ends it without the other ranks, which may be gone; a checkpoint that is about to get its name may still get it."""
+        self._ended.set()
+        self._thread.join()
+        self._save.release()
+
+    def _run(self) -> None:
+        self._outcome, self._refused = outcome(self._save.write)
+        self._save.pieces = ()
+        try:
+            with contextlib.suppress(OSError), new_file(self._word(self._save.rank)) as out:
+                out.write(json.dumps(self._outcome).encode() + b"\n")
+            self._written.set()  # from here on rank 0 removes the words
+            if self._save.rank == 0:
+                told = succeeded(
+                    self._save.target, [self._wait_for(rank) for rank in range(self._ranks)], self._refused
+                )
+                for rank in range(self._ranks):
+                    remove_file(self._word(rank))
+                succeeded(self._save.target, [outcome(lambda: self._save.commit(told))[0]])
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._written.set()
+
+    def _word(self, rank: int) -> Path:
+        return self._save.scratch / f"rank_{rank:04d}.written"
+
+    def _wait_for(self, rank: int) -> str:
+        while not self._ended.is_set():
+            if self._said:
+                return self._said[rank]
+            try:
+                text = read_regular(self._word(rank))
+            except FileNotFoundError:
+                text = b""
+            if text.endswith(b"\n"):
+                return str(json.loads(text))
+            time.sleep(_LOOK)
+        raise CheckpointError(f"{self._save.target}: was not written: training ended meanwhile")

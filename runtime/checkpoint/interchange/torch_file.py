@@ -1,0 +1,179 @@
+"""A file of `torch.save` as training scripts write it: the weights, and beside them the optimizer's state and the number of steps.
+
+    torch.save(model.state_dict(), "weights.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 300}, "half.pt")
+
+Only tensors and plain data are read (`weights_only`), so that nothing in a file runs. Tensors are mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.files.regular import fault
+from partc.runtime.files.replace import replacing
+
+from ...errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MODEL = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
+_STEP = ("step", "global_step")
+_WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before every name."""
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """What a file holds: all of it, the weights by their names in the model and in its order, the optimizer's state if it has one.
+
+    The keys say where in `content` the weights, the optimizer's state and the number of steps are; empty: all of it are the weights, it has
+    none. `prefix`: what a wrapper of the model put before the names.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any] | None = None
+    step: int | None = None
+    model_key: str = ""
+    optimizer_key: str = ""
+    step_key: str = ""
+    prefix: str = ""
+
+    def tied(self) -> dict[str, str]:
+        """By the name of each weight the first one that shares its memory: of tied weights the one that an optimizer lists."""
+        seen: dict[tuple[object, ...], str] = {}
+        found = {}
+        for name, one in self.weights.items():
+            lies = (one.untyped_storage().data_ptr(), one.storage_offset(), tuple(one.shape), one.stride())
+            found[name] = seen.setdefault(lies, name) if one.numel() else name
+        return found
+
+    def replaced(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None, step: int) -> dict[str, Any]:
+        """The content with these weights in place of those of the same names, another state of the optimizer, and another step."""
+        named = {f"{self.prefix}{name}": one for name, one in weights.items()}
+        if not self.model_key:
+            return {**self.content, **named}
+        changed = {**self.content, self.model_key: {**self.content[self.model_key], **named}}
+        if optimizer is not None:
+            changed[self.optimizer_key] = optimizer
+        if self.step_key:
+            changed[self.step_key] = step
+        return changed
+
+
+def read_torch(path: Path) -> TorchFile:
+    """The file of that name; CheckpointError where it is none of torch's, needs code to be read, or holds no weights."""
+    torch = torch_module()
+    if why := fault(path):
+        raise UsageError(f"{path}: {why}\n  help: give a file that torch.save wrote")
+    try:
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{path}: cannot be read without running code: {reason}\n"
+            '  help: save plain data: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
+        ) from None
+    return parsed(path, content)
+
+
+def parsed(path: Path, content: object) -> TorchFile:
+    """What nested data holds; CheckpointError where there are no weights in it."""
+    held: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
+
+    def weights_in(found: object) -> dict[str, Tensor]:
+        tensor = torch_module().Tensor
+        return (
+            {str(name): one for name, one in found.items() if isinstance(one, tensor)}
+            if isinstance(found, Mapping)
+            else {}
+        )
+
+    model_key = next((key for key in _MODEL if weights_in(held.get(key))), "")
+    weights = weights_in(held[model_key] if model_key else held)
+    if not weights:
+        keys = ", ".join(map(repr, [*held][:8])) or f"a {type(content).__name__}"
+        raise CheckpointError(
+            f"{path}: holds no weights: {keys}\n  help: save model.state_dict(), alone or under the key 'model'"
+        )
+    beside = held if model_key else {}
+    optimizer_key = next((key for key in _OPTIMIZER if isinstance(beside.get(key), Mapping)), "")
+    step_key = next((key for key in _STEP if isinstance(beside.get(key), int)), "")
+    prefix = next((one for one in _WRAPPERS if all(name.startswith(one) for name in weights)), "")
+    return TorchFile(
+        path,
+        held,
+        {name.removeprefix(prefix): one for name, one in weights.items()},
+        _numbered(beside.get(optimizer_key)),
+        beside.get(step_key),
+        model_key,
+        optimizer_key,
+        step_key,
+        prefix,
+    )
+
+
+def _numbered(optimizer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The optimizer's state by numbers where other formats have made texts of these."""
+    if optimizer is None:
+        return None
+    state = {int(key) if str(key).isdecimal() else key: one for key, one in optimizer.get("state", {}).items()}
+    return {**optimizer, "state": state}
+
+
+def write_torch(path: Path, content: object) -> None:
+    """Writes a file of torch's, which is there when it is whole."""
+    torch = torch_module()
+    with replacing(path) as out:
+        torch.save(content, out)
+
+
+def numpy_of(tensor: Tensor) -> Array:
+    """A tensor as numpy has it, in its own memory where possible; bfloat16 and the like by ml_dtypes."""
+    import ml_dtypes
+
+    torch = torch_module()
+    narrow = {
+        torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+        torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn),
+        torch.float8_e5m2: (torch.int8, ml_dtypes.float8_e5m2),
+    }
+    own = tensor.detach().cpu().contiguous()
+    if own.dtype in narrow:
+        bits, dtype = narrow[own.dtype]
+        found: Array = own.view(bits).numpy().view(dtype)
+        return found
+    plain: Array = own.numpy()
+    return plain
+
+
+def torch_of(array: Array) -> Tensor:
+    """An array as torch has it."""
+    torch, made = torch_module(), None
+    narrow = {"bfloat16": (torch.bfloat16, "int16"), "float8_e4m3fn": (torch.float8_e4m3fn, "int8")}
+    narrow["float8_e5m2"] = (torch.float8_e5m2, "int8")
+    if array.dtype.name in narrow:
+        dtype, bits = narrow[array.dtype.name]
+        array, made = array.view(bits), dtype
+    found: Tensor = torch.from_numpy(array)
+    if made is None:
+        return found
+    narrowed: Tensor = found.view(made)
+    return narrowed
+
+
+def torch_module() -> Any:
+    """PyTorch; UsageError where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        raise UsageError('files of PyTorch need torch\n  help: pip install "partc[torch]"') from None
+    return torch

@@ -1,0 +1,202 @@
+"""Each collective as rounds: which bytes a rank puts into its room, and what it makes of the rooms of all.
+
+    AllReduce       puts the source; reduces those of all. A large one of several ranks in shares: each rank reduces its share of all
+                    sources into a second round's room, from which the others copy it
+    ReduceScatter   puts one chunk of every block; reduces the own block's chunks of all
+    AllToAll        likewise; copies the own block's chunks
+    AllGather       puts the source; copies those of all
+    Reduce, Gather  likewise, on the root alone
+    Broadcast       the root puts the target; the others copy it
+
+Terms are added in the order of the list, so that all ranks have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from partc.runtime.artifact.tensors.dtypes import Bytes
+
+from ...artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
+from ..transport import GATHER, CollectiveArgs
+from .rounds import ROOM, Action, Rounds
+
+_SHARED = 1 << 16
+"""Bytes from which an AllReduce of three ranks and more is reduced in shares."""
+_ALIGNED = 64
+
+
+class Chunked(Rounds):
+    """A collective whose blocks of so many bytes go in chunks, of which `parts` fit into a room. Actions are made once a room."""
+
+    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int, parts: int = 1):
+        self.args, self.rooms, self.own, self.ranks = args, rooms, own, len(args.ranks)
+        step = ROOM // parts // _ALIGNED * _ALIGNED
+        self.bounds = [(at, min(at + step, block)) for at in range(0, max(block, 1), step)]
+        self.count = len(self.bounds)
+        self.takes = args.op not in (REDUCE_TO, GATHER) or own == args.root
+        self._puts: dict[tuple[int, int], Action | None] = {}
+        self._gets: dict[tuple[int, int], Action | None] = {}
+
+    def put(self, index: int, turn: int) -> Action | None:
+        if (index, turn) not in self._puts:
+            self._puts[index, turn] = self.putting(index, turn)
+        return self._puts[index, turn]
+
+    def get(self, index: int, turn: int) -> Action | None:
+        if (index, turn) not in self._gets:
+            self._gets[index, turn] = self.getting(index, turn)
+        return self._gets[index, turn]
+
+    def putting(self, index: int, turn: int) -> Action | None:
+        """What puts a chunk of the source."""
+        begin, end = self.bounds[index]
+        return partial(np.copyto, self.rooms[turn][self.own][: end - begin], self.args.source[begin:end])
+
+    def getting(self, index: int, turn: int) -> Action | None:
+        """What gets a chunk of the target."""
+        raise NotImplementedError
+
+    def reducing(self, terms: Sequence[Bytes], target: Bytes) -> Action:
+        """What reduces the terms, in their order."""
+        kind, reduce = self.args.dtype.numpy, self.args.reduce
+        first, second, *rest = (term.view(kind) for term in terms)
+        into = target.view(kind)
+        ufunc = np.add if reduce == SUM else np.maximum if reduce == MAX else np.minimum
+        return partial(_reduced, ufunc, first, second, rest, into)
+
+
+class _AllReduce(Chunked):
+    def getting(self, index: int, turn: int) -> Action | None:
+        begin, end = self.bounds[index]
+        terms = [room[: end - begin] for room in self.rooms[turn]]
+        return self.reducing(terms, self.args.target[begin:end]) if self.takes else None
+
+
+class _SharedAllReduce(Chunked):
+    """Every second round has the shares that ranks have reduced."""
+
+    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int):
+        super().__init__(args, rooms, own, block)
+        self.count *= 2
+
+    def ahead(self, index: int) -> int:
+        return 1 if index % 2 else super().ahead(index)
+
+    def putting(self, index: int, turn: int) -> Action | None:
+        if index % 2 == 0:
+            return super().putting(index // 2, turn)
+        begin, end = self._share(index, self.own)
+        if begin == end:
+            return None
+        terms = [room[begin:end] for room in self.rooms[turn - 1]]
+        return self.reducing(terms, self.rooms[turn][self.own][: end - begin])
+
+    def getting(self, index: int, turn: int) -> Action | None:
+        if index % 2 == 0:
+            return None
+        start, target = self.bounds[index // 2][0], self.args.target
+        shares = [self._share(index, rank) for rank in range(self.ranks)]
+        return partial(
+            _copied,
+            [
+                (target[start + begin : start + end], self.rooms[turn][rank][: end - begin])
+                for rank, (begin, end) in enumerate(shares)
+            ],
+        )
+
+    def _share(self, index: int, rank: int) -> tuple[int, int]:
+        """Where the share of a rank lies in a chunk."""
+        begin, end = self.bounds[index // 2]
+        size = end - begin
+        share = -(-size // self.ranks // _ALIGNED) * _ALIGNED
+        return min(rank * share, size), min((rank + 1) * share, size)
+
+
+class _Blocks(Chunked):
+    """AllToAll and ReduceScatter, which put a chunk of every block of the source."""
+
+    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int):
+        super().__init__(args, rooms, own, block // len(args.ranks), len(args.ranks))
+        self.sources = args.source.reshape(self.ranks, -1)
+
+    def putting(self, index: int, turn: int) -> Action | None:
+        begin, end = self.bounds[index]
+        room = self.rooms[turn][self.own][: self.ranks * (end - begin)]
+        return partial(np.copyto, room.reshape(self.ranks, -1), self.sources[:, begin:end])
+
+    def getting(self, index: int, turn: int) -> Action | None:
+        begin, end = self.bounds[index]
+        size = end - begin
+        given = [room[self.own * size : (self.own + 1) * size] for room in self.rooms[turn]]
+        if self.args.op == REDUCE_SCATTER:
+            return self.reducing(given, self.args.target[begin:end])
+        targets = self.args.target.reshape(self.ranks, -1)
+        return partial(_copied, [(targets[rank, begin:end], one) for rank, one in enumerate(given)])
+
+
+class _Gather(Chunked):
+    """AllGather, Gather."""
+
+    def getting(self, index: int, turn: int) -> Action | None:
+        if not self.takes:
+            return None
+        begin, end = self.bounds[index]
+        targets = self.args.target.reshape(self.ranks, -1)
+        return partial(
+            _copied, [(targets[rank, begin:end], room[: end - begin]) for rank, room in enumerate(self.rooms[turn])]
+        )
+
+
+class _Broadcast(Chunked):
+    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int):
+        super().__init__(args, rooms, own, block)
+        self.takes = own != args.root
+
+    def putting(self, index: int, turn: int) -> Action | None:
+        begin, end = self.bounds[index]
+        room = self.rooms[turn][self.own][: end - begin]
+        return None if self.takes else partial(np.copyto, room, self.args.target[begin:end])
+
+    def getting(self, index: int, turn: int) -> Action | None:
+        begin, end = self.bounds[index]
+        room = self.rooms[turn][self.args.root][: end - begin]
+        return partial(np.copyto, self.args.target[begin:end], room) if self.takes else None
+
+
+def rounds_of(args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int) -> Rounds:
+    """The rounds of a collective for the rank with the index `own` in its list; all ranks of the list have as many."""
+    if args.op == ALL_REDUCE and len(args.ranks) > 2 and args.source.size >= _SHARED:
+        return _SharedAllReduce(args, rooms, own, args.source.size)
+    kinds: dict[str, type[Chunked]] = {
+        ALL_REDUCE: _AllReduce,
+        REDUCE_TO: _AllReduce,
+        ALL_GATHER: _Gather,
+        GATHER: _Gather,
+        ALL_TO_ALL: _Blocks,
+        REDUCE_SCATTER: _Blocks,
+        BROADCAST: _Broadcast,
+    }
+    return kinds[args.op](args, rooms, own, args.target.size if args.op == BROADCAST else args.source.size)
+
+
+def _reduced(
+    ufunc: np.ufunc,
+    first: npt.NDArray[np.generic],
+    second: npt.NDArray[np.generic],
+    rest: Sequence[npt.NDArray[np.generic]],
+    into: npt.NDArray[np.generic],
+) -> None:
+    """Infinities and NaN are made without a warning, as by MPI."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        ufunc(first, second, into)
+        for term in rest:
+            ufunc(into, term, into)
+
+
+def _copied(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+    for target, source in pairs:
+        np.copyto(target, source)

@@ -1,0 +1,163 @@
+"""The data plane of one rank: messages and collectives among the ranks of its host in one segment, and one way to wait for all of them.
+
+    some = plane.list_of((0, 1, 3))         # every rank of the host, in one order, for lists that it is not in, too
+    begin = some.prepare(args)
+    plane.wait(begin(), what)
+
+While a rank waits for one thing it goes on with everything else that others may wait for: rounds that are not put, and messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
+
+from ...artifact.format import ALL_REDUCE, MAX
+from ...job.futex import Futex
+from ...job.parking import LINE, LOOK, Fence, FutexWords, Parking, SpinTime
+from ..mpi_watch import Watch
+from ..transport import CollectiveArgs, Vector
+from .collectives import rounds_of
+from .messages import Channel, HostMessages, Message
+from .rounds import Collective, HostGroup, SharedRooms
+from .segment import Segment, address_of
+
+_SHORT_LOOK = 1e-3
+"""Seconds of a sleep where MPI is to be called meanwhile, for messages of other hosts."""
+HostRequest = (Collective, Message)
+"""What `wait` takes."""
+
+
+class RankList:
+    """Collectives among some ranks of the host."""
+
+    def __init__(self, rooms: SharedRooms, parking: Parking) -> None:
+        self._rooms = rooms
+        others = [place for index, place in enumerate(rooms.places) if index != rooms.own]
+        self.group = HostGroup(rooms.cells, rooms.own, others, parking)
+
+    def prepare(self, args: CollectiveArgs) -> Callable[[], Collective]:
+        """What begins the collective."""
+        return Collective(self.group, rounds_of(args, self._rooms.rooms, self._rooms.own)).begin
+
+
+class DataPlane:
+    """One rank's end. `ranks` are those of the host, among which it has the given place; `look` raises where a rank has failed."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        futex: Futex,
+        ranks: Sequence[int],
+        place: int,
+        own_core: bool,
+        single_host: bool,
+        watch: Watch,
+        look: Callable[[], object],
+    ) -> None:
+        self._segment, self._place, self._watch, self._look = segment, place, watch, look
+        self.places = {rank: at for at, rank in enumerate(ranks) if at != place}
+        """By rank of the host, but this one, its place."""
+        count = len(ranks)
+        self._rank = ranks[place]
+        lines = segment.map(segment.reserve(LINE * (count + 1)), LINE * (count + 1))
+        words = FutexWords(futex, lines, address_of(lines), count, LOOK if single_host else _SHORT_LOOK)
+        self._spin: SpinTime | None = None
+        if own_core:
+            with contextlib.suppress(OSError):
+                self._spin = SpinTime(lines[LINE * count :].cast("d"))
+        self._parking = Parking(words, place, Fence(), self._spin)
+        channels = segment.reserve(Channel.size() * count * count)
+
+        def channel(source: int, target: int) -> Channel:
+            return Channel.of(segment.map(channels + Channel.size() * (source * count + target), Channel.size()))
+
+        self.messages = HostMessages(place, channel, self._parking)
+        self._groups: list[HostGroup] = []
+
+    @property
+    def under_way(self) -> bool:
+        """Whether others may wait for what this rank has begun and does when it is called again."""
+        return bool(self.messages.sending) or any(group.waits for group in self._groups)
+
+    def list_of(self, ranks: Sequence[int]) -> RankList | None:
+        """Room for collectives among these ranks of the host; None on the other ranks, which reserve it, too."""
+        offset = self._segment.reserve(SharedRooms.size(len(ranks)))
+        if self._rank not in ranks:
+            return None
+        places = [self._place if rank == self._rank else self.places[rank] for rank in ranks]
+        found = RankList(SharedRooms(self._segment, offset, places, self._place), self._parking)
+        self._groups.append(found.group)
+        return found
+
+    def isend(self, data: Bytes, rank: int, tag: int) -> Message:
+        """Begins to send to another rank of the host."""
+        return self.messages.send(data, self.places[rank], tag)
+
+    def irecv(self, data: Bytes, rank: int, tag: int) -> Message:
+        """Begins to receive from another rank of the host."""
+        return self.messages.receive(data, self.places[rank], tag)
+
+    def progress(self) -> None:
+        """Goes on with everything that is under way."""
+        self.messages.progress()
+        for group in self._groups:
+            if group.waits:
+                group.advance()
+
+    def wait(self, request: Collective | Message, what: Callable[[], str]) -> None:
+        """Returns when it is over; `what` names it in reports."""
+        test = request.Test
+        if self.under_way or self.messages.expecting:
+
+            def ready() -> bool:
+                self.progress()
+                return test()
+
+        else:
+            ready = test
+        if self._parking.spins(ready):
+            return
+        self._watch.begin(what)
+        try:
+            self._parking.wait(ready, self._look)
+        finally:
+            self._watch.end()
+
+    def wake_own(self) -> None:
+        """From another thread: this rank looks for failures now."""
+        self._parking.wake_own()
+
+    def wake_all(self) -> None:
+        """The other ranks look for failures now."""
+        self._parking.fence()
+        self._parking.wake([*self.places.values()])
+
+    def close(self) -> None:
+        """Gives the memory back when nothing uses it any more."""
+        self._segment.close()
+        if self._spin is not None:
+            self._spin.close()
+
+
+class HostAgreements:
+    """Element-wise maxima over all ranks of a list: what begins the next one, without waiting, gives what waits for it."""
+
+    def __init__(self, among: RankList, ranks: Sequence[int]) -> None:
+        self._among, self._ranks = among, tuple(ranks)
+        self._by_size: dict[int, tuple[Vector, Vector, Callable[[], Collective]]] = {}
+
+    def begin(self, vector: Vector) -> tuple[Collective, Vector]:
+        """The request of the next agreement, and where its result is when it is over, until the next one begins."""
+        found = self._by_size.get(vector.size)
+        if found is None:
+            given, made = np.empty_like(vector), np.empty_like(vector)
+            data = given.view(np.uint8), made.view(np.uint8)
+            args = CollectiveArgs(ALL_REDUCE, self._ranks, 0, *data, BY_NAME["int64"], MAX)
+            found = self._by_size[vector.size] = given, made, self._among.prepare(args)
+        given, made, begin = found
+        np.copyto(given, vector)
+        return begin(), made

@@ -1,0 +1,308 @@
+"""What a rank needs of memory on each of its targets at given sizes, without a session or a step.
+
+    weights             what is read there; a weight counts on every target that reads it
+    parameters          what is kept from step to step and lies there, statistics included, but for the next
+    optimizer           the optimizer's tensors, and moving averages of parameters
+    inputs, outputs     the inputs of a step and the next, in a training of those read ahead, too; outputs of a step and the last
+    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
+    inside segments     what onnxruntime takes while it runs a segment: an estimate (`program/session_memory.py`)
+    sessions            what onnxruntime and the runtime hold of every session and node: an estimate, by measurement
+    evaluation          the last three of the program that evaluates a training, which lies beside it
+    loading             what onnxruntime needs, besides the weights and sessions, to lay out the weights of convolutions: an estimate, too
+
+The target `cuda` has the same bytes wherever it runs; nodes on `device` count to the CPU. What collectives need beside their values is that
+of ranks in one process; MPI may need other scratch, and buffers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING
+
+from ...artifact.byte_count import of_tensor
+from ...artifact.format import CPU, EVALUATE, OPTIMIZER, PULL
+from ...artifact.graph.row_function import MERGE
+from ...artifact.liveness import Span
+from ...artifact.manifest import Artifact
+from ...artifact.tasks.calls import bodies_of, declared
+from ...artifact.tasks.task import parse
+from ...artifact.tensors.dtypes import BY_NAME, dense, element, type_text
+from ...communication.in_process import LocalWorld
+from ...devices.devices import Devices
+from ...program.lifetimes import in_place_aliases
+from ...program.locations import locations, used_targets
+from ...program.rank_file import read_rank_file
+from ...program.session_memory import Place, SharedArena, inside
+from ...program.steps import LookUp, Segment, Update
+from ...program.value_table import Storage, declared_shapes, known_shapes, promised_shapes, types_from_manifest
+from ..collective_plans import plan_collectives, scratch_lifetimes
+from ..symbol_bindings import bound_symbols
+from ..wire_tags import wire_tags
+from .layout import arenas, at_sizes, lay_out
+
+if TYPE_CHECKING:
+    from onnx import TensorProto
+
+_UNSTATED = "tensor(float)"
+"""Stands for the type of a value of unknown shape, which no arena holds."""
+_READ_AHEAD = 2
+"""Batches that wait for the steps of a training."""
+_LAID_OUT = 2.8
+"""The bytes that onnxruntime needs for each byte of a convolution's constant weights while it makes a session, besides the weight."""
+_OF_NODE, _OF_VALUE = 16_500, 1_800
+"""The bytes that sessions and the runtime hold for each node of a session, and each value of all microbatches; of onnxruntime 1.31."""
+_OF_TRAINING = 1_200_000
+"""What the loop, the reader of batches and MPI take for themselves."""
+
+
+@dataclass
+class TargetMemory:
+    """Bytes of a rank on one of its targets. `unknown`: how many values it leaves out, whose size only a run tells."""
+
+    target: str
+    weights: int = 0
+    parameters: int = 0
+    optimizer: int = 0
+    inputs_outputs: int = 0
+    between: int = 0
+    inside: int = 0
+    sessions: int = 0
+    evaluation: int = 0
+    loading: int = 0
+    unknown: int = 0
+
+    @property
+    def peak(self) -> int:
+        """What a step holds, or loading where that is more."""
+        kept = self.weights + self.parameters + self.optimizer + self.sessions
+        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of a rank by target; its segments, and the sessions that run them."""
+
+    rank: int
+    segments: int
+    sessions: int
+    targets: tuple[TargetMemory, ...]
+
+    @property
+    def peak(self) -> int:
+        """Of all targets together."""
+        return sum(one.peak for one in self.targets)
+
+    @property
+    def unknown(self) -> int:
+        """How many values it leaves out."""
+        return sum(one.unknown for one in self.targets)
+
+
+def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankMemory:
+    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them."""
+    main = _Program(artifact, rank, sizes)
+    found = {target: TargetMemory(target) for target in sorted(main.used)}
+    for target, bytes in main.weights().items():
+        found[target].weights += bytes
+    training = artifact.manifest.training
+    averaged = training is not None and training.settings.ema is not None
+    trained = {record.tensor for record in main.file.state if record.next}
+    for record in main.file.state:
+        dtype, one = dense(record.type), found[main.targets.get(record.value, CPU)]
+        bytes = dtype.bytes_of(record.local_shape(rank)) if dtype is not None else 0
+        if record.kind in ("parameter", "statistics"):
+            one.parameters += bytes
+        else:
+            one.optimizer += bytes
+        if averaged and record.kind == "parameter" and record.tensor in trained:
+            found[CPU].optimizer += bytes
+    programs = [main]
+    if artifact.manifest.is_main and EVALUATE in artifact.programs:
+        programs.append(_Program(artifact.beside(EVALUATE), rank, sizes, main.targets))
+    shared = {target: SharedArena() for target in found}
+    for program in programs:
+        arenas, sessions = program.between(), program.sessions()
+        for target, one in found.items():
+            own = sessions.get(target, [])
+            before = one.inside
+            for _ in range(2):
+                for places in own:
+                    shared[target].run(places)
+            one.inside = shared[target].bytes
+            if program is main:
+                one.between, one.sessions = arenas.get(target, 0), program.session_bytes() if target == CPU else 0
+                one.unknown = program.unknown if target == CPU else 0
+                one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
+                one.loading = program.loading(target)
+            else:
+                one.evaluation = program.session_bytes() if target == CPU else 0
+                if _evaluates(artifact):
+                    one.evaluation += arenas.get(target, 0) + one.inside - before
+                one.inside = before
+    segments = [step for step in main.file.steps if isinstance(step, Segment)]
+    return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
+
+
+def _evaluates(artifact: Artifact) -> bool:
+    """Whether the plan of a training names what to evaluate on; else the program is there, and no step of it."""
+    training = artifact.manifest.training
+    return training is not None and training.settings.test is not None
+
+
+class _Program:
+    """One of the programs of a rank, laid out. `state`: where another one has laid out what the rank keeps."""
+
+    def __init__(
+        self, artifact: Artifact, rank: int, sizes: Mapping[str, int], state: Mapping[str, str] | None = None
+    ) -> None:
+        self.file = file = read_rank_file(artifact, rank)
+        self.symbols, self.sizes, self.devices = file.manifest.symbols, sizes, Devices()
+        self.targets = locations(file, self.devices, state)
+        self.used = {CPU, *used_targets(file.steps, self.devices), *self.targets.values()}
+        bound = bound_symbols(file.manifest)
+        promises = promised_shapes(file, bound)
+        shapes = known_shapes(file, bound, promises)
+        begins = file.manifest.is_main
+        self.types = self._types()
+        self.values, _ = lay_out(file, self.types, shapes, promises, self._tensors(), self.targets, begins)
+        self.promises = {tag: at_sizes(shape, self.symbols, sizes) for tag, shape in promises.items()}
+        self.shapes = declared_shapes(file)
+        self.bounds: dict[str, Place] = {}
+        self._bound_rows()
+        self.unknown = 0
+
+    def _tensors(self) -> dict[str, TensorProto]:
+        """The weights by name, those of tasks included."""
+        found = {tensor.name: tensor for tensor in self.file.model.graph.initializer}
+        for body in bodies_of(self.file.model).values():
+            found |= body.constants
+        return found
+
+    def _types(self) -> dict[str, str]:
+        """By value its type, as the file and the manifest say it without sessions."""
+        file = self.file
+        found = {**dict.fromkeys((*file.computed, *file.results), _UNSTATED), **types_from_manifest(file)}
+        found |= {name: f"tensor({element(tensor.data_type)})" for name, tensor in self._tensors().items()}
+        found |= {name: text for name, value in declared(file.model, file.where) if (text := type_text(value.type))}
+        for copy in file.copies:
+            found[copy.result] = found.get(copy.source, _UNSTATED)
+        return found
+
+    def weights(self) -> dict[str, int]:
+        """By target the bytes of the weights that are read there; those that are only sent or given are on the CPU."""
+        readers: dict[str, set[str]] = {}
+        for step in self.file.steps:
+            if isinstance(step, Segment | Update):
+                read = (*step.inputs, *(step.initializers if isinstance(step, Segment) else ()))
+                for name in read:
+                    readers.setdefault(name, set()).add(self.devices.target(step.target))
+        found: dict[str, int] = {}
+        kept = {record.value for record in self.file.state}
+        for name, tensor in self._tensors().items():
+            for target in readers.get(name, {CPU}) if name not in kept else ():
+                found[target] = found.get(target, 0) + of_tensor(tensor)
+        return found
+
+    def between(self) -> dict[str, int]:
+        """By target the bytes of its arena."""
+        file, values = self.file, self.values
+        transport = LocalWorld(file.manifest.ranks).transport(file.rank)
+        wire = wire_tags(file.manifest, transport.tags)
+        shapes = {name: at_sizes(shape, self.symbols, self.sizes) for name, shape in values.shapes.items()}
+        kept = {record.value: record.local_shape(file.rank) for record in file.state}
+        works = plan_collectives(file.steps, values, kept, self.promises, shapes, transport, wire)
+        aliases = in_place_aliases(file.steps, values.live_ranges, values.slots, (), values.are_alike)
+        lives = [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
+        return {target: one.bytes for target, one in arenas(lives, values.targets, self.used - {CPU}).items()}
+
+    def distinct(self) -> list[Segment]:
+        """The segments, one for all calls of a body."""
+        return list({id(s.formal): s for s in self.file.steps if isinstance(s, Segment)}.values())
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step changes what the rank keeps."""
+        return any(record.next for record in self.file.state)
+
+    def session_bytes(self) -> int:
+        """What sessions and the runtime hold of the file while they do not run."""
+        nodes = sum(len(segment.nodes) for segment in self.distinct())
+        return _OF_NODE * nodes + _OF_VALUE * len(self.types) + (_OF_TRAINING if self.trains else 0)
+
+    def input_output_bytes(self) -> int:
+        """The bytes of the inputs of a step and the next one, and of the outputs of a step and the last one; with batches that wait."""
+        inputs, outputs = (
+            sum(place[0].bytes_of(place[1]) for name in names if (place := self._place(name)) is not None)
+            for names in (self.file.inputs, self.file.outputs)
+        )
+        return inputs * (2 + (_READ_AHEAD if self.trains else 0)) + 2 * outputs
+
+    def loading(self, target: str) -> int:
+        """The bytes beside weights that making the largest session takes, of those that have convolutions of constant weights."""
+        most, sizes = 0, {name: of_tensor(tensor) for name, tensor in self._tensors().items()}
+        for segment in self.distinct():
+            read = {node.input[1] for node in segment.nodes if node.op_type == "Conv"} & {*segment.initializers}
+            if self.devices.target(segment.target) == target:
+                most = max(most, sum(sizes[name] for name in read))
+        return int(_LAID_OUT * most)
+
+    def sessions(self) -> dict[str, list[list[Span[str, int]]]]:
+        """By target what each session there needs inside; and what lies outside of arenas, as one that needs it all."""
+        found: dict[str, list[list[Span[str, int]]]] = {}
+        for segment in self.distinct():
+            names = dict([*segment.operands, *segment.results])
+            suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
+            places, unknown = inside(segment.formal, partial(self._place_in, names, suffix))
+            self.unknown += unknown
+            found.setdefault(self.devices.target(segment.target), []).append(places)
+        loose = list[Span[str, int]]()
+        for name, span in self.values.live_ranges.items():
+            if self.values.storage[name] in (Storage.TENSOR, Storage.OBJECT):
+                place = self._place(name)
+                self.unknown += place is None
+                bytes = None if place is None else place[0].bytes_of(place[1])
+                loose.append(Span(name, span.born, max(span.ends), (), bytes))
+        found.setdefault(CPU, []).append(loose)
+        return found
+
+    def _place_in(self, names: Mapping[str, str], suffix: str, name: str) -> Place | None:
+        """The same of a value by its name in a session; what stays inside of a task has the suffix of the task's microbatch."""
+        return self._place(names.get(name, name + suffix))
+
+    def _place(self, name: str) -> Place | None:
+        """The type of a value and its shape; None where only a run tells."""
+        if name in self.bounds:
+            return self.bounds[name]
+        dtype, shape = dense(self.types.get(name, "")), self.shapes.get(name)
+        if dtype is None or shape is None:
+            return None
+        try:
+            return dtype, at_sizes(shape, self.symbols, self.sizes)
+        except ValueError:
+            return None
+
+    def _bound_rows(self) -> None:
+        """Bounds values whose sizes only a run tells: each giver asks for a row once, and rows that are merged are at most as many."""
+        bounds, int64 = self.bounds, BY_NAME["int64"]
+        for step in self.file.steps:
+            if isinstance(step, LookUp):
+                call, ids = step.call, self.promises.get(step.call.tag)
+                if ids is None:
+                    continue
+                asked = len(call.givers) * min(prod(ids), call.rows_of_owner)
+                if call.op == PULL:
+                    sizes = zip(call.asked, ((asked,), (len(step.ranks),), ids), strict=False)
+                    bounds |= {name: (int64, size) for name, size in sizes if name}
+                    continue
+                dtype = self.values.dtype(call.result) if call.result else BY_NAME["float"]
+                bounds |= {call.numbers: (int64, (asked,))} if call.numbers else {}
+                bounds |= {call.result: (dtype, (asked, *call.row))} if call.result else {}
+            elif isinstance(step, Segment):
+                for node in step.nodes:
+                    if node.domain == OPTIMIZER and node.op_type == MERGE:
+                        for source, made in zip(node.input, node.output, strict=True):
+                            place = self._place(source)
+                            bounds |= {made: place} if place else {}

@@ -1,0 +1,1 @@
+"""Messages, lookups and collectives of unknown size as actions of a step."""

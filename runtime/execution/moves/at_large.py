@@ -1,0 +1,116 @@
+"""Collectives whose sizes are known only at run time: each is one with its wait, at its place in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from partc.runtime.artifact.tensors.tensor import Tensor
+
+from ...artifact.format import PULL
+from ...communication.collective import dynamic_collective, give_up
+from ...communication.transport import Transport
+from ...devices.device_memory import Cell
+from ...errors import StepError
+from ...lookups.lookup import Lookup, Pulled
+from ...program.session_values import check_promise
+from ...program.steps import LookUp, StartCollective, WaitCollective
+from ...program.value_table import Storage
+from ..rank_program import RankProgram
+
+
+class AtLarge:
+    """Those of a step plan: they read and set its `cells`; `promises` are the shapes that the plan knows, `wire` the tags on the wire."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        transport: Transport,
+        wire: Mapping[int, int],
+        promises: Mapping[int, tuple[int, ...]],
+        cells: dict[str, Cell],
+    ) -> None:
+        self._program, self._transport, self._wire = program, transport, wire
+        self._promises, self._cells = promises, cells
+
+    def look_up(self, step: LookUp) -> Callable[[], object]:
+        """What runs a Pull or a Push."""
+        return partial(self._look_up, step, self._lookup(step))
+
+    def collect(self, step: StartCollective) -> None:
+        """Runs a collective on a value of unknown shape."""
+        call, finish = step.call, WaitCollective(step.call, step.ranks)
+        source = self._tensor(call.source or "")
+        what = finish.__str__
+        self._cells[call.result or ""] = dynamic_collective(call, step.ranks, call.tag, source, self._transport, what)
+
+    def give_up(self, step: StartCollective | LookUp) -> None:
+        """Takes part in a lookup, or in a collective on values of unknown shape, with nothing to give."""
+        if isinstance(step, StartCollective):
+            give_up(step.call, step.ranks, step.call.tag, self._transport, step.__str__)
+        elif step.call.op == PULL:
+            self._lookup(step).give_up()
+        else:
+            self._push_nothing(step, self._lookup(step))
+
+    def _lookup(self, step: LookUp) -> Lookup:
+        """The lookup of a step, one for all plans of a program."""
+        call, program = step.call, self._program
+        if call.tag not in program.messages.lookups:
+            dtype = program.values.dtype(next(name for name in (call.operand, call.result) if name))
+            program.messages.lookups[call.tag] = Lookup(
+                call,
+                step.ranks,
+                dtype,
+                self._transport,
+                self._wire[call.tag],
+                program.messages.lookup_memory,
+                step.__str__,
+            )
+        return program.messages.lookups[call.tag]
+
+    def _look_up(self, step: LookUp, lookup: Lookup) -> None:
+        call = step.call
+        if call.op == PULL:
+            found = self._pull(step, lookup)
+        else:
+            asked = Pulled(*(self._operand(name) for name in call.asked))
+            ids, rows = lookup.push(asked, self._operand(call.operand))
+            found = {call.numbers: ids, call.result: rows}
+        for name, value in found.items():
+            if name:
+                self._cells[name] = value
+
+    def _pull(self, step: LookUp, lookup: Lookup) -> dict[str | None, Tensor | None]:
+        call = step.call
+        ids = self._operand(call.ids)
+        if ids is not None and (promise := self._promises.get(call.tag)) is not None:
+            try:
+                check_promise(call.ids or "", ids.shape, promise)
+            except StepError:
+                lookup.give_up()
+                raise
+        slot = call.result is not None and self._program.values.storage[call.result] is Storage.SLOT
+        result = self._tensor(call.result or "") if slot else None
+        rows, asked = lookup.pull(self._operand(call.operand), ids, result)
+        found = dict(zip(call.asked, (asked.ids, asked.counts, asked.places), strict=True))
+        return found if slot else {**found, call.result: rows}
+
+    def _push_nothing(self, step: LookUp, lookup: Lookup) -> None:
+        """Zeros for what a rank has asked; nothing where the Pull was given up, as it was then on all ranks."""
+        call = step.call
+        values = [self._cells.get(name or "") for name in call.asked]
+        ids, counts, places = (one if isinstance(one, Tensor) else None for one in values)
+        if counts is not None:
+            rows = None if places is None else Tensor.empty(lookup.dtype, (*places.shape, *call.row))
+            if rows is not None:
+                rows.data[:] = 0
+            lookup.push(Pulled(ids, counts, places), rows)
+
+    def _operand(self, name: str | None) -> Tensor | None:
+        return self._tensor(name) if name else None
+
+    def _tensor(self, name: str) -> Tensor:
+        value = self._cells[name]
+        assert isinstance(value, Tensor), name
+        return value

@@ -1,0 +1,1 @@
+"""Step plans by sizes."""

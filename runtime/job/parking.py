@@ -1,0 +1,172 @@
+"""How ranks of a host wait for each other: a short spin, then a sleep in the kernel until another rank wakes this one.
+
+Each rank has one word in shared memory: 1 while it sleeps, else 0. What it waits for is any condition over shared memory.
+
+    who waits                               who changes something
+      word = 1                                change what the other waits for
+      fence                                   fence
+      ready? then word = 0, and go on         word of the other 1? then word = 0, futex wake
+      futex wait while the word is 1
+
+Each of the two makes its own store seen before it looks at the other's, so one of them sees the other's: no wake is lost. A wake too many
+costs a look. Who changes something makes no system call where no rank sleeps. A sleep ends after `LOOK` seconds at the latest, and then the
+rank looks whether another has failed; so a rank that is killed between any two of these stores delays the others by that time at most.
+
+The spin adapts. To wake a core that has nothing to do takes as long as hundreds of microseconds, so a rank with a core of its own spins for
+`LONGEST_SPIN`. Where others want these cores, too, a rank that spins keeps one from whom it waits for. Linux counts the time for which a
+thread could have run and had no core. A rank for which that is more than a tenth of the time tells the others of its host, and all spin
+for `SHORTEST_SPIN`: for `SHORTEST_CAUTION` at first, and twice as long each time that it happens again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from threading import Lock
+from time import perf_counter
+from typing import Protocol
+
+from .futex import Futex
+
+LINE = 64
+"""Bytes of a cache line: words of different ranks share none."""
+LOOK = 0.05
+"""Seconds of a sleep after which a rank looks for failures."""
+SHORTEST_SPIN, LONGEST_SPIN = 5e-6, 2e-3
+SHORTEST_CAUTION, LONGEST_CAUTION = 0.01, 0.32
+"""Seconds of short spins after a rank has had to wait for a core."""
+_WINDOW, _SHARE = 2e-3, 0.1
+"""Seconds from which the time without a core is looked at, and the share of them that is too much."""
+_COUNTS = "/proc/thread-self/schedstat"
+"""Nanoseconds with a core, nanoseconds for which the thread wanted one and had none, and more."""
+
+
+class Fence:
+    """A call makes what this rank has stored seen by all before it loads anything more: on x86 an atomic exchange does."""
+
+    def __init__(self) -> None:
+        held = Lock()
+        held.acquire()
+        self._release, self._acquire = held.release, held.acquire
+
+    def __call__(self) -> None:
+        self._release()
+        self._acquire()
+
+
+class Cell(Protocol):
+    """Numbers in shared memory, of which one rank writes."""
+
+    def __getitem__(self, at: int, /) -> int: ...
+    def __setitem__(self, at: int, number: int, /) -> None: ...
+
+
+class Words(Protocol):
+    """A word of each rank, and the sleeps on them."""
+
+    @property
+    def cells(self) -> Sequence[Cell]: ...
+
+    def sleep(self, place: int) -> None:
+        """Sleep while the word of a place is 1, until woken, or for a time."""
+        ...
+
+    def wake(self, place: int) -> None:
+        """Wake who sleeps on the word of a place."""
+        ...
+
+
+class FutexWords:
+    """Words in shared memory, one a line; `address` is that of the memory, `seconds` the longest sleep."""
+
+    def __init__(self, futex: Futex, memory: memoryview, address: int, ranks: int, seconds: float) -> None:
+        self.cells = [memory[at : at + LINE].cast("i") for at in range(0, LINE * ranks, LINE)]
+        self._futex, self._address, self._timeout = futex, address, futex.timeout(seconds)
+
+    def sleep(self, place: int) -> None:
+        self._futex.wait(self._address + LINE * place, 1, self._timeout)
+
+    def wake(self, place: int) -> None:
+        self._futex.wake(self._address + LINE * place)
+
+
+class SpinTime:
+    """How long the thread that made it spins, of a rank with a core of its own; OSError where Linux does not count times without a core.
+
+    `until`: a time in memory that the ranks of a host share, before which all of them spin shortly.
+    """
+
+    def __init__(self, until: memoryview[float]) -> None:
+        self._until = until
+        self._file = os.open(_COUNTS, os.O_RDONLY | os.O_CLOEXEC)
+        self._looked, self._waited = perf_counter(), self._without_core()
+        self._caution, self._quiet = SHORTEST_CAUTION, 0.0
+
+    def at(self, now: float) -> float:
+        """Seconds of a spin that begins now."""
+        if now - self._looked >= _WINDOW:
+            waited = self._without_core()
+            if waited - self._waited > _SHARE * (now - self._looked):
+                self._caution = min(2 * self._caution, LONGEST_CAUTION) if now < self._quiet else SHORTEST_CAUTION
+                self._quiet = now + 2 * self._caution
+                self._until[0] = max(self._until[0], now + self._caution)
+            self._looked, self._waited = now, waited
+        return LONGEST_SPIN if now >= self._until[0] else SHORTEST_SPIN
+
+    def close(self) -> None:
+        """Gives the file back."""
+        os.close(self._file)
+
+    def _without_core(self) -> float:
+        """Seconds for which this thread has wanted a core and had none."""
+        return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
+
+
+class Parking:
+    """The place of one rank among those of its host. `spin`: how long it spins; None for a rank that sleeps at once."""
+
+    def __init__(self, words: Words, place: int, fence: Callable[[], None], spin: SpinTime | None) -> None:
+        self._words, self._place, self.fence = words, place, fence
+        self._own = words.cells[place]
+        self._spin = spin
+
+    def wake(self, places: Sequence[int]) -> None:
+        """Wakes the ranks of these places that sleep; after a `fence`, behind the change that they may wait for."""
+        cells = self._words.cells
+        for place in places:
+            cell = cells[place]
+            if cell[0]:
+                cell[0] = 0
+                self._words.wake(place)
+
+    def wake_own(self) -> None:
+        """From another thread: this rank looks again at what it waits for, and for failures."""
+        Fence()()  # one of its own, since two threads cannot use one
+        self.wake([self._place])
+
+    def spins(self, ready: Callable[[], bool]) -> bool:
+        """Whether it was ready within the spin."""
+        if self._spin is None:
+            return ready()
+        begun = perf_counter()
+        end = begun + self._spin.at(begun)
+        while not ready():
+            if perf_counter() >= end:
+                return False
+        return True
+
+    def wait(self, ready: Callable[[], bool], look: Callable[[], object]) -> None:
+        """Returns when `ready`, which was not so within the spin; `look` raises where a rank has failed, and ends the wait."""
+        own, place = self._own, self._place
+        try:
+            while True:
+                own[0] = 1
+                self.fence()
+                if ready():
+                    break
+                self._words.sleep(place)
+                if ready():
+                    break
+                look()
+        finally:
+            own[0] = 0

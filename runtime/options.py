@@ -1,0 +1,219 @@
+"""Keys that users write, in a plan or as options, as frozen models: a field's type and bounds are the law of its key.
+
+    class Clip(Options):
+        norm: float | None = Field(None, gt=0, description="Maximum of the global norm of all gradients.")
+
+Validation, the JSON schema, messages and the help of commands are all made of the fields. A value that a model refuses is told by a
+`Refused` for each key that is wrong, all at once, whatever models lie within each other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+_SHOWN = 80
+_INNER = "refused"
+"""The kind of error of what a model within a model has refused."""
+_EXACT = 2.0**53
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "dict_type": "a mapping, 'key: value' on each line",
+    "model_type": "a mapping, 'key: value' on each line",
+    "model_attributes_type": "a mapping, 'key: value' on each line",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+}
+
+
+Line: TypeAlias = "tuple[tuple[int | str, ...], Refused, object]"
+"""The path of a value that is refused, why, and the value."""
+
+
+class Refused(ValueError):
+    """A value that is not allowed: the fact, the law and the remedy; `key` where one key of a mapping is at fault."""
+
+    def __init__(self, fact: str, law: str = "", help: str = "", key: str = "") -> None:
+        super().__init__(fact)
+        self.fact, self.law, self.help, self.key = fact, law, help, key
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to write under a key, as metadata of its field: a text, or what makes one of the value that is there."""
+
+    text: str | Callable[[object], str]
+
+    def of(self, value: object) -> str:
+        """The remedy for this value."""
+        return self.text if isinstance(self.text, str) else self.text(value)
+
+
+class Options(BaseModel):
+    """A mapping with known keys. Nothing changes it; what differs is a copy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refused_in_words(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        wrong: list[Line] = []
+        try:
+            made = handler(value)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            if not isinstance(value, dict):  # what is around it knows what to write
+                raise _refused(details[0]) from None
+            wrong = [_line(cls, one) for one in details]
+        wrong += [((), refused, value) for refused in cls.contradictions(value)] if isinstance(value, dict) else ()
+        if wrong:
+            raise _again(cls.__name__, wrong)
+        return made
+
+    @classmethod
+    def contradictions(cls, said: Mapping[str, Any]) -> Iterator[Refused]:
+        """What is wrong with the keys of a mapping together, whatever each by itself is."""
+        yield from ()
+
+    @classmethod
+    def instead_of(cls, key: str, keys: Collection[str]) -> str:
+        """The remedy for a key that is none of the `keys`: the one most like it, else all."""
+        near = difflib.get_close_matches(key, keys, 1, 0.55)
+        return f"the nearest is '{near[0]}'" if near else f"the keys here are {', '.join(keys)}"
+
+
+def of_type(value: Any, handler: Callable[[Any], Any]) -> Any:
+    """Validates a mapping by its `type`: a WrapValidator around a union that `type` discriminates."""
+    try:
+        return handler(value)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        if not details[0]["loc"]:
+            raise _mistyped(details[0]) from None
+        # pydantic begins a path with the type of the union
+        raise _again("type", ((one["loc"][1:], _refused(one), one["input"]) for one in details)) from None
+
+
+def refusals(error: ValidationError) -> Iterator[Line]:
+    """For each value that a model has refused its path, why, and the value; a pattern's own path ends with the pattern."""
+    for one in error.errors(include_url=False):
+        yield tuple(step for step in one["loc"] if step != "[key]"), _refused(one), one["input"]
+
+
+def refusal_lines(error: ValidationError, where: str) -> str:
+    """The messages of all that a model has refused, for an error of the runtime."""
+    lines = []
+    for path, refused, _ in refusals(error):
+        named = ".".join(map(str, path))
+        lines.append(f"{where}: {named}: {refused.fact}" if named else f"{where}: {refused.fact}")
+        lines += [f"  {refused.law}"] if refused.law else []
+        lines += [f"  help: {refused.help}"] if refused.help else []
+    return "\n".join(lines)
+
+
+def or_empty(value: object) -> object:
+    """The value, an empty mapping for null."""
+    return {} if value is None else value
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shown(value: object) -> str:
+    """A YAML value in YAML's words: `the text 'a'`, `a list`, `nothing`."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f"the string '{value}'" if len(value) <= _SHOWN else f"the string '{value[:_SHOWN]}...'"
+        case list() | tuple():
+            return "a list"
+        case dict():
+            return "a mapping"
+        case int() | float():
+            return f"the number {value}"
+        case _:
+            return f"{value!r} of type {type(value).__name__}"
+
+
+def _again(title: str, lines: Iterable[Line]) -> ValidationError:
+    return ValidationError.from_exception_data(
+        title,
+        [
+            InitErrorDetails(type=PydanticCustomError(_INNER, "{error}", {"error": refused}), loc=path, input=value)
+            for path, refused, value in lines
+        ],
+    )
+
+
+def _line(model: type[Options], one: ErrorDetails) -> Line:
+    """The refusal of one value, with the remedy of its field."""
+    path, kind, value = one["loc"], one["type"], one["input"]
+    key = str(path[0]) if len(path) == 1 else ""
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    if key and kind == "extra_forbidden":
+        return (), Refused(f"unknown key '{key}'", help=model.instead_of(key, fields), key=key), value
+    refused = Refused(f"'{key}' is missing") if key and kind == "missing" else _refused(one)
+    if key in fields and kind != _INNER and not refused.help and not refused.key:
+        remedies = [found.of(value) for found in fields[key].metadata if isinstance(found, Remedy)]
+        if kind == "missing" and not remedies and fields[key].description:
+            remedies = [f"{key}: {fields[key].description}"]
+        refused = Refused(refused.fact, refused.law, "".join(remedies), refused.key)
+    return () if key and kind == "missing" else path, refused, value
+
+
+def _mistyped(one: ErrorDetails) -> Refused:
+    """Why a value has no type of a union."""
+    value = one["input"]
+    if one["type"] == "union_tag_not_found":
+        return Refused("'type' is missing")
+    if one["type"] != "union_tag_invalid":
+        return _refused(one)
+    kind, types = value["type"], [tag.strip(" '") for tag in one["ctx"]["expected_tags"].split(",")]
+    if not isinstance(kind, str):
+        return Refused(f"expected a name, but got {shown(kind)}", key="type")
+    near = difflib.get_close_matches(kind, types, 1)
+    remedy = f"the nearest is '{near[0]}'" if near else ""
+    return Refused(f"there is no type '{kind}'", f"the types are {', '.join(types)}", remedy, "type")
+
+
+def _refused(one: ErrorDetails) -> Refused:
+    """Why a value is refused, from what pydantic says."""
+    kind, context, value = one["type"], one.get("ctx", {}), one["input"]
+    if isinstance(error := context.get("error"), Refused):
+        return error
+    if kind == "greater_than_equal":
+        return Refused(f"expected at least {_number(context['ge'])}, but got {value}")
+    if kind == "less_than_equal":
+        return Refused(f"expected at most {_number(context['le'])}, but got {value}")
+    if kind in ("greater_than", "less_than"):
+        bound = f"above {_number(context['gt'])}" if "gt" in context else f"below {_number(context['lt'])}"
+        return Refused(f"expected a number {bound}, but got {value}")
+    if kind == "literal_error":
+        return Refused(f"expected {context['expected']}, but got {shown(value)}")
+    if kind == "missing":
+        return Refused("an item of the list is missing")
+    if kind == "string_too_short":
+        return Refused("expected a text, but got an empty one")
+    if kind in _EXPECTED:
+        return Refused(f"expected {_EXPECTED[kind]}, but got {shown(value)}")
+    return Refused(one["msg"])
+
+
+def _number(bound: float) -> str:
+    return str(int(bound)) if isinstance(bound, float) and bound.is_integer() and abs(bound) < _EXACT else f"{bound}"

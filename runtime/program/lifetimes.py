@@ -1,0 +1,143 @@
+"""How long the values of a rank's program live, in step numbers: what the arena shares by, and what a step may forget.
+
+A value lives from the step that makes it, posts its receive or begins the collective that gives it, to its last reader. A run of
+copies is one moment: what they make lives from its first step, what they read to its last. A collective reads its input until it is
+finished; one that gives the rank nothing, and an Exchange, like a Send, until the messages have left, which is waited for as late as
+possible.
+
+Where a collective's input has no later reader, and its output is as large, both are one place in memory: AllReduce and
+Broadcast work there, and what one rank does with itself is nothing at all. So it is with a sum to which the tasks of one microbatch after
+another add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .copy_runs import run_ends
+from .memory_plan import Lifetime
+from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
+
+
+@dataclass
+class LiveRange:
+    """The steps in which a value is made, in which each use of it ends, and in which it begins to leave."""
+
+    born: int
+    ends: list[int] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)
+
+
+def live_ranges(steps: Sequence[Step], outputs: Iterable[str]) -> dict[str, LiveRange]:
+    """The live range of every value of a program; an output of the program is used to its end."""
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
+    runs = run_ends(steps)
+    found: dict[str, LiveRange] = {}
+    for index, step in enumerate(steps):
+        begin, last = runs.get(index, (index, index))
+        for name, end in _uses(step, last, finishes):
+            found.setdefault(name, LiveRange(begin)).ends.append(end)
+        leaving = _leaving(step)
+        if leaving is not None:
+            found[leaving].sends.append(index)
+    for name in outputs:
+        found.setdefault(name, LiveRange(0)).ends.append(len(steps))
+    return found
+
+
+def merged_ranges(live_ranges: Mapping[str, LiveRange], members: Mapping[str, str]) -> dict[str, LiveRange]:
+    """The ranges with those of values in one flat buffer as one; `members` gives a value's buffer."""
+    found: dict[str, LiveRange] = {}
+    for name, span in live_ranges.items():
+        whole = found.setdefault(members.get(name, name), LiveRange(span.born))
+        whole.born = min(whole.born, span.born)
+        whole.ends += span.ends
+        whole.sends += span.sends
+    return found
+
+
+def in_place_aliases(
+    steps: Sequence[Step],
+    live_ranges: Mapping[str, LiveRange],
+    slots: Collection[str],
+    excluded: Collection[int] = (),
+    are_alike: Callable[[str, str], bool] = lambda one, two: False,
+) -> dict[str, str]:
+    """By value that reuses the memory of what it is made of, the value that first had that memory.
+
+    These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks, of values that `are_alike` in type and
+    shape. For y = AllReduce(x): {"y": "x"}.
+    """
+    finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
+    found: dict[str, str] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Segment) and step.task:
+            for term, made in step.sums:
+                ends = live_ranges[term].ends if term in slots and made in slots and are_alike(term, made) else ()
+                if ends and max(ends) == index and not live_ranges[term].sends:
+                    found[made] = found.get(term, term)
+        if not isinstance(step, StartCollective) or not _keeps_size(step) or step.call.tag in excluded:
+            continue
+        source, result = (None, None) if step.call.parts else (step.call.source, step.call.result)
+        if source not in slots or result not in slots or source is None or result is None:
+            continue
+        others = list(live_ranges[source].ends)
+        others.remove(finishes[step.call.tag])
+        if not live_ranges[source].sends and all(end < index for end in others):
+            found[result] = found.get(source, source)
+    return found
+
+
+def lifetimes(
+    live_ranges: Mapping[str, LiveRange], in_place_aliases: Mapping[str, str], sizes: Mapping[str, int]
+) -> list[Lifetime]:
+    """Bytes and life of every value that has a place of its own, values that later take the place included."""
+    shared: dict[str, list[str]] = {}
+    for name in sizes:
+        shared.setdefault(in_place_aliases.get(name, name), []).append(name)
+    return [
+        Lifetime(
+            name,
+            max(sizes[one] for one in names),
+            min(live_ranges[one].born for one in names),
+            max(end for one in names for end in live_ranges[one].ends),
+            tuple(sorted({send for one in names for send in live_ranges[one].sends})),
+        )
+        for name, names in shared.items()
+    ]
+
+
+def _keeps_size(step: StartCollective) -> bool:
+    """Whether the output of a collective is as large as its input, and may begin as its input was."""
+    return step.call.kind.keeps_size or (len(step.ranks) == 1 and not step.call.kind.boxes)
+
+
+def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
+    """The values that a step touches, each with the step in which this use ends."""
+    match step:
+        case Segment():
+            yield from ((name, index) for name in (*step.inputs, *step.outputs))
+        case Copy():
+            yield from ((name, index) for name in (step.source, step.result))
+        case Send() | PostRecv() | WaitRecv():
+            yield step.value, index
+        case StartCollective():
+            call = step.call
+            yield from ((name, finishes.get(call.tag, index) if not call.kind.boxes else index) for name in call.given)
+            yield from ((name, index) for name in call.made)
+        case Update():
+            yield from ((name, index) for name in (*step.inputs, *(out for node in step.nodes for out in node.output)))
+        case WaitCollective():
+            yield from ((name, index) for name in step.call.made)
+        case LookUp():
+            yield from ((name, index) for name in (*step.call.given, *step.call.made))
+
+
+def _leaving(step: Step) -> str | None:
+    """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
+    if isinstance(step, Send):
+        return step.value
+    if isinstance(step, StartCollective) and step.call.leaves:
+        return step.call.source
+    return None

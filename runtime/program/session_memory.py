@@ -1,0 +1,148 @@
+"""What onnxruntime needs inside of a rank's sessions, besides what they are given and give: an estimate, without a session or a run.
+
+Nodes run in the order of the file, each with the memory of what it makes and of what its kernel needs besides; what may be written over an
+operand is (`artifact/liveness.py`). Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for
+where no free chunk is large enough, and keeps what it has: values of odd sizes leave chunks that no other fits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..artifact.graph.onnx_graph import reads
+from ..artifact.liveness import Span, Use, spans
+from ..artifact.tensors.dtypes import Dtype
+from .steps import Segment
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+Place = tuple[Dtype, tuple[int, ...]]
+"""The type and the shape of a value."""
+_ACTIVATIONS = ("Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
+_INTO_CONV = (*_ACTIVATIONS, "Add", "BatchNormalization")
+"""Ops that onnxruntime makes one with the Conv whose result they read first: these, and more where its weights are constant."""
+_IN_PLACE = "Relu"
+_SCRATCH = "\n"
+"""Begins a name that no value of a file has."""
+_ALIGNED = 256
+_LARGEST_REST = 128 << 20
+"""The bytes by which chunks of the arena are measured, and of what is left of one that is not kept with it."""
+
+
+def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> tuple[list[Span[str, int]], int]:
+    """The places that the nodes of a session need beside its inputs and outputs, and of how many the size is not known.
+
+    `place_of` gives the type and the shape of a value by its name in the session.
+    """
+    apart, constant = {*segment.inputs, *segment.outputs, *segment.initializers}, {*segment.initializers}
+    readers = Counter(name for node in segment.nodes for name in reads(node))
+    scratch: dict[str, int] = {}
+    convolved: dict[str, tuple[Sequence[str], list[str]]] = {}
+    uses = []
+    for at, node in enumerate(segment.nodes):
+        op, first = "" if node.domain else node.op_type, node.input[0] if node.input else ""
+        taken, chain = convolved.get(first, ((), []))
+        if op in taken and readers[first] == 1 and first not in apart:
+            op, chain = _IN_PLACE, [*chain, first]
+            convolved[node.output[0]] = taken, chain
+            apart.update(chain if node.output[0] in apart else ())
+        elif op == "Conv":
+            convolved[node.output[0]] = _INTO_CONV if node.input[1] in constant else _ACTIVATIONS, []
+        made = [name for name in node.output if name]
+        for k, bytes in enumerate(_scratch(node, place_of)):
+            scratch[f"{_SCRATCH}{at} {k}"] = bytes
+            made.insert(k, f"{_SCRATCH}{at} {k}")
+        uses.append(Use(list(reads(node)), made, op))
+
+    def size(name: str) -> int | None:
+        if name in scratch:
+            return scratch[name]
+        place = place_of(name)
+        return None if place is None else place[0].bytes_of(place[1])
+
+    found = spans(uses, size, apart)
+    return found, sum(one.bytes is None for one in found)
+
+
+def _scratch(node: NodeProto, place_of: Callable[[str], Place | None]) -> list[int]:
+    """The bytes that a kernel needs while it runs: Where selects from either side, each spread to the condition, before it joins both."""
+    if node.domain or node.op_type != "Where":
+        return []
+    condition, *sides = (place_of(name) for name in node.input)
+    return [side[0].bytes_of(_spread(side[1], condition[1])) for side in sides if side and condition]
+
+
+def _spread(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    rank = max(len(one), len(other))
+    pairs = zip((1,) * (rank - len(one)) + tuple(one), (1,) * (rank - len(other)) + tuple(other), strict=True)
+    return tuple(b if a == 1 else a for a, b in pairs)
+
+
+@dataclass
+class _Chunk:
+    size: int
+    free: bool = False
+
+
+@dataclass
+class SharedArena:
+    """onnxruntime's arena as all sessions of a process share it: a list of chunks for each block that it has asked for."""
+
+    blocks: list[list[_Chunk]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """What it has asked for."""
+        return sum(chunk.size for block in self.blocks for chunk in block)
+
+    def run(self, session: Sequence[Span[str, int]]) -> None:
+        """Takes and gives back what a session needs."""
+        begins: dict[int, list[Span[str, int]]] = {}
+        for one in session:
+            if one.bytes:
+                begins.setdefault(one.first, []).append(one)
+        held: list[tuple[int, _Chunk]] = []
+        for at in sorted(begins):
+            for _, chunk in [one for one in held if one[0] < at]:
+                self._give_back(chunk)
+            held = [one for one in held if one[0] >= at]
+            held += [(one.last, self._take(one.bytes or 0)) for one in begins[at]]
+        for _, chunk in held:
+            self._give_back(chunk)
+
+    def _take(self, bytes: int) -> _Chunk:
+        """The smallest free chunk that is large enough, cut where twice as large; else a new block."""
+        size = -(-bytes // _ALIGNED) * _ALIGNED
+        fitting = [
+            (chunk.size, block, k)
+            for block in self.blocks
+            for k, chunk in enumerate(block)
+            if chunk.free and chunk.size >= size
+        ]
+        if not fitting:
+            self.blocks.append([_Chunk(size)])
+            return self.blocks[-1][0]
+        _, block, k = min(fitting, key=lambda one: one[0])
+        chunk = block[k]
+        if chunk.size >= 2 * size or chunk.size - size >= _LARGEST_REST:
+            block.insert(k + 1, _Chunk(chunk.size - size, free=True))
+            chunk.size = size
+        chunk.free = False
+        return chunk
+
+    def _give_back(self, chunk: _Chunk) -> None:
+        """Frees a chunk, and joins it with its free neighbours."""
+        chunk.free = True
+        for block in self.blocks:
+            if any(one is chunk for one in block):
+                joined: list[_Chunk] = []
+                for one in block:
+                    if joined and joined[-1].free and one.free:
+                        joined[-1].size += one.size
+                    else:
+                        joined.append(one)
+                block[:] = joined

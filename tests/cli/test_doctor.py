@@ -1,0 +1,203 @@
+"""`partc doctor`: each fault is planted, and found with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from click.shell_completion import BashComplete
+from partc.cli.doctor import gpu, machine, mpi, packages
+from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding
+from partc.cli.main import invoke, partc
+from partc.runtime.devices.devices import gpus
+from partc.runtime.errors import UsageError
+from partc.runtime.job.place import refuse_alone
+
+
+def wrong(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    return [one for one in check() if one.state != OK]
+
+
+def only(check: Callable[[], Iterator[Finding]], state: str, text: str, remedy: str) -> None:
+    found = wrong(check)
+    assert [one.state for one in found] == [state]
+    assert text in found[0].text
+    assert remedy in found[0].remedy
+
+
+def test_a_machine_on_which_jobs_run_has_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"]
+    seen = {one["about"]: one["text"] for one in document["findings"] if one["state"] != FAULT}
+    assert seen.keys() >= {
+        "python",
+        "packages",
+        "cores",
+        "memory",
+        "temporary",
+        "onnxruntime",
+        "MPI library",
+        "launcher",
+    }
+    assert "met, and ended" in seen["two ranks"]
+    assert f"onnx {metadata.version('onnx')}" in seen["packages"]
+
+
+def test_no_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nonexistent/libmpi.so")
+    only(mpi.mpi, FAULT, "/nonexistent/libmpi.so", "partc[mpi]")
+
+
+def test_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = [one for one in wrong(mpi.mpi) if one.about == "launcher"]
+    assert found[0].state == FAULT
+    assert "no mpiexec" in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("echo 'HYDRA build details:'; echo '    Version:      5.0.2'", "MPICH 5.0.2, mpi4py loads"),
+        ("echo 'Intel(R) MPI Library for Linux* OS, Version 2021.13'", "MPICH 2021.13, mpi4py loads"),
+        ("echo 'cannot be loaded' >&2; exit 127", "--version: cannot be loaded"),
+    ],
+)
+def test_a_launcher_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, text: str) -> None:
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text(f"#!/bin/sh\n{says}\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(mpi, "find_launcher", lambda ranks: mpi.Launcher(str(launcher), mpi.Kind.HYDRA))
+    monkeypatch.setattr(mpi, "output_of", _told_of_open_mpi(mpi.output_of))
+    only(mpi.mpi, FAULT, text, "partc[mpi]")
+
+
+def _told_of_open_mpi(other: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
+    """The library is Open MPI, whatever this machine has; what launchers say is read from them."""
+
+    def output_of(command: list[str], *rest: object) -> tuple[bool, str]:
+        return (True, "4.1.2\nOpen MPI v5.0.11, package") if command[0] == sys.executable else other(command, *rest)
+
+    return output_of
+
+
+@pytest.mark.parametrize(
+    ("environment", "size", "text"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "5"}, 1, "PMI_SIZE=5"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 1, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, 1, "--mpi=pmix"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "5"}, 5, ""),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 1, ""),
+        ({}, 1, ""),
+    ],
+)
+def test_ranks_that_each_find_themselves_alone_are_refused(environment: dict[str, str], size: int, text: str) -> None:
+    if not text:
+        refuse_alone(environment, size, "Open MPI 5.0.11")
+        return
+    with pytest.raises(UsageError, match="Open MPI") as error:
+        refuse_alone(environment, size, "Open MPI 5.0.11")
+    assert text in str(error.value)
+
+
+def test_ranks_whose_launcher_is_of_another_mpi_say_so_once(tmp_path: Path) -> None:
+    script = "from partc.runtime import load\nload('nowhere')\n"
+    environment = {**os.environ, "PMI_RANK": "0", "PMI_SIZE": "3"}
+    for name in [name for name in environment if name.startswith(("OMPI_", "PMIX_"))]:
+        del environment[name]
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "UsageError: the launcher started 3 processes (PMI_SIZE=3)" in ended.stderr
+
+
+def test_one_core() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        only(machine.cores, NOTE, "1", "take turns")
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_little_shared_memory() -> None:
+    script = (
+        "from partc.cli.doctor import machine\nprint([one.text for one in machine.memory() if one.state == 'note'])"
+    )
+    mounted = f'mount -t tmpfs -o size=64k tmpfs /dev/shm || exit 77; exec {sys.executable} -c "$0"'
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare, by which a test has a /dev/shm of its own")
+    ended = subprocess.run(["unshare", "-rm", "sh", "-c", mounted, script], capture_output=True, text=True, check=False)
+    if ended.returncode in (1, 77) and "Operation not permitted" in ended.stderr:
+        pytest.skip("this machine allows no mounts of a process's own")
+    assert "/dev/shm has 64.0 KiB free of 64.0 KiB" in ended.stdout, ended.stderr
+
+
+def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    only(machine.temporary, FAULT, "no temporary file can be written", "TMPDIR")
+
+
+def test_few_open_files() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        only(machine.limits, FAULT, "200 open files", "ulimit -n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_packages_that_are_missing_or_older_than_tested_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["click>=900", "surely-not-there>=1.2", "numpy>=1", "unused>=3; extra == 'torch'"]
+    monkeypatch.setattr(packages.metadata, "requires", lambda name: needs)
+    found = [one for one in packages.packages() if one.state == FAULT]
+    assert [one.remedy for one in found] == ['pip install "surely-not-there>=1.2" "click>=900"']
+    assert found[0].text.startswith("surely-not-there is missing; click is ")
+
+
+def test_a_gpu_that_onnxruntime_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    if gpus():
+        pytest.skip("this machine has GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    only(gpu.providers, NOTE, "1 GPU; ", "--device cuda=cpu")
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from partc.cli.commands import doctor
+
+    def broken() -> Iterator[Finding]:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(doctor, "CHECKS", (broken, machine.temporary))
+    assert invoke(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "fault broken: could not be looked at: RuntimeError: no such thing" in out
+    assert "ok    temporary: " in out
+    assert out.endswith("1 fault, 0 notes\n")
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    shell = BashComplete(partc, {}, "partc", "_PARTC_COMPLETE")
+
+    def completed(*words: str) -> list[str]:
+        return [one.value for one in shell.get_completions(list(words[:-1]), words[-1])]
+
+    assert completed("co") == ["compile"]
+    assert completed("compile", "--pl") == ["--plan"]
+    assert "--json" in completed("doctor", "--")

@@ -1,0 +1,64 @@
+"""What users install is the wheel: it has every module, its types are marked, and its commands run without the source tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_WHERE = (
+    "import partc.cli.main as a, partc.compiler as b, partc.runtime as c; print(a.__file__, b.__file__, c.__file__)"
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs, without its dependencies."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("compiler", "runtime", "cli"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    built = subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", folder, source], capture_output=True, text=True, check=False
+    )
+    if built.returncode and "No matching distribution found for setuptools" in built.stderr:
+        pytest.skip("setuptools, which builds the wheel, is not to be had")
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], capture_output=True, check=True)
+    return folder / "site"
+
+
+def test_the_wheel_has_all_modules_and_marks_their_types(installed: Path) -> None:
+    have = {str(path.relative_to(installed / "partc")) for path in (installed / "partc").rglob("*.py")}
+    want = {
+        str(path.relative_to(ROOT)) for name in ("compiler", "runtime", "cli") for path in (ROOT / name).rglob("*.py")
+    }
+    assert have == want
+    assert (installed / "partc/compiler/py.typed").is_file()
+    assert (installed / "partc/runtime/py.typed").is_file()
+
+
+def test_its_commands_run_without_the_tree(installed: Path, tmp_path: Path) -> None:
+    for name in ("model.py", "plan.yaml"):
+        shutil.copy(ROOT / "samples/ffn_dynamic" / name, tmp_path / name)
+    environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+
+    def python(*arguments: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    assert all(path.startswith(str(installed)) for path in python("-c", _WHERE).split())
+    partc = ("-c", "from partc.cli.main import main; main()")
+    assert "equal" in python(*partc, "verify", "model.py", "--plan", "plan.yaml")

@@ -1,0 +1,62 @@
+"""A job of real MPI ranks that run a script: its two programs, its folder, and its start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from artifact_text import write
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+GRAPHS = [
+    """rank0 (float[n, 3] x, int64[k] index) => (float[k, 3] y, string[k] t) <float[n, 3] h, float[k, 3] g>
+    { h = Neg(x)
+      = partc.comm.Send <peer = 1, tag = 0> (h)
+      = partc.comm.Send <peer = 1, tag = 1> (index)
+      g = partc.comm.Recv <peer = 2, tag = 3> ()
+      t = partc.comm.Recv <peer = 2, tag = 4> ()
+      y = Neg(g) }""",
+    """rank1 () => () <float[n, 3] h, int64[k] index, float[k, 3] f>
+    { h = partc.comm.Recv <peer = 0, tag = 0> ()
+      index = partc.comm.Recv <peer = 0, tag = 1> ()
+      f = Gather(h, index)
+      = partc.comm.Send <peer = 2, tag = 2> (f) }""",
+    """rank2 () => () <float[k, 3] f, float[k, 3] g, float[k] m, string[k] t, int64[1] axis = {1}>
+    { f = partc.comm.Recv <peer = 1, tag = 2> ()
+      g = Abs(f)
+      = partc.comm.Send <peer = 0, tag = 3> (g)
+      m = ReduceSum <keepdims = 0> (g, axis)
+      t = Cast <to = 8> (m)
+      = partc.comm.Send <peer = 0, tag = 4> (t) }""",
+]
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+from mpi4py import MPI
+import partc.runtime as runtime
+from partc.runtime.communication.mpi import MpiTransport
+folder = sys.argv[1]
+rank = MPI.COMM_WORLD.rank
+x = np.arange(21, dtype=np.float32).reshape(7, 3)
+good = {"x": x, "index": np.array([1, 6])}
+bad = {"x": x, "index": np.array([1, 77])}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("artifact"), GRAPHS)
+
+
+def job(
+    folder: Path, script: str, ranks: int = 3, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on every rank."""
+    command = [str(MPIEXEC), "--oversubscribe", "-n", str(ranks), sys.executable, "-c", HEAD + script, str(folder)]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    variables = {**os.environ, **root, **(environment or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)

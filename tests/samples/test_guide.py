@@ -1,0 +1,198 @@
+"""The guide, `samples/README.md` and the pages in `samples/guide`: each page shows what happens to a reader who begins with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from equivalence import whole_outputs
+from guide_pages import INDEX, ROOT, SAMPLES, Command, blocks, commands, course
+from partc.cli.launch.launcher import Kind, find_launcher
+from partc.cli.main import invoke
+from partc.compiler.directives.context import INSTEAD
+from partc.compiler.frontend import load
+from partc.compiler.pipeline import compile_model
+from partc.compiler.plan.dataset import KEYS
+from partc.compiler.plan.read import parse_plan, read_plan
+from partc.runtime import load_local
+
+PAGES = sorted((SAMPLES / "guide").rglob("*.md"))
+MOST_WORDS, WORDS_PER_MINUTE, COURSE_MINUTES = 1500, 200, 20
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+IN_PROCESS = (
+    "partc run by_eights",
+    "partc run --input digits.npz",
+    "partc run --input digits_512.npz",
+    "partc run --input digits_12.npz",
+    "partc train --plan train.yaml --epochs 120",
+    "partc train --plan train.yaml --checkpoint runs\n",
+    "partc train train",
+    "partc train offload",
+    "partc train host",
+    "partc train --plan train.yaml --steps 3",
+    "partc train --plan train.yaml\n",
+    "partc train --plan train_rows.yaml",
+    "partc train halves",
+    "partc train pipeline",
+    "partc train zero",
+    "partc eval",
+)
+"""Commands of the guide whose ranks are threads of this test: others of their kind run over MPI, and to start processes takes long."""
+WITHOUT_RANKS = re.compile(r"partc (plan|export|compile|inspect|check|verify|checkpoint|run --in-process)\b(?!.*--mpi)")
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+def ended(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and words of a command: in this process where it starts no ranks, or could as well have them here, else in a shell."""
+    here = f"{line}\n".startswith(IN_PROCESS)
+    if here or WITHOUT_RANKS.match(line):
+        capsys.readouterr()
+        with contextlib.chdir(folder):
+            code = invoke([*shlex.split(line)[1:], *["--in-process"] * here])
+        return code, "".join(capsys.readouterr())
+    shell = ["bash", "-o", "pipefail", "-c", line]
+    done = subprocess.run(shell, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run(command: Command, folder: Path, trouble: list[str], capsys: pytest.CaptureFixture[str]) -> Path:
+    """Runs a command in the folder; gives the folder where the next one runs."""
+    line = command.line
+    if line.startswith("cd "):
+        return (folder / line[3:]).resolve(strict=True)
+    if find_launcher(1).kind is not Kind.OPEN_MPI:
+        line = line.replace(" --oversubscribe", "")
+    code, told = ended(line, folder, capsys)
+    if code != command.exit_code or not command.matches(told):
+        trouble.append(f"$ {command.line}\n{told}exit code {code}")
+    return folder
+
+
+def shown(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What a page shows otherwise than it happens, begun in the folder."""
+    trouble: list[str] = []
+    for language, name, text in blocks(page):
+        if language == "console":
+            for command in commands(text):
+                folder = run(command, folder, trouble, capsys)
+        elif name:
+            (folder / name).write_text(text)
+    return trouble
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(SAMPLES / "guide").with_suffix(""))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [page for page in PAGES if "\n$ " in page.read_text()], ids=name_of)
+def test_a_page_shows_what_happens(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each in a fresh copy of the samples; `--durations=0` prints the time of each, `guide_pages.py` follows them elsewhere."""
+    if page.name == "huggingface.md":
+        pytest.importorskip("transformers", "5.0", reason='needs transformers: pip install "partc[transformers]"')
+    folder = tmp_path / "samples"
+    shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("build*", "resnet18.*", "__pycache__"))
+    trouble = shown(page, folder, capsys)
+    assert not trouble, "\n".join(trouble)
+    if page.name == "training.md":
+        evaluate = "partc eval --plan train.yaml --checkpoint runs --json"
+        assert json.loads(ended(evaluate, folder / "lenet", capsys)[1])["metrics"]["accuracy"] >= 0.8
+    if page.name == "huggingface.md":
+        (quoted,) = (text for language, _, text in blocks(page) if language == "yaml")
+        told = parse_plan(f"ranks: 2\nmesh: {{tp: 2}}\n{quoted}", page.name)
+        styles = {rule.pattern: rule.style for rule in read_plan(folder / "plan.yaml").sharding}
+        assert {rule.pattern: rule.style for rule in told.sharding} == styles
+
+
+MODELS = SAMPLES / "guide/models.md"
+
+
+@pytest.mark.parametrize("name", [name for _, name, text in blocks(MODELS) if "model = " in text])
+def test_the_models_of_the_guide(tmp_path: Path, name: str) -> None:
+    if "torch" in name:
+        pytest.importorskip("torch")
+    (text,) = (text for _, other, text in blocks(MODELS) if other == name)
+    (tmp_path / name).write_text(text)
+    (tmp_path / "plan.yaml").write_text('ranks: 2\nplacement: {"**": 1}\n')
+    report = compile_model(tmp_path / name, tmp_path / "plan.yaml", tmp_path / "build")
+    (port,) = report.manifest.inputs
+    assert port.shape is not None
+    assert port.shape[0] == "batch"
+    x = np.random.default_rng(0).standard_normal((16, *port.shape[1:])).astype(np.float32)
+    with load_local(report.out) as program:
+        (have,) = program({port.name: x}).values()
+    (want,) = whole_outputs(ir.to_proto(load(tmp_path / name).model), {port.name: x}).values()
+    assert np.abs(want).max() > 1e-2
+    np.testing.assert_allclose(have, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("page", "sample", "quoted"),
+    [
+        ("first_plan.md", "lenet", r"`(placement: \{conv1.*?\})`"),
+        ("placement.md", "resnet", r'^```yaml\n(placement:\n  "layer.*?)^```$'),
+    ],
+    ids=["lenet", "resnet"],
+)
+def test_the_plans_that_the_guide_quotes(page: str, sample: str, quoted: str) -> None:
+    real = read_plan(SAMPLES / sample / "plan.yaml")
+    (text,) = re.findall(quoted, (SAMPLES / "guide" / page).read_text(), re.DOTALL | re.MULTILINE)
+    told = parse_plan(f"ranks: {real.ranks}\n{text}\n", page)
+    assert [replace(rule, where="") for rule in told.placement] == [replace(rule, where="") for rule in real.placement]
+
+
+def test_pages_are_short_and_the_index_has_their_minutes() -> None:
+    """Words are counted as `wc -w` does, with those of commands and outputs; the course is the index's first table."""
+    words = {page: len(page.read_text().split()) for page in [INDEX, *PAGES]}
+    assert {name: number for name, number in words.items() if number > MOST_WORDS} == {}
+    index = INDEX.read_text()
+    rows = re.findall(r"^\| \[.*?\]\((guide/.*?)\) \| (\d+) \|", index, re.MULTILINE)
+    minutes = {SAMPLES / path: int(number) for path, number in rows}
+    read = [page for page in PAGES if page.parent.name != "reference"]
+    assert minutes == {page: math.ceil(words[page] / WORDS_PER_MINUTE) for page in read}
+    assert sum(minutes[page] for page in course()) <= COURSE_MINUTES
+    assert all(f"(guide/{name_of(page)}.md)" in index for page in PAGES)
+
+
+def test_every_option_of_a_context_is_told() -> None:
+    """`from_mindspore.md` has each option that a global of a `model.py` is known by, once, in its table."""
+    page = (SAMPLES / "guide/from_mindspore.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    told = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert {name: told.count(name) for name in (*INSTEAD, *KEYS[1:])} == dict.fromkeys((*INSTEAD, *KEYS[1:]), 1)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    named = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "compiler/README.md", "runtime/README.md")
+    wrong = []
+    for page in [INDEX, *PAGES, *(ROOT / name for name in named)]:
+        for path, anchor in LINK.findall(re.sub(r"`[^`\n]*`", "", page.read_text())):
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: {path}#{anchor}")
+    assert not wrong, "\n".join(wrong)
