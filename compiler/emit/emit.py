@@ -109,8 +109,7 @@ def _write_ranks(
     models, texts = RankModels(program, names, locations, helpers), RankTexts(shown, names, helpers)
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
-        data = models.of(part).SerializeToString(deterministic=True)
-        programs.setdefault(data, (shown.parts[part.rank], []))[1].extend(ranks)
+        programs.setdefault(models.of(part), (shown.parts[part.rank], []))[1].extend(ranks)
     by_rank = [""] * program.plan.ranks
     bodies: list[tuple[Sequence[int], str]] = []
     for data, (part, found) in programs.items():

@@ -29,7 +29,8 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
     """
     programs = structures(folder)
     violations = check_structures(programs)
-    refused = [(one, text) for one in programs if (text := refusal(one.model, can_load, one.folder))]
+    known = set[tuple[str, ...]]()
+    refused = [(one, text) for one in programs if (text := refusal(one.model, can_load, one.folder, known))]
     if not violations and not refused:
         return []
     whole = _unsharded(model)

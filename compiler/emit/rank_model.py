@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, MutableSequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
@@ -43,6 +43,20 @@ _PHASES = {TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update"}
 _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
+_GRAPH = bytes([onnx.ModelProto.GRAPH_FIELD_NUMBER << 3 | 2])
+"""What stands before the length of a model's graph: the number of the field, and that it has a length."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The bytes of a rank file but its weights: fields of the model around its graph, and of the graph around the weights."""
+
+    head: bytes
+    nodes: bytes
+    ports: bytes
+    tail: bytes
+
+
 @dataclass
 class RankModels:
     """The rank files of a program; nodes and types that several of them have are made once."""
@@ -52,24 +66,39 @@ class RankModels:
     locations: Mapping[Stored, Location]
     helpers: HelperTypes
     _nodes: dict[Compute, onnx.NodeProto] = field(default_factory=dict)
-    _alike: dict[tuple[tuple[Op, ...], tuple[str, ...]], onnx.GraphProto] = field(default_factory=dict)
-    """By ops that several ranks have, and the names that are taken before them, their nodes."""
-    _between: dict[tuple[tuple[Op, ...], tuple[Value, ...], tuple[Value, ...]], onnx.GraphProto] = field(
-        default_factory=dict
-    )
-    """By such ops, what is there before them and what is read behind them, the types of what stands between."""
+    _frames: dict[Hashable, _Frame] = field(default_factory=dict)
+    """By the ops of ranks, what is there before them, what is read behind them and where it lies."""
     _types: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
     _kinds: dict[ir.Value, Hashable] = field(default_factory=dict)
     """By value what tells its type from that of another one with the same name and shape."""
     _typed: dict[Value, onnx.ValueInfoProto] = field(default_factory=dict)
 
-    def of(self, part: RankProgram) -> onnx.ModelProto:
-        """The rank file of a rank's program: its nodes, in order, with functions, types and weights."""
-        program = self.program
+    def of(self, part: RankProgram) -> bytes:
+        """The rank file of a rank's program as bytes: its nodes, in order, with functions, types and weights.
+
+        Ranks that do the same with other weights share all bytes but those of the weights. The fields stand in the order of their numbers,
+        as protobuf writes them deterministically: nodes of the graph, its weights, its other tensors and its ports.
+        """
+        ends = tuple([tuple([held.value for held in some]) for some in (part.inputs, part.weights)])
+        kept = tuple([(one.value, one.target) for one in part.kept])
+        key = part.steps, ends, kept, part.scalars, part.results
+        if key not in self._frames:
+            self._frames[key] = self._frame(part)
+        frame = self._frames[key]
+        weights = [_weight(self.names[held.value], held, self.locations) for held in part.weights]
+        graph = b"".join([frame.nodes, _bytes(onnx.GraphProto(initializer=weights)), frame.ports])
+        return b"".join([frame.head, _GRAPH, _varint(len(graph)), graph, frame.tail])
+
+    def _frame(self, part: RankProgram) -> _Frame:
+        """What a rank file is made of besides its weights."""
+        program, ports = self.program, onnx.GraphProto()
         graph = onnx.GraphProto(name="program")
-        self._add_constants(graph, part)
-        self._add_nodes(graph, part)
-        self._add_ports(graph, part)
+        self._add_constants(graph.node, ports, part)
+        named = {node.name for node in graph.node}
+        for step in part.steps:
+            graph.node.append(self._node(step))
+            _name_apart(graph.node[-1], named)
+        self._add_ports(ports, part)
         imports = dict(program.model.opset_imports)
         imports.setdefault("", imports.pop("ai.onnx", 21))
         bodies = part.bodies
@@ -85,27 +114,18 @@ class RankModels:
         functions = [*functions, *(self._function(part, body, imports) for body in bodies)]
         if bodies:
             imports[fmt.TASKS] = 1
-        return onnx.ModelProto(
-            functions=functions,
+        head = onnx.ModelProto(
             ir_version=min(_NEWEST_IR, max(_OLDEST_IR, program.model.ir_version or 0)),
             producer_name="partc",
             producer_version=release(),
-            graph=graph,
+        )
+        tail = onnx.ModelProto(
+            functions=functions,
             opset_import=[
                 onnx.OperatorSetIdProto(domain=domain, version=number) for domain, number in sorted(imports.items())
             ],
         )
-
-    def _add_nodes(self, graph: onnx.GraphProto, part: RankProgram) -> None:
-        """The ops of a rank, each under a name of its own."""
-        named = {node.name for node in graph.node}
-        key = part.steps, tuple(named)
-        if key not in self._alike:
-            self._alike[key] = onnx.GraphProto()
-            for step in part.steps:
-                self._alike[key].node.append(self._node(step))
-                _name_apart(self._alike[key].node[-1], named)
-        graph.node.MergeFrom(self._alike[key].node)
+        return _Frame(_bytes(head), _bytes(graph), _bytes(ports), _bytes(tail))
 
     def _node(self, step: Op) -> onnx.NodeProto:
         match step:
@@ -158,19 +178,15 @@ class RankModels:
             onnx.helper.make_tensor_value_info(self.names[value], onnx.TensorProto.FLOAT, []) for value in part.scalars
         )
         graph.output.extend(map(self._type, part.results))
-        key = part.steps, part.given, part.results
-        if key not in self._between:
-            listed = {*part.given, *part.results}
-            listed.update([value for step in part.steps if isinstance(step, Call) for value in step.outputs])
-            by_task = sorted(part.steps, key=lambda step: _ORDER[step.task])
-            every = dict.fromkeys([value for step in by_task for value in (*step.reads, *step.makes)])
-            typed = [self._type(value) for value in every if value.of is not None and value not in listed]
-            helpers = [
-                (self.names[value], kind) for value, kind in self.helpers.of(part).items() if value not in listed
-            ]
-            typed += [onnx.ValueInfoProto(name=name, type=kind) for name, kind in helpers]
-            self._between[key] = onnx.GraphProto(value_info=typed)
-        graph.value_info.MergeFrom(self._between[key].value_info)
+        listed = {*part.given, *part.results}
+        listed.update([value for step in part.steps if isinstance(step, Call) for value in step.outputs])
+        by_task = sorted(part.steps, key=lambda step: _ORDER[step.task])
+        every = dict.fromkeys([value for step in by_task for value in (*step.reads, *step.makes)])
+        graph.value_info.extend([self._type(one) for one in every if one.of is not None and one not in listed])
+        helpers = self.helpers.of(part).items()
+        graph.value_info.extend(
+            [onnx.ValueInfoProto(name=self.names[one], type=kind) for one, kind in helpers if one not in listed]
+        )
 
     def _type(self, value: Value) -> onnx.ValueInfoProto:
         """A value's type; passes make values of one name and type anew for each rank."""
@@ -187,13 +203,12 @@ class RankModels:
         self._typed[value] = self._types[key]
         return self._types[key]
 
-    def _add_constants(self, graph: onnx.GraphProto, part: RankProgram) -> None:
-        """Weights and constants, and the types of those that differ by rank."""
-        graph.initializer.extend(_weight(self.names[held.value], held, self.locations) for held in part.weights)
+    def _add_constants(self, nodes: MutableSequence[onnx.NodeProto], graph: onnx.GraphProto, part: RankProgram) -> None:
+        """The constants; of those that differ by rank the nodes, and their types."""
         for value in constants_of(part.steps, part.results):
             name, constant = self.names[value], value.constant
             if isinstance(constant, RankConstant):
-                graph.node.append(_rank_constant(name, constant))
+                nodes.append(_rank_constant(name, constant))
                 code = ir.DataType.from_numpy(constant.dtype).value
                 graph.value_info.append(onnx.helper.make_tensor_value_info(name, code, constant.shape))
             elif constant is not None:
@@ -251,6 +266,23 @@ class RankModels:
         proto.attribute.append(_attribute(fmt.TO, step.target))
         _add_metadata(proto, {fmt.PATH: step.path, fmt.CAUSE: step.cause, fmt.BYTES: step.bytes})
         return proto
+
+
+class _Message(Protocol):
+    def SerializeToString(self, *, deterministic: bool) -> bytes: ...
+
+
+def _bytes(message: _Message) -> bytes:
+    return message.SerializeToString(deterministic=True)
+
+
+def _varint(number: int) -> bytes:
+    """A length as protobuf writes it: seven bits a byte, the lowest first."""
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
 
 
 def _rank_constant(name: str, one: RankConstant) -> onnx.NodeProto:

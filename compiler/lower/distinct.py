@@ -67,10 +67,18 @@ class Finished:
         for value, constant, ranks in job.constants:
             for one in those(ranks):
                 constants[one.ranks][value] = constant
+        somewhere = {value for value, _, _ in job.constants}
         for step, ranks in job.program:
-            for one in those(ranks):
-                seen = step.seen_by(one.ranks) if isinstance(step, Transfer) else [step]
-                one.steps += [self._op(each, constants[one.ranks]) for each in seen]
+            if isinstance(step, Transfer):
+                for one in those(ranks):
+                    one.steps += [self._op(each, constants[one.ranks]) for each in step.seen_by(one.ranks)]
+            elif somewhere.isdisjoint(step.reads) and somewhere.isdisjoint(step.makes):
+                same = self._op(step, {})
+                for one in those(ranks):
+                    one.steps.append(same)
+            else:
+                for one in those(ranks):
+                    one.steps.append(self._op(step, constants[one.ranks]))
         for records in _RECORDS:
             for value, item, ranks in getattr(job, records):
                 for one in those(ranks):

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from onnx import ModelProto, NodeProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import all_nodes, read_model, reads
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.graph.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.checker.files import read_artifact
@@ -70,38 +71,87 @@ def structures(folder: Path) -> list[Structure]:
 
 
 def check_structures(programs: Sequence[Structure]) -> list[Violation]:
-    """What is wrong with programs, each by itself."""
-    return [violation for one in programs for violation in check_model(one.file, one.model, one.manifest)]
+    """What is wrong with programs, each by itself; of a node that several of them have alike it is asked once."""
+    found: list[Violation] = []
+    known = set[tuple[bytes, ...]]()
+    for one in programs:
+        found += check_graph(one.file, one.model) or _check_nodes(one.file, _unseen(one.model, known), one.manifest)
+    return found
 
 
 def check_model(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:
     """What is wrong with one graph: its values, what `onnx.checker` says, and the types inside."""
-    found = check_graph(file, model)
-    if found:
-        return found
+    return check_graph(file, model) or _check_nodes(file, model, manifest)
+
+
+def _check_nodes(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:
     return check_onnx(file, model) or check_types(file, model, manifest, 1)
 
 
-def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None) -> str:
+def refusal(
+    model: ModelProto, can_load: CanLoad, folder: Path | None = None, known: set[tuple[str, ...]] | None = None
+) -> str:
     """Why onnxruntime does not load a program, "" where it does; weights that it needs to see lie in `folder`.
 
-    `can_load` says so of a model's bytes: onnxruntime is not known here.
+    `can_load` says so of a model's bytes: onnxruntime is not known here. `known`: nodes of other programs with these functions that it
+    has loaded, to which those of this one are added.
     """
     ops = {node.op_type for node in all_nodes(model.graph.node)}
     risky = not ops.isdisjoint(_QUANTIZED) and not ops.isdisjoint(_MOVED)
     light = without_weights(model)
-    if not (text := can_load(_alone(light, light.graph.node if risky else _unlike(light)), "", optimized=risky)):
+    nodes = light.graph.node if risky else _unlike(light, set() if known is None else known)
+    if not (text := can_load(_alone(light, nodes), "", optimized=risky)):
         return ""
     return text if folder is None else can_load(_alone(model, model.graph.node), str(folder.resolve()), optimized=risky)
 
 
-def _unlike(model: ModelProto) -> list[NodeProto]:
-    """The nodes without those that are as one before them: an op with these attributes, and operands of these types and ranks."""
+def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
+    """The program without the nodes that a program before it had, over operands of these types; `known`, to which its own are added.
+
+    What they make is an input then. A node stays where it reads integers that another one of the program makes, which may be a shape.
+    """
+    ports = _declared(model)
+    types = {name: port.SerializeToString() for name, port in ports.items()}
+    for tensor in model.graph.initializer:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            types[tensor.name] = tensor.SerializeToString()
+    kept: list[NodeProto] = []
+    numbers = set[str]()
+    for node in model.graph.node:
+        read = [*reads(node)]
+        key = (node.SerializeToString(), *[types.get(name, b"") for name in (*read, *node.output)])
+        is_new = key not in known or is_rank_constant(node) or not numbers.isdisjoint(read)
+        if is_new or not all(name in ports for name in node.output if name):
+            known.add(key)
+            kept.append(node)
+            numbers.update(name for name in node.output if name not in ports or _is_integer(ports[name]))
+    if len(kept) == len(model.graph.node):
+        return model
+    rest = ModelProto()
+    rest.CopyFrom(model)
+    del rest.graph.node[:], rest.graph.output[:]
+    rest.graph.node.extend(kept)
+    made = {name for node in kept for name in node.output}
+    rest.graph.output.extend(port for port in model.graph.output if port.name in made)
+    given = made | {port.name for port in model.graph.input} | {tensor.name for tensor in model.graph.initializer}
+    read = dict.fromkeys(name for node in kept for name in reads(node) if name not in given and name in ports)
+    rest.graph.input.extend(ports[name] for name in read)
+    values = [port for port in model.graph.value_info if port.name in made]
+    del rest.graph.value_info[:]
+    rest.graph.value_info.extend(values)
+    return rest
+
+
+def _is_integer(port: ValueInfoProto) -> bool:
+    return port.type.tensor_type.elem_type in (TensorProto.INT32, TensorProto.INT64)
+
+
+def _unlike(model: ModelProto, known: set[tuple[str, ...]]) -> list[NodeProto]:
+    """The nodes without those that are as a `known` one: an op with these attributes, and operands of these types and ranks."""
     types = _declared(model)
     kinds = {name: _kind(port) for name, port in types.items()}
     kinds |= {tensor.name: f"{tensor.data_type}/{len(tensor.dims)}" for tensor in model.graph.initializer}
     found: list[NodeProto] = []
-    known = set[tuple[str, ...]]()
     for node in model.graph.node:
         attributes = sorted(attribute.SerializeToString().hex() for attribute in node.attribute)
         operands = [kinds.get(name, name) if name else "" for name in node.input]
