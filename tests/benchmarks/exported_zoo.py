@@ -7,6 +7,7 @@ user would write, and how many AllReduce these must cost: two a layer and attent
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,11 @@ class Pairs(Tensors):
         return self.take(self.hf(**inputs, **self.fixed))
 
 
+def _cache_argument(model: torch.nn.Module) -> str:
+    """The name of the forward's argument for a cache, which transformers 5.24 renamed."""
+    return next(name for name in ("past_key_values", "cache") if name in inspect.signature(model.forward).parameters)
+
+
 class Cached(torch.nn.Module):
     """One step of a decoder with keys and values of all layers as inputs and outputs."""
 
@@ -75,8 +81,9 @@ class Cached(torch.nn.Module):
         self, input_ids: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, k1: torch.Tensor, v1: torch.Tensor
     ) -> Any:
         cache = transformers.DynamicCache([(k0, v0), (k1, v1)])
-        result = self.hf(input_ids=input_ids, past_key_values=cache, use_cache=True)
-        made = [tensor for layer in result.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        given = {_cache_argument(self.hf): cache}
+        result = self.hf(input_ids=input_ids, use_cache=True, **given)
+        made = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
         return (result.logits, *made)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -286,13 +287,15 @@ def test_a_model_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest.
     trained = set(trainable_names(source.model))
     assert "lm_head.weight" in trained
     assert "model.embed_tokens.weight" not in trained, "it requires no gradient"
-    misspelled = MIXTRAL.replace('"labels"]', '"label", "past_key_values"]')
+    forward = inspect.signature(pytest.importorskip("transformers").MixtralForCausalLM.forward).parameters
+    cache = "cache" if "cache" in forward else "past_key_values"  # renamed by transformers 5.24
+    misspelled = MIXTRAL.replace('"labels"]', f'"label", "{cache}"]')
     with pytest.raises(CompileError) as caught:
         load(tmp_path, misspelled)
     assert "the forward of MixtralForCausalLM takes no 'label'\n  help: the nearest names are 'labels'" in str(
         caught.value
     )
-    assert "the shape of 'past_key_values' of MixtralForCausalLM is not known" in str(caught.value)
+    assert f"the shape of '{cache}' of MixtralForCausalLM is not known" in str(caught.value)
 
     def refuse(*arguments: object, **options: object) -> object:
         raise RuntimeError("DynamicCache has no pytree")
