@@ -29,8 +29,7 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
     """
     programs = structures(folder)
     violations = check_structures(programs)
-    known = set[tuple[str, ...]]()
-    refused = [(one, text) for one in programs if (text := refusal(one.model, can_load, one.folder, known))]
+    refused = [(one, text) for one in programs if (text := refusal(one.model, can_load, one.folder, one.rest))]
     if not violations and not refused:
         return []
     whole = _unsharded(model)

@@ -42,10 +42,11 @@ _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
 @dataclass(frozen=True)
 class Structure:
-    """One of several rank files of equal structure, by its path in the artifact's folder."""
+    """One of several rank files of equal structure, by its path in the artifact's folder; `rest`: without nodes that one before it has."""
 
     file: str
     model: ModelProto
+    rest: ModelProto
     manifest: Manifest
     folder: Path
 
@@ -53,6 +54,7 @@ class Structure:
 def structures(folder: Path) -> list[Structure]:
     """The programs of an artifact and of those inside of it, those of one structure once, with the nodes of each task once."""
     found: list[Structure] = []
+    seen = set[tuple[bytes, ...]]()
     for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
         artifact, _ = read_artifact(inside)
         for one in map(artifact.beside, artifact.programs) if artifact else ():
@@ -66,17 +68,18 @@ def structures(folder: Path) -> list[Structure]:
                 if (structure := digest.digest()) not in known:
                     known.add(structure)
                     name = (inside / file).relative_to(folder).as_posix()
-                    found.append(Structure(name, unrolled(model, name, once=True), manifest, inside))
+                    model = unrolled(model, name, once=True)
+                    found.append(Structure(name, model, _unseen(model, seen), manifest, inside))
     return found
 
 
 def check_structures(programs: Sequence[Structure]) -> list[Violation]:
     """What is wrong with programs, each by itself; of a node that several of them have alike it is asked once."""
-    found: list[Violation] = []
-    known = set[tuple[bytes, ...]]()
-    for one in programs:
-        found += check_graph(one.file, one.model) or _check_nodes(one.file, _unseen(one.model, known), one.manifest)
-    return found
+    return [
+        violation
+        for one in programs
+        for violation in check_graph(one.file, one.model) or _check_nodes(one.file, one.rest, one.manifest)
+    ]
 
 
 def check_model(file: str, model: ModelProto, manifest: Manifest) -> list[Violation]:
@@ -88,19 +91,15 @@ def _check_nodes(file: str, model: ModelProto, manifest: Manifest) -> list[Viola
     return check_onnx(file, model) or check_types(file, model, manifest, 1)
 
 
-def refusal(
-    model: ModelProto, can_load: CanLoad, folder: Path | None = None, known: set[tuple[str, ...]] | None = None
-) -> str:
+def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, rest: ModelProto | None = None) -> str:
     """Why onnxruntime does not load a program, "" where it does; weights that it needs to see lie in `folder`.
 
-    `can_load` says so of a model's bytes: onnxruntime is not known here. `known`: nodes of other programs with these functions that it
-    has loaded, to which those of this one are added.
+    `can_load` says so of a model's bytes: onnxruntime is not known here. `rest`: the program without nodes that are known to load.
     """
     ops = {node.op_type for node in all_nodes(model.graph.node)}
     risky = not ops.isdisjoint(_QUANTIZED) and not ops.isdisjoint(_MOVED)
-    light = without_weights(model)
-    nodes = light.graph.node if risky else _unlike(light, set() if known is None else known)
-    if not (text := can_load(_alone(light, nodes), "", optimized=risky)):
+    light = without_weights(model if risky or rest is None else rest)
+    if not (text := can_load(_alone(light, light.graph.node if risky else _unlike(light)), "", optimized=risky)):
         return ""
     return text if folder is None else can_load(_alone(model, model.graph.node), str(folder.resolve()), optimized=risky)
 
@@ -108,25 +107,32 @@ def refusal(
 def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
     """The program without the nodes that a program before it had, over operands of these types; `known`, to which its own are added.
 
-    What they make is an input then. A node stays where it reads integers that another one of the program makes, which may be a shape.
+    What they make is an input then. A node stays where it reads integers, which may be a shape, that another one of the program makes,
+    and with it what makes such integers.
     """
     ports = _declared(model)
     types = {name: port.SerializeToString() for name, port in ports.items()}
     for tensor in model.graph.initializer:
         if tensor.data_location != TensorProto.EXTERNAL:
             types[tensor.name] = tensor.SerializeToString()
-    kept: list[NodeProto] = []
+    new = set[int]()
     numbers = set[str]()
-    for node in model.graph.node:
+    for at, node in enumerate(model.graph.node):
         read = [*reads(node)]
         key = (node.SerializeToString(), *[types.get(name, b"") for name in (*read, *node.output)])
         is_new = key not in known or is_rank_constant(node) or not numbers.isdisjoint(read)
         if is_new or not all(name in ports for name in node.output if name):
             known.add(key)
-            kept.append(node)
-            numbers.update(name for name in node.output if name not in ports or _is_integer(ports[name]))
-    if len(kept) == len(model.graph.node):
+            new.add(at)
+            numbers.update(name for name in node.output if _is_integer(ports.get(name)))
+    if len(new) == len(model.graph.node):
         return model
+    numbers = set()
+    for at, node in reversed([*enumerate(model.graph.node)]):
+        if at in new or not numbers.isdisjoint(node.output):
+            new.add(at)
+            numbers.update(name for name in reads(node) if _is_integer(ports.get(name)))
+    kept = [node for at, node in enumerate(model.graph.node) if at in new]
     rest = ModelProto()
     rest.CopyFrom(model)
     del rest.graph.node[:], rest.graph.output[:]
@@ -134,24 +140,26 @@ def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
     made = {name for node in kept for name in node.output}
     rest.graph.output.extend(port for port in model.graph.output if port.name in made)
     given = made | {port.name for port in model.graph.input} | {tensor.name for tensor in model.graph.initializer}
-    read = dict.fromkeys(name for node in kept for name in reads(node) if name not in given and name in ports)
-    rest.graph.input.extend(ports[name] for name in read)
+    others = dict.fromkeys(name for node in kept for name in reads(node) if name not in given and name in ports)
+    rest.graph.input.extend(ports[name] for name in others)
     values = [port for port in model.graph.value_info if port.name in made]
     del rest.graph.value_info[:]
     rest.graph.value_info.extend(values)
     return rest
 
 
-def _is_integer(port: ValueInfoProto) -> bool:
-    return port.type.tensor_type.elem_type in (TensorProto.INT32, TensorProto.INT64)
+def _is_integer(port: ValueInfoProto | None) -> bool:
+    """Whether a value is of integers, or may be."""
+    return port is None or port.type.tensor_type.elem_type in (TensorProto.INT32, TensorProto.INT64)
 
 
-def _unlike(model: ModelProto, known: set[tuple[str, ...]]) -> list[NodeProto]:
-    """The nodes without those that are as a `known` one: an op with these attributes, and operands of these types and ranks."""
+def _unlike(model: ModelProto) -> list[NodeProto]:
+    """The nodes without those that are as one before them: an op with these attributes, and operands of these types and ranks."""
     types = _declared(model)
     kinds = {name: _kind(port) for name, port in types.items()}
     kinds |= {tensor.name: f"{tensor.data_type}/{len(tensor.dims)}" for tensor in model.graph.initializer}
     found: list[NodeProto] = []
+    known = set[tuple[str, ...]]()
     for node in model.graph.node:
         attributes = sorted(attribute.SerializeToString().hex() for attribute in node.attribute)
         operands = [kinds.get(name, name) if name else "" for name in node.input]

@@ -39,6 +39,40 @@ def test_a_broken_rank_file_is_told_as_partcs_own_fault(tmp_path: Path, monkeypa
     assert not (tmp_path / "build").exists()
 
 
+TWO = f"""{HEAD} m (float[4, 6] x) => (float[2, 12] y, float[2, 12] z)
+  {{ [a] h = Relu (x) [shape] s = Constant <value_ints = [2, 12]> () [b] y = Reshape (h, s) [c] z = Neg (y) }}"""
+
+
+@pytest.mark.parametrize("planted", ["type", "numbers"])
+def test_a_fault_of_one_rank_alone_is_found_in_a_node_that_all_have(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of nodes that several programs have types are inferred once: what differs about them on a later rank is not missed."""
+    good = RankModels.of
+
+    def broken(self: RankModels, part: RankProgram) -> bytes:
+        made = onnx.load_from_string(good(self, part))
+        if part.rank == 0:
+            return made.SerializeToString()
+        if planted == "type":
+            for one in (*made.graph.value_info, *made.graph.output):
+                if one.name in ("y", "z"):
+                    one.type.tensor_type.shape.dim[1].dim_value = 13
+        else:
+            (shape,) = (one for one in made.graph.node if one.op_type == "Constant")
+            shape.attribute[0].ints[:] = [3, 8]
+        return made.SerializeToString()
+
+    text = "ranks: 2\nplacement: {a: [0, 1], b: [0, 1], c: 1}\noutputs: cut\n"
+    compiled(model(TWO), text, tmp_path / "good")
+    assert len(structures(tmp_path / "good")) == 2
+    monkeypatch.setattr(RankModels, "of", broken)
+    with pytest.raises(CompileError) as error:
+        compiled(model(TWO), text, tmp_path / "build")
+    assert "rank_0001.onnx: " in str(error.value)
+    assert "'y'" in str(error.value)
+
+
 NO_KERNEL = f"{HEAD} m (int32[4, 6] x) => (int32[4, 6] y) {{ [a] h = Identity (x) [hard] y = HardSwish (h) }}"
 REFUSED = [
     NO_KERNEL.replace("int32", "bfloat16"),
