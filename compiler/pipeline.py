@@ -57,7 +57,7 @@ from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    pass
 
 P = TypeVar("P", bound=Loaded)
 Pass = Callable[[Any], Loaded]
@@ -144,9 +144,12 @@ def start(
     if found:
         plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
     plan = replace(plan, dataset=_arriving(source, plan))
-    trains = plan.train is not None
-    model = source.model.clone() if trains else source.model
-    weights = _trainable(source.model) if trains else ()
+    model = source.model
+    weights: tuple[str, ...] = ()
+    if plan.train is not None:
+        from partc.compiler.training.trainable import trainable_names
+
+        model, weights = source.model.clone(), tuple(trainable_names(source.model))
     paths = node_paths(model)
     file_names = {path: str(node.meta.get(OWN_NAME) or path) for node, path in paths.items()}
     return Loaded(
@@ -162,12 +165,6 @@ def start(
         beside=beside or {},
         warnings=declared.warnings,
     )
-
-
-def _trainable(model: ir.Model) -> tuple[str, ...]:
-    from partc.compiler.training.trainable import trainable_names
-
-    return tuple(trainable_names(model))
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:
@@ -231,8 +228,12 @@ def programs_of(
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in LEGS:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
-        if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
+        if kind not in kinds:
             continue
+        if not is_step:
+            training = done[ProgramKind.STEP].training
+            if training is None or (kind is not ProgramKind.EVALUATION and not training.records.totals):
+                continue  # the plan has no program of this kind
         first: Loaded
         if kind in done:
             first = replace(done[kind], beside=beside)
@@ -244,12 +245,6 @@ def programs_of(
         behind = lower if kind in done else None
         done[kind] = cast(Lowered, run_passes(first, through, *told, verify_passes=verify_passes, behind=behind))
     return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
-
-
-def _has(step: Lowered, kind: ProgramKind) -> bool:
-    """Whether the plan of a step has a program of this kind, too."""
-    training = step.training
-    return training is not None and (kind is ProgramKind.EVALUATION or bool(training.records.totals))
 
 
 def step_program(source: Source, plan: Plan | None, name: str, **how: Any) -> Complete:

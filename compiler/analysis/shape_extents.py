@@ -260,13 +260,9 @@ def pad(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> N
         axes = []
     for k, axis in enumerate(axes):
         both = [None, None] if added is None else [added.ravel()[k], added.ravel()[k + len(axes)]]
-        dims[axis] = _sum([dims[axis], *both], known)
+        terms = [read(str(one.value)) if isinstance(one, ir.SymbolicDim) else one for one in (dims[axis], *both)]
+        dims[axis] = None if any(one is None for one in terms) else as_dim(normal(sympy.Add(*terms), known))
     _set(ctx, node.outputs[0], dims, data.dtype)
-
-
-def _sum(parts: Sequence[Any], known: Known) -> int | ir.SymbolicDim | None:
-    found = [read(str(one.value)) if isinstance(one, ir.SymbolicDim) else one for one in parts]
-    return None if any(one is None for one in found) else as_dim(normal(sympy.Add(*found), known))
 
 
 def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:

@@ -45,8 +45,10 @@ def prefer(rules: Mapping[ir.Node, ShardingRule], done: Propagation) -> list[str
             scattered |= {(instance, k): rule.where for k in _scatter(instance, rule, done)}
     done.run()
     for operand, where in scattered.items():
+        instance, k = operand
         layout, _ = done.given.outputs.pop(operand)
-        if _is_taken(operand, layout, done):
+        readers = done.readers.get((instance.node.outputs[k], len(instance.group)), ())
+        if any(done.choices[reader].input(at) == layout for reader, at in readers):
             honoured.add(where)
     idle = {rule.where: rule.level for rule in asked.values() if rule.where not in honoured}
     return [f"{where}: level {level} changes nothing: {_NOTHING[level]}" for where, level in idle.items()]
@@ -96,13 +98,6 @@ def _first(instance: NodeOnGroup, choice: NodeSharding, letters: str, axes: Axes
         if done.divides(instance, letter, shards):
             return letter
     return None
-
-
-def _is_taken(operand: Operand, layout: Layout, done: Propagation) -> bool:
-    """Whether a reader takes an output as it was asked to."""
-    instance, k = operand
-    readers = done.readers.get((instance.node.outputs[k], len(instance.group)), ())
-    return any(done.choices[reader].input(at) == layout for reader, at in readers)
 
 
 def _why(rule: ShardingRule) -> str:

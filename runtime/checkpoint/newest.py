@@ -44,10 +44,14 @@ def candidates(path: Path) -> Iterator[Path]:
         raise UsageError(f"{printable(str(path))}: {fact}\n  help: give a folder that `partc train` wrote")
     wrong = []
     for place in found:
-        if _is_finite(place):
-            yield place
-        else:
+        try:
+            is_nonfinite = bool(read_index(place).meta.get(NONFINITE))
+        except CheckpointError:
+            is_nonfinite = False  # whoever takes it says what is wrong with it
+        if is_nonfinite:
             wrong.append(place)
+        else:
+            yield place
     yield from wrong
 
 
@@ -138,10 +142,3 @@ def _first_sight(place: Path) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return []
-
-
-def _is_finite(place: Path) -> bool:
-    try:
-        return not read_index(place).meta.get(NONFINITE)
-    except CheckpointError:
-        return True

@@ -24,7 +24,10 @@ def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
 
     A message has `link`, [sender, receiver, tag], and `sends`; a collective its `ranks`.
     """
-    lanes = _lanes(plan)
+    lanes: dict[int, int] = {}
+    if plan.lanes is not None:
+        for lane in lanes_of(plan.program).values():
+            lanes.update(dict.fromkeys(plan.lanes.order.lanes[lane], lane))
     found = []
     for place, (index, _) in enumerate(plan.actions):
         step = plan.program.steps[index]
@@ -70,10 +73,3 @@ def _bytes(plan: StepPlan, name: str) -> Iterator[tuple[str, int]]:
     dtype, shape = dense(plan.values.types.get(name, "")), plan.shapes.get(name)
     if dtype is not None and shape is not None and all(isinstance(dim, int) for dim in shape):
         yield "bytes", math.prod(int(dim) for dim in shape) * dtype.numpy.itemsize
-
-
-def _lanes(plan: StepPlan) -> dict[int, int]:
-    """By place of an action its lane, where targets work at the same time."""
-    if plan.lanes is None:
-        return {}
-    return {place: lane for lane in lanes_of(plan.program).values() for place in plan.lanes.order.lanes[lane]}

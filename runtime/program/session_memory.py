@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..artifact.graph.onnx_graph import reads
 from ..artifact.liveness import Span, Use, spans
 from ..artifact.tensors.dtypes import Dtype
@@ -73,13 +75,7 @@ def _scratch(node: NodeProto, place_of: Callable[[str], Place | None]) -> list[i
     if node.domain or node.op_type != "Where":
         return []
     condition, *sides = (place_of(name) for name in node.input)
-    return [side[0].bytes_of(_spread(side[1], condition[1])) for side in sides if side and condition]
-
-
-def _spread(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    rank = max(len(one), len(other))
-    pairs = zip((1,) * (rank - len(one)) + tuple(one), (1,) * (rank - len(other)) + tuple(other), strict=True)
-    return tuple(b if a == 1 else a for a, b in pairs)
+    return [side[0].bytes_of(np.broadcast_shapes(side[1], condition[1])) for side in sides if side and condition]
 
 
 @dataclass

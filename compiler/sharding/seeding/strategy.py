@@ -57,8 +57,11 @@ def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size
         product //= shards[rule.looked_up]
     if not violations and group_size % product:
         fact = f"the strategy has {product} shards, but the group has {group_size} ranks"
-        law = f"the product of the cuts, {_product(shards)}, divides the number of ranks"
-        violations.append(Refused(fact, law, _divisors(group_size)))
+        counts = " * ".join(str(count) for count in shards.values() if count > 1)
+        law = f"the product of the cuts, {counts}, divides the number of ranks"
+        *fewer, most = (str(count) for count in range(1, group_size + 1) if group_size % count == 0)
+        help = f"cut into {', '.join(fewer)} or {most} shards" if fewer else "cut nothing"
+        violations.append(Refused(fact, law, help))
     if violations:
         raise WrongStrategy(violations)
     return shards
@@ -183,12 +186,3 @@ def _dims_of(rule: Rule, factor: str) -> str:
         if letters and factor in letters:
             return f"input {index}, dim {letters.index(factor)}"
     return f"the factor {factor}"
-
-
-def _product(shards: Mapping[str, int]) -> str:
-    return " * ".join(str(count) for count in shards.values() if count > 1)
-
-
-def _divisors(size: int) -> str:
-    fitting = [str(count) for count in range(1, size + 1) if size % count == 0]
-    return f"cut into {', '.join(fitting[:-1])} or {fitting[-1]} shards" if len(fitting) > 1 else "cut nothing"

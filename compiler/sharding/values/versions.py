@@ -232,7 +232,8 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
         versions.names.update({home: name for home in defs if home.layout.is_replicated})
     for version in delivered:
         source = versions.definition_for(version) if defs else version
-        if _is_inside(version, source):
+        replicated = source.layout.is_replicated and version.layout.is_replicated
+        if replicated and not ranks_of(version.group) & ~ranks_of(source.group):
             versions.names[source] = versions.names[version] = name
     order = _by_claim(versions, value)
     for version in order:
@@ -244,12 +245,6 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
         taken = {versions.names[one] for one in apart}
         free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
         versions.names[version] = next(free, None) or derived(wanted[-1], own | taken)
-
-
-def _is_inside(version: ShardedValue, source: ShardedValue) -> bool:
-    """Whether a version is whole, on some of the ranks on which its source is whole."""
-    replicated = source.layout.is_replicated and version.layout.is_replicated
-    return replicated and not ranks_of(version.group) & ~ranks_of(source.group)
 
 
 def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:

@@ -86,8 +86,9 @@ def _check_list(
         wanted = [_joined(shards, _place(call.join_axis, shards[0]))] * len(getting)
     if kind.splits:
         axis = _place(call.axis, shards[0])
-        parts = [_shard_along(shard, axis, at, len(ranks)) for at, shard in enumerate(shards)]
-        wanted = [_with(want, axis, part[axis]) for want, part in zip(wanted, parts, strict=True)]
+        for at, (first, last) in enumerate(shard[axis] for shard in shards):
+            step = (last - first) / len(ranks)
+            wanted[at] = _with(wanted[at], axis, (first + at * step, first + (at + 1) * step))
     for rank, want, have in zip(getting, wanted, after, strict=True):
         if want != have.shard:
             raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.shard)}")
@@ -144,12 +145,6 @@ def _inside(shard: Shard, box: Sequence[tuple[int, int, int]]) -> Shard:
 
 def _place(axis: int, shard: Shard) -> int:
     return axis % len(shard) if shard else 0
-
-
-def _shard_along(shard: Shard, axis: int, at: int, count: int) -> Shard:
-    first, last = shard[axis]
-    step = (last - first) / count
-    return _with(shard, axis, (first + at * step, first + (at + 1) * step))
 
 
 def _joined(shards: Sequence[Shard], axis: int) -> Shard:

@@ -99,8 +99,7 @@ def _text(node: NodeProto, other: NodeProto) -> str:
     """The attributes of a node that another one has otherwise."""
     theirs = {one.name: one.SerializeToString(deterministic=True) for one in other.attribute}
     different = [one for one in node.attribute if theirs.get(one.name) != one.SerializeToString(deterministic=True)]
-    return ", ".join(f"{one.name}={_value(one)}" for one in different) or "nothing of that"
-
-
-def _value(attribute: AttributeProto) -> str:
-    return f"{attribute.f:g}" if attribute.type == AttributeProto.FLOAT else str(helper.get_attribute_value(attribute))
+    values = (
+        f"{one.f:g}" if one.type == AttributeProto.FLOAT else str(helper.get_attribute_value(one)) for one in different
+    )
+    return ", ".join(f"{one.name}={value}" for one, value in zip(different, values, strict=True)) or "nothing of that"

@@ -35,10 +35,12 @@ def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list
         replaced = [one for one in manifest.state if one.kind == "parameter" and one.next]
         fact = f"'{replaced[0].next}' takes its place, and the manifest has no training" if replaced else ""
         return [Violation(MANIFEST, fact, f"state '{replaced[0].value}'", help=_AGAIN)] if replaced else []
+    schedule = training.settings.schedule
+    wrong_rate = above_base(schedule, training.optimizer.lr) if schedule is not None else None
     facts = [
         *_names(manifest, training),
         *_scalars(manifest, training),
-        *_schedule(training),
+        *([f"schedule: {wrong_rate.fact}"] if wrong_rate else ()),
         *(wrong_batch(training.settings.batch, manifest) if training.settings.batch is not None else ()),
     ]
     return [
@@ -109,12 +111,6 @@ def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
             yield f"the scalar '{name}' is made of {error}, which the optimizer does not have"
     if len({*training.scalars}) < len(training.scalars):
         yield f"its scalars are {', '.join(training.scalars)}; each is listed once"
-
-
-def _schedule(training: TrainingRecord) -> Iterator[str]:
-    schedule = training.settings.schedule
-    if schedule is not None and (wrong := above_base(schedule, training.optimizer.lr)):
-        yield f"schedule: {wrong.fact}"
 
 
 def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int, ModelProto]) -> Iterator[Violation]:

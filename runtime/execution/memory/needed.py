@@ -139,17 +139,12 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
                 one.loading = program.loading(target)
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
-                if _evaluates(artifact):
+                training = artifact.manifest.training
+                if training is not None and training.settings.test is not None:  # else none of its steps is run
                     one.evaluation += arenas.get(target, 0) + one.inside - before
                 one.inside = before
     segments = [step for step in main.file.steps if isinstance(step, Segment)]
     return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
-
-
-def _evaluates(artifact: Artifact) -> bool:
-    """Whether the plan of a training names what to evaluate on; else the program is there, and no step of it."""
-    training = artifact.manifest.training
-    return training is not None and training.settings.test is not None
 
 
 class _Program:

@@ -66,7 +66,11 @@ def _(
     for k, axis in enumerate(counted(one, rank) for one in g.attribute("axes") or range(rank)):
         scale = None if by is None else float(by[k])
         if _repeats(g.node) and _is_integer(before[axis], after[axis], scale):
-            times[axis] = _times(before[axis], after[axis], scale)
+            first, last = before[axis], after[axis]
+            if scale is not None:
+                times[axis] = int(scale)
+            elif isinstance(first, int) and isinstance(last, int):
+                times[axis] = last // first
         elif scale != 1 and (scale or not same(before[axis], after[axis])):
             left.append((k, axis))
     for k, axis in left:
@@ -99,13 +103,6 @@ def _resizing(g: GradientBuilder, dy: str, x: str, axis: int, scale: str | None)
     rows, columns = (g.shape(one) or () for one in (x, dy))
     g.scope.value(matrix).shape = ir.Shape([rows[axis], columns[axis]])
     return str(matrix) if g.dtype(x) == dtype else str(g.Cast(matrix, to=g.dtype(x)))
-
-
-def _times(before: Dim, after: Dim, scale: float | None) -> int:
-    """How many pixels are made of one, where their number grows by an integer."""
-    if scale is not None:
-        return int(scale)
-    return after // before if isinstance(before, int) and isinstance(after, int) else 1
 
 
 def _taken(g: GradientBuilder, of: str, place: str) -> str:
