@@ -1,4 +1,4 @@
-"""Where the knowledge of a size was lost: the first node of the model that brings in what only a run tells, and what would help.
+"""Why a size is not known at compile time: the first node whose output depends on values of the run, and the remedy.
 
 An unknown dim has a name that is no symbol. Names run through shapes and through the entries of shape arithmetic, so the first
 node, in the order of the graph, whose outputs have the name is the one that lost it.
@@ -92,7 +92,7 @@ def _first_without_rank(value: ir.Value) -> ir.Node | None:
 
 
 def _strange(program: Typed, dim: ir.SymbolicDim) -> set[str]:
-    """The names in a dim that are no symbols."""
+    """The names in a dim that are not symbols of the program."""
     expression = read(str(dim.value))
     return {str(dim.value)} if expression is None else {str(n) for n in expression.free_symbols} - set(program.symbols)
 

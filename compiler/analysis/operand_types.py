@@ -21,7 +21,7 @@ _INTEGERS = frozenset(f"tensor({sign}int{bits})" for sign in ("", "u") for bits 
 
 
 def refuse_other_integers(program: Prepared) -> None:
-    """Raises CompileError with all operands that are no integers, or none of those that their op takes."""
+    """Raises CompileError that lists every operand whose type is not among the integer types that its op takes."""
     imports = program.model.opset_imports
     opset = min(imports.get("", imports.get("ai.onnx", 1)), onnx.defs.onnx_opset_version())
     problems = []

@@ -266,7 +266,7 @@ def pad(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> N
 
 
 def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """Without axes every dim of size 1 goes: which ones, is known where no dynamic dim can be 1."""
+    """Without axes every dim of size 1 is removed; the result is known only if no dynamic dim can be 1."""
     data = node.inputs[0]
     assert data is not None
     given = len(node.inputs) > 1 and node.inputs[1] is not None

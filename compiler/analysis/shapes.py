@@ -70,7 +70,7 @@ def inferred(program: T) -> T:
 
 
 def _refuse_negative_sizes(program: Typed) -> None:
-    """Raises CompileError for the nodes that make a negative size of sizes that are none."""
+    """Raises CompileError that lists the nodes whose outputs have a negative size though their inputs have none."""
     graph, problems = program.model.graph, []
     values = [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
     shaped = ((value, value.shape.dims) for value in values if value.shape is not None)
@@ -98,7 +98,7 @@ def _info(value: ir.Value, known: frozenset[str], memo: dict[ir.SymbolicDim, boo
 
 @functools.cache
 def _tensor_type(dtype: ir.DataType) -> tuple[str, int | None]:
-    """The text of a tensor's type, and the bytes of an item where these are whole."""
+    """The text of a tensor's type, and the bytes of an element; None for strings and types of less than a byte."""
     sized = dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
     bits = dtype.bitwidth if sized else None
     return type_text(ir.TensorType(dtype)), bits // 8 if bits and bits % 8 == 0 else None

@@ -1,7 +1,7 @@
-"""Collectives that are there only for a size: a value arrives cut, and its reader would go on so if a size were known, or another one.
+"""Gathers that another size would avoid: a value arrives sharded, and its reader could keep it so if a size were known or divisible.
 
-The second are heads: twelve of them cannot be shared by eight ranks, so that what was cut for attention is gathered in front of it, and
-all ranks compute all heads. That is legal, and seldom meant: it is told with its bytes, and `--strict` refuses it.
+A size that does not divide is often the number of heads: eight ranks cannot share twelve, so what was sharded for attention is gathered in
+front of it, and every rank computes all heads. That is legal and seldom meant: it is reported with its bytes, and `--strict` refuses it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ _REDUCED = {"sum": "a sum", "max": "the largest", "min": "the smallest"}
 
 
 class Alone(enum.Enum):
-    """The states that say no more."""
+    """The states without further data: replicated, and a microbatch's own."""
 
     REPLICATE = "replicate"
     OWN = "own"
@@ -103,7 +103,7 @@ class Flow:
         return state if isinstance(state, Shard) else None
 
     def _walk(self) -> bool:
-        """Goes through the graph; False once it finds another value that has to be cut."""
+        """One walk through the graph; False as soon as it has found another value to shard, so that the walk must begin again."""
         self.states: dict[ir.Value, State] = {
             **self.given,
             **{value: one for value, one in self.alike.items() if value.producer() is None},
@@ -122,7 +122,7 @@ class Flow:
         return True
 
     def _inputs_alone(self) -> set[ir.Value]:
-        """What can be made of the inputs alone, without the model; the walk adds to it."""
+        """The inputs and small frozen weights; the walk adds the values that are computed from these alone."""
         training, graph = self.program.training, self.program.model.graph
         if training is None:
             return set()
@@ -210,7 +210,7 @@ class Flow:
         return ""
 
     def _reshaped(self, node: ir.Node, rule: Rule, shard: Shard) -> bool:
-        """Passes records on where a node changes how elements are grouped into dims, and moves none; False where no dim has them then."""
+        """Passes records on through a node that regroups elements into dims and moves none; False if no dim of the output holds them."""
         source, out = node.inputs[0], node.outputs[0]
         made = reshaped(shard, source, out, self.known)
         if made is None or source is None or source.shape is None or out.shape is None:
@@ -223,7 +223,7 @@ class Flow:
         return True
 
     def _cut_for_reader(self, node: ir.Node) -> None:
-        """Cuts a node whose operands have no records, where a reader takes what it makes by records."""
+        """Shards a node whose operands have no records, but whose output a reader takes by records."""
         made = next(((k, self.alike[out]) for k, out in enumerate(node.outputs) if out in self.alike), None)
         if made is None:
             return
@@ -235,7 +235,7 @@ class Flow:
         self._made(node, rule, _letter(rule.outputs[k], shard.dim), shard)
 
     def _alike(self, value: ir.Value, shard: Shard) -> Iterator[tuple[ir.Value, Shard | None]]:
-        """The values that are cut if this one is, each with how; with None one of which the records differ."""
+        """The values to shard along with this one, each with its `Shard`; None in its place for a value whose records differ."""
         node, there = value.producer(), self.shard(value) or self.alike.get(value)
         if there is not None or dim_of(value, shard.dim) != shard.size:
             yield value, shard if there == shard else None
@@ -256,7 +256,7 @@ class Flow:
                 yield from self._alike(operand, replace(shard, dim=letters.index(letter)))
 
     def _count(self, node: ir.Node) -> None:
-        """Follows the numbers of records: a microbatch counts its own from 0, which serve to look these up, and for nothing else."""
+        """Follows record numbers: a microbatch counts its own records from 0, so the numbers are valid only for looking those up."""
         if node.op_type == "Range" and any(self.state(value) is OWN for value in node.inputs if value is not None):
             self._counts[node.outputs[0]] = node
         found = {
@@ -295,7 +295,7 @@ class Flow:
         return None
 
     def _settle(self, value: ir.Value, node: ir.Node) -> None:
-        """Settles an operand that must be the whole batch's: it is computed before the microbatches if it can be, else it is their own."""
+        """Decides on an operand that must be the batch's: computed before the microbatches if possible, else `mixing`."""
         state = self.state(value)
         if isinstance(state, Shard) or state is REPLICATE or value.dtype is None:
             return
@@ -343,7 +343,7 @@ class Flow:
 
 
 def _by_symbol(program: Typed) -> dict[ir.Value, ir.Value]:
-    """By value of a batch of fixed size one whose sizes have a symbol in its place: a number does not tell what it counts."""
+    """For a batch of fixed size: by value a copy whose sizes name the batch by a symbol, since a number does not say what it counts."""
     model, graph = program.model.clone(), program.model.graph
     for value, twin in zip(graph.inputs, model.graph.inputs, strict=True):
         if value in program.batch_dims and twin.shape is not None:

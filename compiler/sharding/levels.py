@@ -55,7 +55,7 @@ def prefer(rules: Mapping[ir.Node, ShardingRule], done: Propagation) -> list[str
 
 
 def _share(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> bool:
-    """Cuts a product that the ranks along free axes would all do alike; whether there was such a one."""
+    """Shards a product that all ranks along free axes would repeat; returns whether it could."""
     choice = done.choices[instance]
     out = choice.rule.outputs[0] if choice.rule.outputs else None
     inputs = [letters for letters in choice.rule.inputs if letters is not None]

@@ -10,7 +10,7 @@ from partc.compiler.ops.rule import Local, Rule
 
 
 class _Asked(dict[str, int]):
-    """The number of a shard by factor; `asked` once a rule has looked one up."""
+    """A mapping from factor to shard number; `was_read` is set once a rule has looked one up."""
 
     asked = False
 
@@ -20,7 +20,7 @@ class _Asked(dict[str, int]):
 
 
 def local_in_time(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> Local:
-    """The nodes in place of one that is cut along a factor into `count` shards."""
+    """The nodes that replace one sharded along a factor into `count` shards."""
     return _local(program, node, rule, {letter: count}, {letter: 0})
 
 

@@ -39,7 +39,7 @@ class Vote:
     weight: float
     why: str
     arrives: bool = False
-    """Whether the operand arrives so, or is given so: then rows that are looked up may be pulled, if the same axes cut both."""
+    """Whether the operand arrives in this sharding, or was given it: only then may looked-up rows share the axes and be pulled."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Propagation:
         again: tuple[bytearray, bytearray],
         neighbours: Callable[[NodeOnGroup], Iterator[Vote]],
     ) -> bool:
-        """Asks the instances that are to be `asked`, and marks whose wishes may be others for it; whether anything changed."""
+        """Updates the instances flagged in `asked`, and flags in `again` the neighbours of those that changed; returns whether any did."""
         found = False
         for place in places:
             if asked[place]:

@@ -1,4 +1,4 @@
-"""Pass: how every node is cut on its group, and so how every value lies; all in global shapes.
+"""Pass: shards every node on its group, which decides the layout of every value; all shapes are global.
 
 What is given is seeded (`seeding/`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
 into shards that are proven to be equal, for all sizes that its symbols may have.
@@ -84,7 +84,7 @@ def shard(program: Placed) -> Sharded:
 
 
 def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
-    """The rule of a node, without the factors of dims that strings have: no collective takes them."""
+    """The rule of a node, with the dims of string tensors replicated: no collective takes strings."""
     rule = rule_of(node)
     if SERVED in node.meta:  # its rows lie on other ranks, which are asked for them
         rule = replace(rule, replicated=rule.replicated | {*(rule.inputs[0] or "")}, looked_up="", served=True)

@@ -68,7 +68,7 @@ def line_of(rule: ShardingRule) -> str:
 
 
 class RegionCuts:
-    """Fills what regions are given into choices and `given`; `problems` gets what is wrong."""
+    """Writes the shardings that rules give regions into `choices` and `given`, and appends every violation to `problems`."""
 
     def __init__(
         self, program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, problems: list[Problem]
@@ -85,7 +85,7 @@ class RegionCuts:
                     yield NodeOnGroup(node, group)
 
     def is_constant(self, value: ir.Value) -> bool:
-        """Whether a value is a parameter, or made of such alone."""
+        """Whether a value is a parameter, or computed from parameters alone."""
         producer = value.producer()
         return value.is_initializer() or (producer is not None and producer in self.constants)
 
@@ -154,8 +154,7 @@ class RegionCuts:
     def _enter(self, region: Region) -> Sequence[ir.Value | None]:
         """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside.
 
-        What a training adds, as the number of the step, is none of them: the plan's author does not know of it.
-        """
+        Inputs that the training adds, such as the step number, are left out: the plan's author does not know of them. """
         inside, training = set(region.nodes), self.program.training
         added = {value for value in self.program.model.graph.inputs if training and value.name in training.scalars}
         node, count = self._one_node(region, None), len(region.rule.inputs or ())
@@ -191,7 +190,7 @@ class RegionCuts:
         ]
 
     def _written(self, region: Region) -> _Written:
-        """What the region's node read and made in the model, where a rewrite or a training has made something else of it."""
+        """The operands and results that the region's node has in the model, if a rewrite or the training has changed the node."""
         training = self.program.training
         told = training.written.get(region.path) if training is not None else None
         told = next(
@@ -240,7 +239,7 @@ class RegionCuts:
         return {value.name or "": value for value in (*made, *graph.initializers.values(), *graph.inputs)}
 
     def _as_operands(self, region: Region, node: ir.Node, call: Call) -> bool:
-        """Cuts a region's one node as an op; False where what the region is given are not the node's own operands."""
+        """Shards the one node of a region by its op's strategy; False if the rule's entries are not the node's own operands."""
         at = corresponding(node.inputs, call.arguments)
         if any(k is None and argument is not None for k, argument in zip(at, call.arguments, strict=True)):
             return False
@@ -310,7 +309,7 @@ class RegionCuts:
     def _made(
         self, region: Region, instance: NodeOnGroup, joint: Joint, cut: ShardSpec, value: ir.Value
     ) -> Layout | None:
-        """The layout of what leaves: as the op of its own makes it, if that is the cut, else as the region's values lie together."""
+        """The layout of a region's output: that of the op which computes it if it has the given shards, else that of the joint layouts."""
         choice = self.choices[instance]
         made = choice.output(list(instance.node.outputs).index(value))
         if made is not None and choice.axes and not is_named(cut):

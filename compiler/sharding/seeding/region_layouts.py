@@ -148,7 +148,7 @@ class _Sets:
 
 
 def corresponding(operands: Sequence[ir.Value | None], arguments: Sequence[ir.Value | None]) -> list[int | None]:
-    """Per argument of a call the operand of the node that it became, each operand once; None where it is none."""
+    """For each argument of a call the operand of the node that the call became, each operand at most once, or None."""
     free = {k: value for k, value in enumerate(operands) if value is not None}
     found: list[int | None] = []
     for argument in arguments:

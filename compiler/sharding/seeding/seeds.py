@@ -47,7 +47,7 @@ def seed(
 
 
 def _outermost(pattern: str, path: str) -> str:
-    """Of the module with this path and those around it the first that a pattern matches, "" where it matches none."""
+    """The outermost module on a path that a pattern matches, "" if it matches none."""
     matches, parts = compile_pattern(pattern).matches, path.split(".") if path else []
     return next((prefix for k in range(len(parts)) if matches(prefix := ".".join(parts[: k + 1]))), "")
 
@@ -65,7 +65,7 @@ class _Seeds:
         self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
 
     def annotations(self) -> None:
-        """What the model's own annotations cut, where no rule speaks of the node."""
+        """Writes the shardings of the model's own annotations, for nodes that no rule matches."""
         if self.program.followed:
             self.problems += seed_annotations(self.program, self.choices, self.given, self.rules)
 

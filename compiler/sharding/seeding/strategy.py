@@ -74,7 +74,7 @@ def shares_rows(rule: Rule, shards: Mapping[str, int]) -> bool:
 
 
 def shared_axes(rule: Rule, shards: Mapping[str, int], group_size: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    """As `to_axes`, of what `assign_integers` gives: where the group has no room for more, rows have the axes of ids."""
+    """As `to_axes`, for the result of `assign_integers`: if the group is too small for both, looked-up rows share the axes of the ids."""
     if group_size % math.prod(shards.values()):
         rest = {letter: count for letter, count in shards.items() if letter != rule.looked_up}
         mesh, axes = to_axes(rest, rule.factors, group_size)
@@ -132,7 +132,7 @@ def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
 def _by_factor(
     rule: Rule, cuts: Sequence[Sequence[Shard] | None], uncut: Shard
 ) -> tuple[dict[str, Shard], list[Refused]]:
-    """Per factor what its dims are given, in the order of factors, and what cannot be."""
+    """By factor, in the rule's order, the shards or axes that its dims are given; and the violations."""
     found: dict[str, tuple[Shard, str]] = {}
     violations: list[Refused] = []
     for index, letters, cut in _operands(rule, cuts):

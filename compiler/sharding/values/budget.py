@@ -1,4 +1,4 @@
-"""Pass: what communication may cost: `--strict` refuses changes of layout that nobody asked for, `max_reshard_bytes` bounds their bytes.
+"""Pass: limits on communication. `--strict` refuses changes of layout that were not requested, `max_reshard_bytes` bounds their bytes.
 
 A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the terms that a given cut
 leaves is no change of layout. Copies between a rank's targets count, too. Bytes are what a rank receives, at the largest sizes that the

@@ -85,7 +85,7 @@ class _Terms:
 
     group: Group
     layout: Layout
-    """Of one of the values that are made so."""
+    """The layout of one of the values."""
 
 
 @dataclass
@@ -95,9 +95,9 @@ class _Passing:
     makers: list[NodeOnGroup] = field(default_factory=list)
     choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     operands: dict[NodeOnGroup, tuple[int, ...]] = field(default_factory=dict)
-    """Of nodes that could, the inputs that are terms or are kept."""
+    """By node that could: its inputs that are partial, or masked to one rank."""
     gradients: dict[NodeOnGroup, Cost] = field(default_factory=dict)
-    """Of products that could, what it costs to reduce the gradients of the other factors, which are terms then."""
+    """By product that could: the cost of reducing the gradients of its other factors, which become partial."""
     made: dict[ir.Value, Layout] = field(default_factory=dict)
 
 
@@ -172,7 +172,7 @@ class _Sums:
         return found
 
     def _alone(self, node: ir.Node) -> NodeOnGroup | None:
-        """A node on the one group that runs it, if all that it makes are numbers of known sizes, in layouts that nobody asks for."""
+        """A node on the one group that runs it, if all outputs are numbers of known sizes in layouts that the plan does not request."""
         placed = self.program.placement[node]
         if len(placed.groups) != 1 or placed.follows or is_inside(node) or self.program.around[node]:
             return None
@@ -190,7 +190,7 @@ class _Sums:
         return instance if fits else None
 
     def _made(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
-        """What a node makes, in its layouts; nothing where these await anything but a sum, or differ in what they await."""
+        """The layouts of a node's outputs; none if one is partial by another reduction than a sum, or they differ in their reductions."""
         choice, found = self.choices[instance], dict[ir.Value, Layout]()
         for k, value in enumerate(instance.node.outputs):
             if value.name:
@@ -205,7 +205,7 @@ class _Sums:
         return all(self._bytes(value) is not None for value in values)
 
     def _operands(self, instance: NodeOnGroup, choice: NodeSharding, found: _Passing) -> tuple[int, ...]:
-        """The inputs that are terms, or kept, where a node passes terms on; none where it cannot."""
+        """The inputs that are partial, or masked to one rank, where a node passes partial sums on; none where it cannot."""
         node, rule = instance.node, choice.rule
         rows = [tuple(k for k in row if k < len(node.inputs) and node.inputs[k]) for row in rule.partial_inputs]
         arriving = {k for row in rows for k in row if self._arrives(instance, choice, k, found)}
@@ -228,14 +228,14 @@ class _Sums:
         return found
 
     def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
-        """Whether an input could be terms just as they are made."""
+        """Whether an input could be taken partial, in the layout in which it is produced."""
         value = instance.node.inputs[k]
         if value is None or value not in found.made or choice.input(k) is None:
             return False
         return normal(choice.kept_as(k)) == found.made[value]
 
     def _readers(self, value: ir.Value, found: _Passing) -> Iterator[NodeOnGroup | None]:
-        """The nodes that could take a value's terms; None for each that cannot, and for the outside."""
+        """The readers that could take a value partial; None for each that cannot, and for an output of the model."""
         if value in self.ends:
             yield None
         producer = value.producer()
@@ -247,7 +247,7 @@ class _Sums:
             yield instance if could and self._arrives(instance, found.choices[instance], k, found) else None
 
     def _reduced(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
-        """What it costs to reduce terms on all ranks that have them. Readers may want less: that is no gain of passing them on."""
+        """The cost of reducing a value on all ranks that have a partial of it. Readers may need less; that saving is not counted here."""
         reduced = ShardedValue(value, group, Layout(layout.mesh, layout.cuts))
         return self._moved(value, [(ShardedValue(value, group, layout), reduced)])
 
@@ -317,7 +317,7 @@ class _Sums:
         return cut.source_side("source", "drain")
 
     def _connected(self, found: _Passing, side: _Side) -> Iterator[list[NodeOnGroup]]:
-        """Nodes that are to pass terms on, or make them for such, by what hangs together."""
+        """The nodes that pass partial sums on, or produce them for such, in connected components."""
         leads: dict[NodeOnGroup, NodeOnGroup] = {}
 
         def lead(one: NodeOnGroup) -> NodeOnGroup:
@@ -364,7 +364,7 @@ class _Sums:
         return least is not None and least >= 0
 
     def _take(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side) -> None:
-        """Has the nodes of a part pass terms on."""
+        """Makes the nodes of a component pass partial sums on."""
         for instance in part:
             if instance in found.choices:
                 there = frozenset(
