@@ -43,7 +43,7 @@ from partc.compiler.rewrite.rotary import repeat_tables
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.values.budget import check_budget
-from partc.compiler.sharding.values.sums import pass_sums
+from partc.compiler.sharding.values.sums import defer_all_reduce
 from partc.compiler.targets.choose_targets import choose_targets
 from partc.compiler.targets.copies import copy_between_targets
 from partc.compiler.tasks.localize import localize
@@ -82,7 +82,7 @@ PASSES: tuple[Pass, ...] = (
     only_totals,
     shard,
     choose_targets,
-    pass_sums,
+    defer_all_reduce,
     localize,  # the local view
     differentiate,
     update,
@@ -92,7 +92,7 @@ PASSES: tuple[Pass, ...] = (
     check_budget,
 )
 """From a `Loaded` program to a `Complete` one (`ir/program.py`), by the types of their arguments and results. What comes before is `load`
-and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_written`)."""
+and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_write`)."""
 LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.STEP, lower),
     (ProgramKind.TOTALS, lower),
@@ -351,7 +351,7 @@ def _compiled(
         training = replace(program.training, folder=os.path.relpath(plan.parent, out))
         program = replace(program, training=training)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    report = _written(program, [*programs.values()], source, out, sources, texts, options.check, watch)
+    report = _write(program, [*programs.values()], source, out, sources, texts, options.check, watch)
     report = replace(report, exported=source.exported)
     if annotated is not None:
         write_annotated(report.program, annotated)
@@ -363,11 +363,11 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
     programs = programs_of(source, plan, name)
     program = programs.pop(ProgramKind.STEP)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    return _written(program, [*programs.values()], source, out, {"model": record, "plan": None})
+    return _write(program, [*programs.values()], source, out, {"model": record, "plan": None})
 
 
 @uncollected()
-def _written(
+def _write(
     program: Complete,
     inner: list[Complete],
     source: Source,

@@ -5,7 +5,7 @@
     place       every node that is read has groups of distinct ranks of the job
     shard       a sharding speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims;
                 nodes that share a rule have it by themselves, too
-    pass_sums   partial sums that a node is given are made so on its ranks, and it is linear in them
+    defer_all_reduce   partial sums that a node is given are made so on its ranks, and it is linear in them
     localize    the ranks of an op are among those of each value that it reads, and that is made before it; a name is made once on a rank;
                 forward ops stand before all others; every event has the same place in the order of all its ranks; and so after
                 differentiate and update

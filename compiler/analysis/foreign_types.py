@@ -1,6 +1,6 @@
 """Output types of ops that only onnxruntime knows: it infers them from a model of that one node.
 
-Shapes are not inferred: they stay unknown, and a message with such a value carries its shape. """
+Shapes are not inferred: they stay unknown, and a message with such a value carries its shape."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ _REALS = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", 
 def _shared_key(node: ir.Node) -> Hashable | None:
     """The key under which a node's outputs are kept for nodes that are alike; None where other things decide, too.
 
-    Such are integers whose entries are not noted, though the engine may know them, and types other than tensors. """
+    Such are integers whose entries are not noted, though the engine may know them, and types other than tensors."""
     entries: list[str | None] = []
     for value in node.inputs:
         if value is None:

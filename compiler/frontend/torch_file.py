@@ -41,7 +41,7 @@ def restored(model: ir.Model) -> ir.Model:
     taken |= {value.name or "" for node in nodes_of(graph) for value in node.outputs}
     for value in list(graph.initializers.values()):
         if KIND in value.metadata_props:
-            _part(graph, value, taken)
+            _restore_merged(graph, value, taken)
     for value in list(graph.initializers.values()):
         if FOLDED in value.metadata_props:
             _unfold(graph, value, taken)
@@ -60,7 +60,7 @@ def restored(model: ir.Model) -> ir.Model:
     return model
 
 
-def _part(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
+def _restore_merged(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
     """Gives readers that torch calls with another tensor one of its name: the exporter keeps one of several that are equal."""
     own = value.metadata_props.get(_PLACEHOLDER, "")
     for use in list(value.uses()):

@@ -79,7 +79,9 @@ class Routes:
 
 def can_travel(before: Layout, after: Layout) -> bool:
     """Whether each rank of `after` can be given what it needs without computing: both hold the same partial values, or none."""
-    return _terms(before) == _terms(after) and {r for _, r in before.partial} == {r for _, r in after.partial}
+    return _num_partials(before) == _num_partials(after) and {r for _, r in before.partial} == {
+        r for _, r in after.partial
+    }
 
 
 def numbers(layout: Layout, index: int) -> Numbers:
@@ -120,12 +122,12 @@ def offsets(span: Span, shape: Sequence[int]) -> Box:
     return tuple(found)
 
 
-def _terms(layout: Layout) -> int:
+def _num_partials(layout: Layout) -> int:
     return math.prod(layout.mesh[axis] for axis, _ in layout.partial)
 
 
 def _counts(layout: Layout) -> Numbers:
-    return (*layout.shards, _terms(layout))
+    return (*layout.shards, _num_partials(layout))
 
 
 @functools.lru_cache(maxsize=256)

@@ -102,7 +102,7 @@ def choose(
         if name in NAMED
         else schedule_of_text([str(row) for row in rows], stages, count, rows_where or where)
     )
-    return _held(made, limit, costs, where)
+    return _within_limit(made, limit, costs, where)
 
 
 def _count(microbatches: object, where: str) -> int | Problem:
@@ -158,7 +158,7 @@ def _auto(stages: Stages, microbatches: int, limit: Limit | None, costs: Costs, 
     return auto(stages, microbatches, costs, room).schedule
 
 
-def _held(schedule: Schedule, limit: Limit | None, costs: Costs, where: str) -> Schedule:
+def _within_limit(schedule: Schedule, limit: Limit | None, costs: Costs, where: str) -> Schedule:
     """The schedule, if it keeps to the limit."""
     stages = schedule.stages
     if limit is None or not (over := _over(peaks(schedule, costs), limit, stages, costs, schedule)):

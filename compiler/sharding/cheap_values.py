@@ -17,11 +17,11 @@ from partc.compiler.sharding.propagate import Propagation
 from partc.runtime.artifact import format as fmt
 
 
-def uncut(program: Placed, done: Propagation) -> None:
+def replicate_cheap_values(program: Placed, done: Propagation) -> None:
     """Removes derived shardings from nodes that depend on inputs and shapes alone, where a reader takes the value in other shards."""
     shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == fmt.SHAPE_ARITHMETIC}
     among = {*repeatable(program, {}, shapes, following(program)), *shapes}
-    heavy = _arriving_cut(program, done, among)
+    heavy = _sharded_input_bytes(program, done, among)
     for instance in reversed(done.instances):
         choice = done.choices[instance]
         node = instance.node
@@ -65,7 +65,7 @@ def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
     return want[: len(have)] == have
 
 
-def _arriving_cut(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
+def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
     """By node the bytes of the inputs it depends on that arrive sharded."""
     cut = {value: done.weigh(value) for value, _ in done.given.arriving if value.is_graph_input()}
     below: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset({value}) for value in cut}

@@ -41,7 +41,7 @@ from partc.compiler.ops.families.neural.loss import local_mean
 from partc.compiler.ops.registry import draws, rule_of
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.rule import WHOLE, Rule
-from partc.compiler.sharding.local_in_time import asks_where
+from partc.compiler.sharding.local_in_time import depends_on_shard
 
 _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the microbatches."""
@@ -139,13 +139,13 @@ class Flow:
         operands = {k: value for k, value in enumerate(node.inputs) if value is not None and k != typed}
         around = self.program.around[node]
         if all(self.state(value) is REPLICATE for value in (*operands.values(), *around)):
-            self._cut_for_reader(node)
+            self._shard_for_reader(node)
             return
         self._count(node)
         rule = rule_of(node)
         for value in around:
             self._settle(value, node)
-        passing = self._terms(node, rule, operands)
+        passing = self._partial(node, rule, operands)
         if passing is not None:
             self.states.update(dict.fromkeys(node.outputs, passing))
             return
@@ -189,11 +189,11 @@ class Flow:
                 return f"takes '{value.name}', which is the same for all microbatches, by records of the batch"
             self.alike.update((one, how) for one, how in needed if how is not None)
             return ""
-        if node.domain != OWN_OPS and asks_where(self.program, node, rule, letter, self.count):
+        if node.domain != OWN_OPS and depends_on_shard(self.program, node, rule, letter, self.count):
             return "needs to know which records of the batch it has"
-        return self._made(node, rule, letter, shard)
+        return self._through_factor(node, rule, letter, shard)
 
-    def _made(self, node: ir.Node, rule: Rule, letter: str, shard: Shard) -> str:
+    def _through_factor(self, node: ir.Node, rule: Rule, letter: str, shard: Shard) -> str:
         """The states of the outputs of a node that is cut along a factor."""
         how = rule.reduce.get(letter)
         for out, made in zip(node.outputs, rule.outputs, strict=False):
@@ -222,7 +222,7 @@ class Flow:
         self.cut[node] = replace(rule, inputs=inputs, outputs=(given_out,)), _RECORDS
         return True
 
-    def _cut_for_reader(self, node: ir.Node) -> None:
+    def _shard_for_reader(self, node: ir.Node) -> None:
         """Shards a node whose operands have no records, but whose output a reader takes by records."""
         made = next(((k, self.alike[out]) for k, out in enumerate(node.outputs) if out in self.alike), None)
         if made is None:
@@ -232,7 +232,7 @@ class Flow:
             self.states[node.outputs[0]] = shard
             return
         rule = rule_of(node)
-        self._made(node, rule, _letter(rule.outputs[k], shard.dim), shard)
+        self._through_factor(node, rule, _letter(rule.outputs[k], shard.dim), shard)
 
     def _alike(self, value: ir.Value, shard: Shard) -> Iterator[tuple[ir.Value, Shard | None]]:
         """The values to shard along with this one, each with its `Shard`; None in its place for a value whose records differ."""
@@ -248,7 +248,7 @@ class Flow:
         rule = rule_of(node)
         letter = _letter(rule.outputs[value.index() or 0] if rule.outputs else None, shard.dim)
         whole = letter == WHOLE or letter in rule.replicated or letter in rule.units
-        if whole or asks_where(self.program, node, rule, letter, self.count):
+        if whole or depends_on_shard(self.program, node, rule, letter, self.count):
             yield value, None
             return
         for operand, letters in zip(node.inputs, rule.inputs, strict=False):
@@ -273,7 +273,7 @@ class Flow:
         else:
             self._counts.update(dict.fromkeys(node.outputs, origin))
 
-    def _terms(self, node: ir.Node, rule: Rule, operands: Mapping[int, ir.Value]) -> State | None:
+    def _partial(self, node: ir.Node, rule: Rule, operands: Mapping[int, ir.Value]) -> State | None:
         """The state of the outputs where terms pass through a node."""
         terms = {k for k, value in operands.items() if isinstance(self.state(value), Partial)}
         for group in rule.partial_inputs if terms else ():

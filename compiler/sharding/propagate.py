@@ -70,7 +70,7 @@ class Propagation:
     def run(self) -> None:
         """Extends the open choices until no neighbour's wish can be taken any more."""
         for instance in dict.fromkeys(instance for instance, _ in (*self.given.inputs, *self.given.outputs)):
-            self._hear(instance, self._given)
+            self._hear(instance, self._from_plan)
         count = len(self.instances)
         by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
         """Whether an instance is to be asked for the wishes of its inputs, or of its outputs."""
@@ -155,7 +155,7 @@ class Propagation:
         choice.why[vote.letter] = vote.why
         return True
 
-    def _given(self, instance: NodeOnGroup) -> Iterator[Vote]:
+    def _from_plan(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
         for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
             for k, operand in enumerate(letters):

@@ -72,7 +72,7 @@ def taken_apart(reads: Reads) -> set[ir.Value]:
     return found
 
 
-def asked_parts(value: ir.Value, dim: int) -> list[Fraction]:
+def requested_bounds(value: ir.Value, dim: int) -> list[Fraction]:
     """The bounds of all requested parts as fractions, ascending from 0 to 1; [0, 1] where no reader takes the dim apart."""
     return sorted({Fraction(0), Fraction(1), *_ends(value, dim)})
 

@@ -39,7 +39,9 @@ def not_taken(
         laws = [why for i, k in readers for why in _laws(choices[i], i, k, given.inputs[i, k][0], where, refusal)]
         problems += laws
         if not laws:
-            told += [text for i, k in readers[:1] if (text := _needs_whole(program, choices[i], i, k, layout, where))]
+            told += [
+                text for i, k in readers[:1] if (text := _needs_replicated(program, choices[i], i, k, layout, where))
+            ]
     return problems, told
 
 
@@ -54,7 +56,7 @@ def _laws(
     return [problem for problem in found if problem is not None]
 
 
-def _needs_whole(
+def _needs_replicated(
     program: Placed, choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str
 ) -> str:
     """A warning if a node reads replicated what enters sharded; empty if it follows another sharding that was given."""
@@ -85,7 +87,7 @@ def gathered_inside(
                 continue
             maker = choices.get(NodeOnGroup(producer, instance.group))
             made = maker.output(producer.outputs.index(value)) if maker is not None and maker.axes else None
-            text = _needs_whole(program, choice, instance, k, made, rule.where) if made is not None else ""
+            text = _needs_replicated(program, choice, instance, k, made, rule.where) if made is not None else ""
             if text:
                 yield text.replace(" enters cut ", " is cut ")
 

@@ -145,7 +145,7 @@ class Checkpoint(ShardFiles):
         for piece in record.pieces:
             shared = intersection(piece.region, box)
             if shared is not None:
-                stored, data = self._piece(tensor, piece)
+                stored, data = self._shard(tensor, piece)
                 found.append((shared.inside(box), tensor_in(data, stored)[shared.inside(piece.region)]))
                 filled += shared.count
         if filled != box.count:

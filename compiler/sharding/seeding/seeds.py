@@ -23,8 +23,8 @@ from partc.compiler.plan.groups import ranks_text, shown_mesh
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec
-from partc.compiler.sharding.seeding.region_cuts import Region, RegionCuts, line_of
-from partc.compiler.sharding.seeding.region_layouts import cut_layout, is_text
+from partc.compiler.sharding.seeding.region_layouts import is_text, layout_of_spec
+from partc.compiler.sharding.seeding.regions import Region, RegionShardings, line_of
 from partc.compiler.sharding.seeding.strategy import refined
 from partc.compiler.sharding.seeding.styles import parameter_factor, styled
 
@@ -61,7 +61,7 @@ class _Seeds:
         self.problems: list[Problem] = []
         self.styled = set[int]()
         self.idle: list[tuple[Region, str, str]] = []
-        self.cuts = RegionCuts(program, choices, self.given, self.problems)
+        self.cuts = RegionShardings(program, choices, self.given, self.problems)
         self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
 
     def annotations(self) -> None:
@@ -200,10 +200,10 @@ class _Seeds:
                         fact = f"dataset of '{value.name}': it is of strings, which no collective takes"
                         self.problems.append(Problem(given.where, fact, help="take the line out: it arrives whole"))
                     continue
-                cut = given.spec if given else self._batch_cut(value, group)
+                cut = given.spec if given else self._batch_sharding(value, group)
                 where = given.where if given else plan.dataset.where
                 try:
-                    self.given.arriving[value, group] = (cut_layout(self.program, cut, value, group), where)
+                    self.given.arriving[value, group] = (layout_of_spec(self.program, cut, value, group), where)
                     fits = True
                 except ValueError as error:
                     wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))
@@ -216,7 +216,7 @@ class _Seeds:
                     Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")
                 )
 
-    def _batch_cut(self, value: ir.Value, group: Group) -> ShardSpec:
+    def _batch_sharding(self, value: ir.Value, group: Group) -> ShardSpec:
         assert value.shape is not None
         axes = self.program.plan.axes_of(group)
         first: int | tuple[str, ...] = len(group)

@@ -24,7 +24,7 @@ def check_budget(program: Complete) -> Complete:
     """Pass: the program itself. Raises CompileError for what `strict` and the plan's `max_reshard_bytes` forbid in a step."""
     if program.kind is not ProgramKind.STEP:
         return program
-    problems = list(_unasked(program)) if program.strict else []
+    problems = list(_unrequested(program)) if program.strict else []
     budget = program.plan.max_reshard_bytes
     if budget is not None:
         costs = [(bytes_at(program, event), event) for event in program.events if event.op_type != SEND]
@@ -77,7 +77,7 @@ def largest_first(program: Complete) -> list[Event]:
     return sorted(program.events, key=lambda event: (-bytes_at(program, event), event.tag))
 
 
-def _unasked(program: Complete) -> Iterator[Problem]:
+def _unrequested(program: Complete) -> Iterator[Problem]:
     for event in program.events:
         if event.derived and event.op_type in _RESHARDS:
             yield Problem(

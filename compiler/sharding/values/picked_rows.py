@@ -35,10 +35,10 @@ def picked_rows(program: Sharded) -> Iterator[str]:
         reduced = _reduced(program, NodeOnGroup(node, instance.group))
         if second and not any(value in _between(node, product) for value in reduced):
             continue
-        yield _told(program, table, choice, rows[0], reduced, product if second else None)
+        yield _warning(program, table, choice, rows[0], reduced, product if second else None)
 
 
-def _told(
+def _warning(
     program: Sharded,
     table: ir.Value,
     choice: NodeSharding,

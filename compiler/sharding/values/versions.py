@@ -212,7 +212,7 @@ def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]
     return [tuple([row[place] for row in rows]) for place in places]
 
 
-def _made_apart(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
+def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
     """Whether a rank makes both of two versions: one is a definition, the other is resharded from another one, on more ranks."""
     defs = versions.defs.get(one.value, [])
     made = {*defs, *(versions.canonical[home] for home in defs if home in versions.canonical)}
@@ -241,7 +241,7 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
             continue
         wanted = _spellings(name, version)
         known = [one for one in order if one in versions.names]
-        apart = (one for one in known if not can_share(one, version) or _made_apart(versions, one, version))
+        apart = (one for one in known if not can_share(one, version) or _computes_both(versions, one, version))
         taken = {versions.names[one] for one in apart}
         free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
         versions.names[version] = next(free, None) or derived(wanted[-1], own | taken)

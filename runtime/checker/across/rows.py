@@ -77,7 +77,7 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
             count, stated = read.microbatches, read.rows
         except (ArtifactError, OSError, UnicodeDecodeError) as error:
             yield Violation(text, str(error), help=_AGAIN)
-    wrong = [violation for one in found for violation in _wrong_cells(one, count)]
+    wrong = [violation for one in found for violation in _row_violations(one, count)]
     yield from wrong
     if wrong:
         return
@@ -88,7 +88,7 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
         yield from _reads_others(one, makers)
 
 
-def _wrong_cells(one: _File, count: int) -> Iterator[Violation]:
+def _row_violations(one: _File, count: int) -> Iterator[Violation]:
     """The first cell of each law that the row breaks by itself."""
     first: dict[Task, int] = {}
     told = set[str]()

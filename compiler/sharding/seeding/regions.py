@@ -22,7 +22,7 @@ from partc.compiler.layout.layout import Layout, Mesh, primes
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec, is_named
-from partc.compiler.sharding.seeding.region_layouts import Joint, corresponding, cut_layout, names_of, numbers_of
+from partc.compiler.sharding.seeding.region_layouts import Joint, corresponding, layout_of_spec, names_of, numbers_of
 from partc.compiler.sharding.seeding.strategy import WrongStrategy, assign_integers, from_names, refined, shared_axes
 from partc.runtime.artifact import format as fmt
 
@@ -45,7 +45,7 @@ class Call:
     results: list[ir.Value | None]
 
 
-class _Written(NamedTuple):
+class _Operands(NamedTuple):
     """Operands, None for one that is absent or that the training has taken out."""
 
     inputs: list[ir.Value | None]
@@ -67,7 +67,7 @@ def line_of(rule: ShardingRule) -> str:
     return PurePath(rule.where).name
 
 
-class RegionCuts:
+class RegionShardings:
     """Writes the shardings that rules give regions into `choices` and `given`, and appends every violation to `problems`."""
 
     def __init__(
@@ -154,12 +154,12 @@ class RegionCuts:
     def _enter(self, region: Region) -> Sequence[ir.Value | None]:
         """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside.
 
-        Inputs that the training adds, such as the step number, are left out: the plan's author does not know of them. """
+        Inputs that the training adds, such as the step number, are left out: the plan's author does not know of them."""
         inside, training = set(region.nodes), self.program.training
         added = {value for value in self.program.model.graph.inputs if training and value.name in training.scalars}
         node, count = self._one_node(region, None), len(region.rule.inputs or ())
         own = [] if node is None else [value for value in node.inputs if value not in added]
-        written = self._written(region)
+        written = self._operands_in_model(region)
         operands = (own, _present(own), written.inputs, _present(written.inputs))
         if (given := next((each for each in operands if each and len(each) == count), None)) is not None:
             return given
@@ -178,7 +178,9 @@ class RegionCuts:
         node, count = self._one_node(region, None), len(region.rule.outputs or ())
         own = [] if node is None else list(node.outputs)
         if (
-            given := next((one for one in (own, self._written(region).outputs) if one and len(one) == count), None)
+            given := next(
+                (one for one in (own, self._operands_in_model(region).outputs) if one and len(one) == count), None
+            )
         ) is not None:
             return given
         return [
@@ -189,7 +191,7 @@ class RegionCuts:
             if any(use.node not in inside for use in out.uses()) or out.is_graph_output()
         ]
 
-    def _written(self, region: Region) -> _Written:
+    def _operands_in_model(self, region: Region) -> _Operands:
         """The operands and results that the region's node has in the model, if a rewrite or the training has changed the node."""
         training = self.program.training
         told = training.written.get(region.path) if training is not None else None
@@ -201,7 +203,7 @@ class RegionCuts:
             ),
             told,
         )
-        return _Written(*([self.values.get(name) for name in names] for names in told or ((), ())))
+        return _Operands(*([self.values.get(name) for name in names] for names in told or ((), ())))
 
     def _paired(
         self,
@@ -302,11 +304,13 @@ class RegionCuts:
     ) -> None:
         for value, cut in leaving:
             for instance in instances:
-                if value.producer() is instance.node and (layout := self._made(region, instance, joint, cut, value)):
+                if value.producer() is instance.node and (
+                    layout := self._output_layout(region, instance, joint, cut, value)
+                ):
                     key = instance, list(instance.node.outputs).index(value)
                     self.given.outputs[key] = (layout, region.rule.where)
 
-    def _made(
+    def _output_layout(
         self, region: Region, instance: NodeOnGroup, joint: Joint, cut: ShardSpec, value: ir.Value
     ) -> Layout | None:
         """The layout of a region's output: that of the op which computes it if it has the given shards, else that of the joint layouts."""
@@ -333,7 +337,7 @@ class RegionCuts:
 
     def _layout(self, region: Region, joint: Joint, cut: ShardSpec, value: ir.Value, group: Group) -> Layout | None:
         try:
-            return joint.layout(value, cut) or cut_layout(self.program, cut, value, group)
+            return joint.layout(value, cut) or layout_of_spec(self.program, cut, value, group)
         except ValueError as error:
             self.problem(region, f"'{value.name}': {error}")
             return None

@@ -54,11 +54,11 @@ def seed_local_maps(program: Placed, choices: dict[NodeOnGroup, NodeSharding]) -
             if node.domain != OWN:
                 choice.rule = replicated_rule(node)
             elif not problems:
-                _cut(program, node, group, choice)
+                _shard(program, node, group, choice)
     return list(dict.fromkeys(problems))
 
 
-def _cut(program: Placed, node: ir.Node, group: Group, choice: NodeSharding) -> None:
+def _shard(program: Placed, node: ir.Node, group: Group, choice: NodeSharding) -> None:
     choice.mesh, named = refined(program.plan.axes_of(group))
     line = node.metadata_props.get(LINE, "")
     if is_border(node):
