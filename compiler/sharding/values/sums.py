@@ -6,11 +6,10 @@ replicated for every reader. But a node that is linear in an operand (`Rule.line
     x + attn + mlp     reduced at once   (x + AllReduce(attn.partial)) + AllReduce(mlp.partial)
                        deferred          AllReduce((x.kept + attn.partial) + mlp.partial)
 
-The law: a partial value is either taken partial by all of its readers, or reduced once for all of them. A replicated operand of a sum with
-partial ones stays on the first rank alone, as zeros on the others (`lower/kept.py`). So the cost of a choice of nodes is the sum
-of the costs of single values, and the cheapest choice is a minimum cut of the graph (`max_flow.py`): nodes on the source's side make
-partial sums, and a value of theirs with a reader on the sink's side is paid for. Among equal costs the cut nearest to the source is taken:
-nothing is deferred without gain.
+The law: a partial value is taken partial by all of its readers, or reduced once for all of them. A replicated operand of a sum with partial
+ones stays on the first rank alone (`lower/kept.py`). So a choice of nodes costs the sum of what single values cost, and the cheapest choice
+is a minimum cut (`max_flow.py`): nodes on the source's side make partial sums, and their values with a reader on the sink's side are paid
+for. Among equal costs the cut nearest to the source is taken: nothing is deferred without gain.
 
 A deferred reduction is proven to take no more bytes and no more collectives than before, for all sizes of the symbols. Not deferred are:
 maxima and minima; sums of a size known only at run time, or into a narrower type, which would round each partial; sums through nodes of
@@ -124,7 +123,7 @@ class _Sums:
         """One kind of terms after the other, in the order of the first node that makes each."""
         found: dict[tuple[Group, Layout], _PartialSums] = {}
         for instance in self.instances:
-            for layout in self._output_layouts(instance).values():
+            for layout in self._layouts_of(instance).values():
                 if layout.partial:
                     found.setdefault((instance.group, _kind(layout)), _PartialSums(instance.group, layout))
         yield from found.values()
@@ -135,17 +134,15 @@ class _Sums:
         if not found.choices:
             return
         costs: dict[ir.Value, Cost] = {}
-        for (
-            value,
-            layout,
-        ) in found.made.items():  # reduced on all ranks: that a reader needs less is no gain of deferring
+        for value, layout in found.made.items():
+            # reduced on all ranks: that a reader needs less is not a gain of deferring
             partial = ShardedValue(value, terms.group, layout)
             reduced = ShardedValue(value, terms.group, Layout(layout.mesh, layout.cuts))
             costs[value] = self._moved(value, [(partial, reduced)])
         costs |= {
             value: self._now(value, found.made[value], one.group)
             for one in found.makers
-            for value in self._output_layouts(one)
+            for value in self._layouts_of(one)
         }
         for per_byte, per_move in ((1 << 20, 1), (1, 1 << 80)):
             extra = {value: self._weight(cost, per_byte, per_move) for value, cost in costs.items()}
@@ -159,7 +156,7 @@ class _Sums:
         found = _Passing()
         kind = _kind(terms.layout)
         for instance in self.instances:
-            made = self._output_layouts(instance)
+            made = self._layouts_of(instance)
             if instance.group != terms.group or not made:
                 continue
             reads, now = instance.node.inputs, self.choices[instance]
@@ -199,7 +196,7 @@ class _Sums:
         )
         return instance if fits else None
 
-    def _output_layouts(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
+    def _layouts_of(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
         """The layouts of a node's outputs; none if one is partial by another reduction than a sum, or they differ in their reductions."""
         choice, found = self.choices[instance], dict[ir.Value, Layout]()
         for k, value in enumerate(instance.node.outputs):
