@@ -1,4 +1,4 @@
-"""What annotations give the cutting of nodes: per factor its axes, and outputs that are spread otherwise than they are made.
+"""Shardings from annotations: the axes of each factor, and outputs annotated with another layout than the node makes.
 
 The inputs' spreads decide: each must be the layout of one mesh that they have in common. An output that is spread in another
 way than the cut node makes it is resharded where it is made. Rules of the plan and `shard` calls of the model win over

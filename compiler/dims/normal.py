@@ -96,7 +96,7 @@ def _ceiling(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
 
 
 def _cancelled(value: sympy.Expr) -> sympy.Expr:
-    """A quotient without what its parts have in common."""
+    """A quotient with its common factors cancelled."""
     if not any(power.exp.is_negative for power in value.atoms(sympy.Pow)):
         return value
     try:

@@ -1,4 +1,4 @@
-"""What the metadata of a file of `partc export` say: its model's declarations, the marks of its nodes, which weights are trainable."""
+"""The metadata that `partc export` writes: the model's declarations, the marks of its nodes, which weights are trainable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What of `Declared` is written: all but annotations, which have keys of their own."""
+    """The fields of `Declared` that are written: all but annotations, which have keys of their own."""
 
     placements: tuple[Placement, ...] = ()
     symbols: dict[str, Symbol] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def restored(model: ir.Model) -> ir.Model:
 
 
 def _restore_merged(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
-    """Gives readers that torch calls with another tensor one of its name: the exporter keeps one of several that are equal."""
+    """Separates equal weights that the exporter has merged: each reader gets the tensor with which torch calls it."""
     own = value.metadata_props.get(_PLACEHOLDER, "")
     for use in list(value.uses()):
         operands = _operands(use.node)
@@ -136,7 +136,7 @@ def _dotted(operand: str, node: ir.Node) -> str | None:
 
 
 def _sources(value: ir.Value) -> list[str]:
-    """All that a constant was folded from: what its ops read, one by one."""
+    """All values that a constant was folded from: the operands of its ops, one by one."""
     try:
         names = [str(name) for name in ast.literal_eval(value.metadata_props[FOLDED])]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):

@@ -39,18 +39,18 @@ class WalkState:
         return range(len(self.at.cuts))
 
     def wanted(self, dim: int) -> tuple[int, ...]:
-        """The axes that are still to cut a dim; none while one that is to leave it is in their way."""
+        """The axes that are still to shard a dim; none while a minor axis must leave the dim first."""
         now, then = self.at.cuts[dim], self.target.cuts[dim]
         return then[len(now) :] if then[: len(now)] == now else ()
 
     def leaving(self, dim: int) -> tuple[int, ...]:
-        """The axes that are to leave a dim, or to come back to it in another place."""
+        """The axes that must leave a dim, for good or to return at another position."""
         now, then = self.at.cuts[dim], self.target.cuts[dim]
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
         return now[common:]
 
     def awaited(self, axes: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
-        """Of axes that are to be something else than they are now, those Partial now, by reduction."""
+        """By reduction, the axes that are Partial now and must not stay so."""
         found: dict[str, list[int]] = {}
         for axis in axes:
             now = self.at.placement(axis)
@@ -59,7 +59,7 @@ class WalkState:
         return [(tuple(pending), reduce) for reduce, pending in found.items()]
 
     def may_await(self, reduce: str) -> bool:
-        """Whether terms may be made for a reduction now: while others wait for another one, the order would change the value."""
+        """Whether the value may become partial by a reduction now: while it is partial by another one, their order would matter."""
         return all(waiting == reduce for _, waiting in self.at.partial)
 
 

@@ -198,7 +198,7 @@ class Declared:
         return infer
 
     def _set_field(self, name: str, function: Function, record: type[Entry | Gradients] = Entry) -> Function:
-        """Has a field of the entries, or of their gradients, be the function."""
+        """Sets a field of the entries, or of their gradients, to the function."""
         changed: dict[str, Any] = {name: function}
         for key in self._keys:
             entry = TABLE[key]

@@ -1,4 +1,4 @@
-"""Extremes that have a gradient, in parts of which each may be sharded.
+"""Decomposes maxima and minima that have a gradient into ops that may each be sharded.
 
     top = ReduceMax(x)   same = Equal(x, top)   count = ReduceSum(Cast(same))   y = partc.nn.Extreme(x, top, same, count)
 
@@ -89,7 +89,7 @@ def _node(
 
 
 def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:
-    """What the extreme is taken over; () where it is of nothing, or only a run tells."""
+    """The axes of the reduction; () if there are none, or they are known only at run time."""
     assert x.shape is not None
     rank = len(x.shape)
     if node.op_type == _POOL:

@@ -170,7 +170,7 @@ def _within_limit(schedule: Schedule, limit: Limit | None, costs: Costs, where: 
 
 
 def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, schedule: Schedule | None = None) -> str:
-    """The homes that keep more than the limit, and how much; without a schedule, of one microbatch."""
+    """The homes whose saved bytes exceed the limit, and by how much; without a schedule, those of one microbatch."""
     counts = peaks(schedule, costs.in_microbatches(stages)) if schedule is not None else (1.0,) * stages.rows
     some = []
     for home, one in enumerate(kept):

@@ -226,7 +226,7 @@ def _wrong_programs(index: ManifestFile) -> Iterator[str]:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """What a schema cannot say: ranks within range, tags unique, dims that are expressions over the symbols."""
+    """Violations of laws beyond the schema: ranks within range, tags unique, dims that are expressions over the symbols."""
     last = manifest.ranks - 1
     if manifest.rank_files and len(manifest.rank_files) != manifest.ranks:
         yield f"it names {len(manifest.rank_files)} rank files for {manifest.ranks} ranks"
@@ -318,7 +318,7 @@ def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
 
 
 def _all_names(model: ModelProto) -> Iterator[str]:
-    """What a model and the functions in it call their nodes and values."""
+    """All names of nodes and values in a model and its functions."""
     yield from _names(model.graph)
     for function in model.functions:
         yield from (function.name, *function.input)

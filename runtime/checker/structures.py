@@ -96,7 +96,7 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None) ->
 
 
 def _unlike(model: ModelProto) -> list[NodeProto]:
-    """The nodes without those that are as one before them: an op with these attributes, and operands of these types and ranks."""
+    """The nodes without repetitions: the first of each op with these attributes, and operands of these types and ranks."""
     types = _declared(model)
     kinds: dict[str, str] = {}
     for name, port in types.items():

@@ -65,7 +65,7 @@ def latest(folder: str | Path) -> Path | None:
 def take_newest_intact(
     path: Path, act: Callable[[Path], Result], option: str = "", rank: int = 0, share: Share = alone
 ) -> tuple[Path, Result]:
-    """Does something with the newest whole checkpoint that a path means; which one, and the result.
+    """Calls `act` with the newest intact checkpoint that a path means; returns that checkpoint and the result.
 
     `act` raises DamagedError, on all ranks alike, where one turns out not to be whole: then the next of the folder is taken, and rank 0
     says so on stderr. One that was asked for by its own path is not replaced: the error offers another, to be given to `option`.

@@ -1,4 +1,4 @@
-"""What a caller gives a rank: its shard of an input, or the global value, of which the runtime takes the shard, as the runtime has it."""
+"""Inputs as a caller gives them, made values of the runtime: a rank's shard, or the global value, of which the runtime takes the shard."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class InputReader:
         self.sizes = self._last = None
 
     def _shard(self, value: Value, given: object) -> Value:
-        """What this rank has of an input, whose global dims are noted; ValueError where they are not integers."""
+        """This rank's shard of an input; `sizes` gets the global dims. ValueError if these are not integers."""
         box = self._box
         if not isinstance(value, Tensor | np.ndarray):
             return value

@@ -258,7 +258,7 @@ def _targets(steps: Sequence[Step], devices: Devices) -> dict[int, str]:
 
 
 def _refuse_unsound(file: RankFile, folder: Path) -> None:
-    """Of what the checker proves, that by which a step would give wrong numbers without a failure.
+    """Runs those checks of `partc check` whose violation would make a step return wrong numbers without failing.
 
     The file is this rank's, each weight lies where its own tensor is stored, and memory is overwritten only where that is safe.
     """

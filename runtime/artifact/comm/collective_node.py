@@ -1,4 +1,4 @@
-"""A collective node as data: what it says, and which shape it makes of which. A lookup's is read in `lookup_node.py`.
+"""A collective node as data: its fields, and the law of its result's shape. Lookups are read in `lookup_node.py`.
 
     call = read_call(node, "rank_0000.onnx")
     result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
@@ -110,7 +110,7 @@ class CollectiveCall(Call):
 
     @property
     def leaves(self) -> bool:
-        """Whether bytes may still leave when the rank goes on, as those of a Send do."""
+        """Whether bytes may still be sent when the rank continues, as for a Send."""
         return self.kind.boxes or not self.made
 
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
@@ -180,7 +180,7 @@ def result_shape(call: CollectiveCall, shape: Shape, ranks: int) -> Shape:
 
 
 def wrong_end(call: CollectiveCall, is_root: bool) -> str:
-    """What is wrong with the ends of a call with a root, on the root or on another rank; empty where nothing is."""
+    """What is wrong with the operand and the result of a call with a root, on the root or another rank; empty if nothing is."""
     who, root = "its root" if is_root else "a rank that is not its root", call.kind.root
     if root == "takes" and bool(call.result) != is_root:
         return f"{who} {'gets nothing' if is_root else 'gets a result'}"

@@ -1,4 +1,4 @@
-"""What the nodes have in common by which the ranks of a list communicate: collectives and lookups."""
+"""The base of collective and lookup nodes, by which the ranks of a list communicate."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def saved(row: Row, types: Mapping[str, tuple[str, Shape]]) -> Saved:
 
 
 def _is_saved(row: Row, uses: Sequence[int]) -> bool:
-    """Whether a value that these calls make and read is one of a single microbatch that a backward task reads."""
+    """Whether a value that these calls write and read belongs to a single microbatch and is read by a backward task."""
     tasks = [task for at in uses if (task := row.tasks[at]) is not None]
     return len({task.microbatch for task in tasks}) == 1 and any(task.kind is not Kind.FORWARD for task in tasks)
 

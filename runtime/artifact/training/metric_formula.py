@@ -56,7 +56,7 @@ def roc_auc(counts: Counts) -> float:
 
 @dataclass(frozen=True)
 class Formula:
-    """What makes a metric of its sums; `sums` says what they are, and `fits` tells how many there may be."""
+    """The function that computes a metric from its sums; `sums` describes them, and `fits` says whether there may be n of them."""
 
     number: Callable[[Counts], float]
     sums: str

@@ -27,7 +27,7 @@ from partc.runtime.errors import ArtifactError, Violation
 def call_nodes(
     rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]
 ) -> tuple[list[CallNode], list[Violation]]:
-    """The collective nodes of a rank, in their order, and those that cannot be read."""
+    """The collective nodes of a rank in file order, and violations for those that cannot be read."""
     found: list[CallNode] = []
     problems: list[Violation] = []
     for node in model.graph.node:
@@ -52,7 +52,7 @@ def call_nodes(
 
 
 def _as_one_vector(types: Sequence[ValueType | None]) -> ValueType | None:
-    """The vector as which values of one type travel; None where a shape is not a fixed one, or the types differ."""
+    """The type of the one vector in which several values are sent; None if a shape is not fixed or the types differ."""
     shapes = [type[1] for type in types if type is not None and type[1] is not None]
     kinds = {type[0] for type in types if type is not None}
     numbers = [[dim for dim in shape if isinstance(dim, int)] for shape in shapes]
@@ -135,7 +135,7 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
 
 
 def _result_type(call: CollectiveCall, given: ValueType, ranks: int) -> ValueType | None:
-    """The type of what comes of one of several values, whose shape is a fixed one; None where its shards are not equal."""
+    """The result type of one value of a coalesced collective, from its fixed shape; None if it does not divide into equal shards."""
     try:
         return given[0], list(result_shape(call, tuple(dim for dim in given[1] or () if isinstance(dim, int)), ranks))
     except ValueError:

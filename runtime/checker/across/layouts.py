@@ -1,4 +1,4 @@
-"""Proves of each collective that it makes of one layout the other: what the manifest says of both is held against the nodes.
+"""Proves that each collective turns its layout before into its layout after: the manifest's two layouts are compared with the nodes.
 
 A layout gives every rank a shard and the number of its partial value (`rank_shards.py`). Of the ranks of a list, in its order, and
 the same along all other dims:
@@ -57,7 +57,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
 def _check_list(
     record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: Layout, made: Layout
 ) -> None:
-    """Raises ValueError where the ranks of a list do not bring the one layout to the other."""
+    """Raises ValueError if the nodes of a list's ranks do not turn the layout `given` into `made`."""
     if record.op == EXCHANGE:
         for rank in ranks:
             if rank in nodes:

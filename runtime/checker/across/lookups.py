@@ -95,7 +95,7 @@ def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) ->
 def _differs(
     manifest: Manifest, records: Mapping[int, Collective], push: CallNode, pull: CallNode, pulls: dict[int, CallNode]
 ) -> str:
-    """Why rows of a Push do not belong to the ids of a Pull on one rank, or ""; `pulls` are those of the Pushes seen."""
+    """Why the rows of a Push do not match the ids of a Pull on one rank, or ""; `pulls` are those of the Pushes seen."""
     one, other = push.call, pull.call
     assert isinstance(one, LookupCall)
     assert isinstance(other, LookupCall)

@@ -51,7 +51,7 @@ _BOX = re.compile(r"\[([\d:, ]*)\]$")
 
 
 class Kind(Enum):
-    """Whether a value is known to be partial, or known not to be."""
+    """What is known of a value: that it is partial, or that it is not."""
 
     PARTIAL = "partial"
     WHOLE = "whole"
@@ -219,7 +219,7 @@ class _Places:
     def _meet(
         self, key: tuple[object, ...], file: _File, node: NodeProto, fact: str, one: Begins | None, two: Begins | None
     ) -> None:
-        """Holds the distance of two shards on each rank against that on the first rank that was looked at."""
+        """Compares the distance of two shards on each rank with that on the first rank visited."""
         for rank, first, second in zip(file.ranks, one or (), two or (), strict=False):
             shift = self.shifts.setdefault(key, first - second)
             if shift != first - second and key not in self.reported:
@@ -319,7 +319,7 @@ def _shard(tensor: TensorProto) -> list[int] | None:
 
 
 def _key(node: NodeProto) -> tuple[str, ...]:
-    """What one node is known by on all its ranks; groups without a rank in common may use a name for different values."""
+    """The key that identifies a node on all its ranks: disjoint groups may use one name for different values."""
     return (node.op_type, *node.output, "", *node.input)
 
 

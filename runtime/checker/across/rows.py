@@ -89,7 +89,7 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
 
 
 def _row_violations(one: _File, count: int) -> Iterator[Violation]:
-    """The first cell of each law that the row breaks by itself."""
+    """One violation for each law that the row breaks by itself, at its first cell."""
     first: dict[Task, int] = {}
     told = set[str]()
 
@@ -178,7 +178,7 @@ def _body(cell: str) -> str:
 
 
 def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Violation]:
-    """The first task that reads what is of another microbatch, and the first that does not go on with a sum."""
+    """The first task that reads a value of another microbatch, and the first that does not continue a sum of gradients."""
     by_function: dict[str, list[int]] = {}
     for at, call in enumerate(one.row.calls):
         by_function.setdefault(call.node.op_type, []).append(at)

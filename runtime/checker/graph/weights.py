@@ -24,7 +24,7 @@ _AGAIN = "compile the model again"
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a weights file: its name there, the shard that it is, its type and shape."""
+    """A tensor of a weights file: its name there, its shard, type and shape."""
 
     name: str
     shard: str
@@ -112,7 +112,7 @@ def _check_region(
 
 
 def _open(path: Path) -> _Weights | None:
-    """What a weights file holds; None where the file itself is already reported."""
+    """The contents of a weights file; None if the file itself is already reported."""
     try:
         if path.suffix != ".safetensors":
             return _Weights(0, path.stat().st_size, None)

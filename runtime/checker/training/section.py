@@ -29,7 +29,7 @@ _ANY = "*"
 
 
 def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
-    """What is wrong with the part `training` of a manifest, alone and beside the rank files."""
+    """Violations of a manifest's `training` section, by itself and against the rank files."""
     training = manifest.training
     if training is None:
         replaced = [one for one in manifest.state if one.kind == "parameter" and one.next]
@@ -90,7 +90,7 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
 
 
 def _fits(shape: Shape, found: Formula) -> bool:
-    """Whether these may be the sums that a formula takes."""
+    """Whether a shape is that of a vector of as many sums as the formula takes."""
     return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and found.fits(shape[0])
 
 
@@ -129,7 +129,7 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
 
 
 def _scalar_names(training: TrainingRecord) -> dict[str, str]:
-    """By scalar that the runtime can compute the optimizer whose it is; those that all share are of any."""
+    """By name of each scalar that the runtime can compute its optimizer; scalars that all optimizers share belong to any."""
     names = ("", *training.optimizer.others)
     return {
         scalar_name(of, scalar): _ANY if scalar_name(_ANY, scalar) == scalar else of
@@ -139,7 +139,7 @@ def _scalar_names(training: TrainingRecord) -> dict[str, str]:
 
 
 def _other_numbers(node: NodeProto, of: str, own: Mapping[str, float], read: Collection[str]) -> Iterator[str]:
-    """Why a node is not an update by an optimizer: wrong attributes, or scalars of another optimizer."""
+    """Why a node is not a valid update of an optimizer: wrong attributes, or another optimizer's scalars."""
     name = _title(of)
     for one in node.attribute:
         if (

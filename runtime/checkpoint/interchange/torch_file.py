@@ -86,7 +86,7 @@ def read_torch(path: Path) -> TorchFile:
 
 
 def parsed(path: Path, content: object) -> TorchFile:
-    """What nested data holds; CheckpointError where there are no weights in it."""
+    """The weights, optimizer state and step in nested data; CheckpointError if it has no weights."""
     held: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
 
     def weights_in(found: object) -> dict[str, Tensor]:

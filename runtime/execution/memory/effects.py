@@ -81,7 +81,7 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
 
 
 def at_the_end(program: RankProgram) -> Iterator[Effects]:
-    """What is done when the step's actions are: kept tensors are replaced, and outputs are given."""
+    """The effect of the step's end: the state's tensors are replaced, and outputs are returned."""
     for kept, made in (*program.replacement.copies, *program.replacement.always):
         yield Effects(f"replacement of '{kept}'", _uses([made]), _uses([kept]))
     yield Effects("end of the step, which gives the outputs", _uses(program.outputs))
@@ -141,7 +141,7 @@ def _finished(text: str, step: WaitCollective, works: Mapping[int, AnyCollective
 
 
 def _in_place(step: Collective) -> dict[str, str]:
-    """What a collective may make where it reads: of one size, and with no other operand beside it."""
+    """By operand of a collective the result that may take its place: of equal size, and without another operand."""
     call = step.call
     if call.in_one_buffer:
         return dict(call.parts)

@@ -264,7 +264,7 @@ class _Program:
         return found
 
     def _place_in(self, names: Mapping[str, str], suffix: str, name: str) -> Place | None:
-        """The same of a value by its name in a session; what stays inside of a task has the suffix of the task's microbatch."""
+        """As `_place`, by a value's name in a session; a value inside a task has the suffix of the task's microbatch."""
         return self._place(names.get(name, name + suffix))
 
     def _place(self, name: str) -> Place | None:

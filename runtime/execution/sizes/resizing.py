@@ -1,4 +1,4 @@
-"""A step plan takes other sizes: what the new sizes reach lies and is bound anew, within the memory that each place has; all else stays.
+"""Changes a step plan to other sizes: values that depend on them are placed and bound anew, within each place's memory.
 
 A plan's places hold values of the sizes for which it was made, so that smaller ones fit where they are, and what was proven of the
 places holds. What does not fit, or runs on several targets at the same time, is planned anew.
@@ -18,7 +18,7 @@ from .reach import reached
 
 
 def resize(plan: StepPlan, bindings: Bindings) -> bool:
-    """Makes `plan` one for these bindings; False, and it is as it was, where it must be made anew."""
+    """Changes `plan` to these bindings; returns False and leaves it unchanged if a new plan must be made."""
     program, symbols = plan.program, plan.program.binder.manifest.symbols
     if plan.lanes is not None:
         return False

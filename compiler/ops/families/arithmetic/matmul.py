@@ -65,7 +65,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @fused_matmul.gradient
 def _(g: GradientBuilder, dy: str, a: str, b: str) -> Sequence[str | None]:
-    """dA = alpha dY Bt, dB = alpha At dY of the matrices as they are multiplied, put back as they were given."""
+    """dA = alpha dY Bt, dB = alpha At dY of the transposed operands, transposed back."""
     alpha = g.attribute("alpha", 1.0)
     dy = dy if alpha == 1.0 else g.Mul(dy, g.constant(alpha, dy))
     found = _products(g, dy, _turned(g, a, "A"), _turned(g, b, "B"))

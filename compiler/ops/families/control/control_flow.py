@@ -169,7 +169,7 @@ class _Turns:
         return [one for at, one in enumerate(found) if at not in unread]
 
     def _starts(self, dys: Sequence[str | None], moving: Sequence[int], wanted: Sequence[str]) -> list[str]:
-        """What the cotangents of states begin with, and the sums of what is read from around."""
+        """The initial values of the states' cotangents, and of the sums for values read from the graph around."""
         g = self.g
         return [
             *(dys[self.states.index(k)] or g.zeros(_input(g, k)) for k in moving),

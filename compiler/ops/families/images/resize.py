@@ -106,7 +106,7 @@ def _resizing(g: GradientBuilder, dy: str, x: str, axis: int, scale: str | None)
 
 
 def _taken(g: GradientBuilder, of: str, place: str) -> str:
-    """One of the numbers of a vector, as a vector."""
+    """The element of a vector at a place, as a vector of one."""
     known, at = g.known(of), g.known(place)
     return g.constant(known[at]) if known is not None and at is not None else str(g.Gather(of, place))
 
@@ -123,7 +123,7 @@ def _scales(node: ir.Node) -> tuple[float, ...] | None:
 
 
 def _repeats(node: ir.Node) -> bool:
-    """Whether pixels are only repeated when their number grows by an integer, so that none takes from beyond its shard."""
+    """Whether growth by an integer factor only repeats pixels, so that no pixel depends on elements beyond its shard."""
     if node.attributes.get_string("mode", "nearest") != "nearest":
         return False
     if node.op_type == "Upsample" or opset_of(node) < 11:

@@ -144,7 +144,7 @@ def _(local: Local) -> None:
 
 
 def _parted(shape: Shape) -> int:
-    """How many dims are rows: so many that rows and columns together are fewest. The same however the tensor is sharded.
+    """The number of leading dims that count as rows, chosen to minimize rows plus columns, whatever the sharding.
 
     The first dim counts as a symbol, so that a batch of a fixed size has the masks of a dynamic one.
     """

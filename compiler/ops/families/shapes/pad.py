@@ -93,7 +93,7 @@ def _(node: ir.Node) -> Rule | None:
 
 
 def _cropping(g: GradientBuilder, widths: str, axes: Sequence[int], rank: int) -> str:
-    """Pads that take away what these pads of some axes add."""
+    """The negative pads that crop what the pads of some axes add."""
     known, count = g.known(widths), len(axes)
     if known is not None:
         pads = np.zeros((2, rank), np.int64)
