@@ -305,10 +305,10 @@ def compile_model(
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
 
-    `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices
-    made, in the standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was
-    written is opened. `watch` is told what begins. `verify_passes`: whether the program is verified after each pass. The plan is read
-    first: what is wrong in it by itself is told before a module is exported, which may take long.
+    `strict` refuses changes of layout that were not requested. `annotated`: where the whole model is written with the choices made, in the
+    standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was written is opened. `watch` is
+    told what begins. `verify_passes`: whether the program is verified after each pass. The plan is read first: what is wrong in it by
+    itself is told before a module is exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
     """

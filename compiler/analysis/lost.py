@@ -1,8 +1,7 @@
 """Why a size is not known at compile time: the first node whose output depends on values of the run, and the remedy.
 
-An unknown dim has a name that is no symbol. Names run through shapes and through the entries of shape arithmetic, so the first
-node, in the order of the graph, whose outputs have the name is the one that lost it.
-"""
+The name of an unknown dim is not a symbol. Names run through shapes and through the entries of shape arithmetic, so the first node, in the
+order of the graph, whose outputs have the name is the one that lost it."""
 
 from __future__ import annotations
 

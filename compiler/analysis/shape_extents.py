@@ -128,7 +128,7 @@ def _is_known(dim: int | ir.SymbolicDim, known: Known) -> bool:
 
 
 def _facts(dim: int | ir.SymbolicDim, known: Known) -> Facts:
-    """What is known of a dim; a name that is no symbol is only known to be a size."""
+    """The facts about a dim; of a name that is not a symbol only that it is a size."""
     return facts_of(dim, known)
 
 

@@ -105,7 +105,7 @@ def _axes_of_factors(
     for dim in dims:
         if dim.letter == WHOLE or dim.letter not in rule.factors:
             if dim.axes:
-                fact = f"{dim.title} is sharded into {dim.num_shards}, but {op_type} needs it whole"
+                fact = f"{dim.title} is sharded into {dim.num_shards}, but {op_type} needs it replicated"
                 problems.append(Problem(where, fact, help="leave it whole"))
             continue
         other = first.setdefault(dim.letter, dim)

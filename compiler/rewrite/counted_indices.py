@@ -233,7 +233,7 @@ class _Followed:
         return Counting(a.begin * times, tuple(step * times for step in a.steps), sizes)
 
     def regrouped(self, node: ir.Node, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
-        """Of Squeeze, Unsqueeze and such a Reshape: dims of 1 come and go."""
+        """The counting through Squeeze, Unsqueeze and a Reshape that only adds or removes dims of 1."""
         source = self.of(node.inputs[0])
         if source is None:
             return None

@@ -97,7 +97,7 @@ def _indivisible(program: Placed, one: Gathered, number: int, where: str) -> Pro
     fact = f"'{value.name}' is cut into {shards} along dim {dim}, but {path} has {number} {what}{each} there"
     law = (
         f"{number} is not divisible by {shards}: all of its {bytes_text(info, info.shape)} bytes are gathered on each rank, "
-        "and what follows is computed whole on all of them"
+        "and every rank repeats what follows"
     )
     help = f"use {', '.join(legal)} ranks for it" if legal else "leave it whole"
     return Problem(where, fact, law, help)

@@ -12,8 +12,8 @@ A node takes records along one factor, which all its operands that have it must 
 records at once, or needs to know which of them it has, is `mixing`: its result is not that of the whole batch.
 
 A training has the sizes of a microbatch, and adds up terms. A loss of labels that count unevenly is a sum over a sum, and a quotient of
-sums is no sum. But what it is divided by follows from the labels alone, so that the whole batch's can be made before the first microbatch
-(`totals`): then every microbatch has its exact share of the loss.
+sums cannot be added up. But what it is divided by follows from the labels alone, so that the whole batch's can be made before the first
+microbatch (`totals`): then every microbatch has its exact share of the loss.
 
 A stream, of a program that does not train, has the sizes of the whole batch: its nodes get their local form (`cut`), and what reduces over
 records is `mixing`. A value that is the same in all microbatches, but is read along the factor of the records, is cut where all its records
@@ -318,8 +318,7 @@ class Flow:
     def _sized(self, value: ir.Value) -> None:
         """Settles what a value of shape arithmetic holds where that is known: `Shape(x)[1]` is `seq`, and says nothing of the batch.
 
-        Of a fixed batch a number that is made of its size counts records: it is a term, like the sum that it divides.
-        """
+        A number computed from the size of a fixed batch counts records: it is partial, like the sum that it divides."""
         held = self._by_symbol.get(value, value).metadata_props.get(SYM_DATA_KEY)
         entries = [read(str(one)) for one in json.loads(held)] if held is not None else [None]
         if all(one is not None and self._names.isdisjoint(map(str, one.free_symbols)) for one in entries):

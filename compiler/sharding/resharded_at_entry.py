@@ -67,7 +67,7 @@ def _needs_replicated(
     if not whole or value is None:
         return ""
     dims = f"dim {whole[0]}" if len(whole) == 1 else f"dims {', '.join(map(str, whole))}"
-    return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} of it whole: it is gathered there"
+    return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} replicated: it is gathered there"
 
 
 def gathered_inside(

@@ -61,7 +61,7 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> Taken:
                     made: tuple(one.shape) for made, one in _converted(model, name, origin, files, meta=True).items()
                 }
             except Exception as error:
-                fact = f"'{name}' cannot be made of {_listed(origin.names)}: {error}"
+                fact = f"'{name}' cannot be converted from {_listed(origin.names)}: {error}"
                 problems.append(Problem(where, fact, help=_HELP))
                 continue
         for made, shape in shapes.items():

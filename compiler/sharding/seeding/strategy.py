@@ -146,7 +146,7 @@ def _by_factor(
             at = f"input {index}, dim {dim}"
             if letter not in rule.factors:
                 if shard != uncut:
-                    law = "it broadcasts, or the op needs it whole" if letter == WHOLE else "the op needs it whole"
+                    law = "it broadcasts, or the op needs it replicated" if letter == WHOLE else "the op needs it whole"
                     law = "its rows lie on the ranks that serve them" if rule.served and index == 0 else law
                     violations.append(
                         Refused(f"{at} is cut {_into(shard)}, but stays whole", law, f"write {uncut or 'null'}")

@@ -1,9 +1,8 @@
 """Pass: limits on communication. `--strict` refuses changes of layout that were not requested, `max_reshard_bytes` bounds their bytes.
 
-A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the terms that a given cut
-leaves is no change of layout. Copies between a rank's targets count, too. Bytes are what a rank receives, at the largest sizes that the
-symbols may have, the smallest where there is no bound.
-"""
+A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the partial sums of a given
+sharding does not count as one. Copies between a rank's targets count, too. Bytes are what a rank receives, at the largest sizes that the
+symbols may have, the smallest where there is no bound."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class _Sums:
         return ()
 
     def _gradients(self, instance: NodeOnGroup, choice: NodeSharding, operands: tuple[int, ...]) -> Cost:
-        """What it costs to reduce the gradients of the inputs that are no terms, of which each rank has a term."""
+        """The cost of reducing the gradients of the inputs that are not partial: each rank has a partial of those."""
         found = Cost()
         for k, value in enumerate(instance.node.inputs):
             whole = choice.input(k)

@@ -184,7 +184,7 @@ def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[
         if program.values[value].shape is None and home is not None and any(home.layout.cuts):
             law, remedy = how_lost(program, value, next(iter(unknown_dims(program, value)), None))
             told.append(
-                f"output '{value.name}' is delivered whole, for only what has a known shape can stay cut: {law}; {remedy}"
+                f"output '{value.name}' is gathered, for only a value of known shape can stay sharded: {law}; {remedy}"
             )
     return told
 

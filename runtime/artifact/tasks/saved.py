@@ -4,8 +4,7 @@
     1F3 reads h.3, which it received, as 1B3      from 1F3 to 1B3
     2B3 makes d.3, 2W3 reads it                   from 2B3 to 2W3
 
-A sum of gradients, which goes from microbatch to microbatch, is no saved value, nor is what all microbatches read, nor the batch itself.
-"""
+Not saved values are: a sum of gradients, which goes from microbatch to microbatch; what all microbatches read; the batch itself."""
 
 from __future__ import annotations
 

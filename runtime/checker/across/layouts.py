@@ -73,7 +73,7 @@ def _check_list(
         for rank in ranks:
             if rank != ranks[call.root] and made.held[rank] != root:
                 raise ValueError(
-                    f"rank {rank} gets {_box(root.shard)} of the value, and is to have {_box(made.held[rank].shard)}"
+                    f"rank {rank} gets {_box(root.shard)} of the value, and should have {_box(made.held[rank].shard)}"
                 )
         return
     getting = [ranks[call.root]] if kind.root == "takes" else ranks
@@ -91,7 +91,7 @@ def _check_list(
             wanted[at] = _with(wanted[at], axis, (first + at * step, first + (at + 1) * step))
     for rank, want, have in zip(getting, wanted, after, strict=True):
         if want != have.shard:
-            raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.shard)}")
+            raise ValueError(f"rank {rank} gets {_box(want)} of the value, and should have {_box(have.shard)}")
 
 
 def _check_reduction(

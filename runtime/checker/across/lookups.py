@@ -50,7 +50,7 @@ def wrong_operands(
     shapes: tuple[Shape, ...] = (None, None, [len(call.owners) + len(call.givers)], record.shape)
     for (name, declared), shape in zip((numbers, *asking), shapes, strict=True):
         if declared is not None and (declared[0] != "tensor(int64)" or not _fits(declared[1], shape, manifest)):
-            yield f"its numbers '{name}' are a {declared[0]} {declared[1]}, and are to be a tensor(int64) {shape or '[?]'}"
+            yield f"its numbers '{name}' are a {declared[0]} {declared[1]}, and should be a tensor(int64) {shape or '[?]'}"
     for (name, declared), shape in ((operand, [call.rows_of_owner, *row] if pulls else asked), (result, asked)):
         if declared is None:
             continue

@@ -142,7 +142,7 @@ def _check_sized(manifest: Manifest, rank: int, port: ValueInfoProto, record: Po
     type, shape = type_of(port.type)
     names = {name for dim in shape or () for name in symbols_in(dim, manifest.symbols)}
     if type != record.type or shape is None or not names <= told:
-        fact = f"it is {_text((type, shape))}, read for its sizes alone, and no input that is fed tells them"
+        fact = f"it is {_text((type, shape))}, read for its sizes alone, and no input that is fed determines them"
         yield Violation(manifest.program(rank), fact, f"graph input '{port.name}'")
 
 

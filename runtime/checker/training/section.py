@@ -108,7 +108,7 @@ def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
         try:
             scalars([name], 0, hyper)
         except KeyError as error:
-            yield f"the scalar '{name}' is made of {error}, which the optimizer does not have"
+            yield f"the scalar '{name}' is computed from {error}, which the optimizer does not have"
     if len({*training.scalars}) < len(training.scalars):
         yield f"its scalars are {', '.join(training.scalars)}; each is listed once"
 
@@ -121,7 +121,7 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
         for node in model.graph.node:
             if node.domain == OPTIMIZER:
                 lost = sorted({*node.input} & known.keys() - {*training.scalars} - state)
-                unlisted = [f"it reads '{name}', which is none of the training's scalars" for name in lost]
+                unlisted = [f"it reads '{name}', which is not a scalar of the training" for name in lost]
                 read = {known[name] for name in node.input if name in known and name not in state} - {_ANY}
                 wrong = [[*_other_numbers(node, of, own[of], read)] for of in own]
                 for fact in [*min(wrong, key=len), *unlisted]:

@@ -90,7 +90,7 @@ placed_dropout = op(
     factors="*,_,_->*,*",
     linear="joint",
     partial=(0,),
-    remarks="masks follow from global places; linear only where the mask is no output",
+    remarks="masks follow from global places; linear only where the mask is not an output",
 )
 
 
