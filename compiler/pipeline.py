@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 P = TypeVar("P", bound=Loaded)
 Pass = Callable[[Any], Loaded]
 After = Callable[[str, Loaded], None]
-"""Is told the name of a pass and the program that it gave."""
+"""A callback with the name of a pass and the program that it returned."""
 Watch = Callable[[str], None]
-"""Is told the name of what begins."""
+"""A callback with the name of the pass, or other work, that begins."""
 PASSES: tuple[Pass, ...] = (
     normalize,  # the single-device model
     add_training,

@@ -127,7 +127,7 @@ def _ranks(stats: Sequence[RankStats], memory: Sequence[RankMemory]) -> Table:
 
 
 def _pipeline_json(artifact: Artifact) -> dict[str, object]:
-    """The rows, and what they keep."""
+    """The rows of tasks, and what each keeps for backward passes."""
     from partc.cli.output.pipeline import pipeline_of, saved_by_home
     from partc.runtime.artifact.byte_count import largest_text
 

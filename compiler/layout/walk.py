@@ -38,7 +38,7 @@ class WalkState:
     def dims(self) -> range:
         return range(len(self.at.cuts))
 
-    def wanted(self, dim: int) -> tuple[int, ...]:
+    def missing(self, dim: int) -> tuple[int, ...]:
         """The axes that are still to shard a dim; none while a minor axis must leave the dim first."""
         now, then = self.at.cuts[dim], self.target.cuts[dim]
         return then[len(now) :] if then[: len(now)] == now else ()
@@ -79,21 +79,21 @@ def greedy_path(source: Layout, target: Layout, group: tuple[int, ...], rules: S
 
 def slice_free(place: WalkState) -> Move | None:
     for dim in place.dims:
-        if axes := _run(place, place.wanted(dim), lambda now: now == Replicate()):
+        if axes := _run(place, place.missing(dim), lambda now: now == Replicate()):
             return Slice(place.group, with_shards(place.at, {dim: place.at.cuts[dim] + axes}), dim, axes)
     return None
 
 
 def scatter(place: WalkState) -> Move | None:
     for dim in place.dims:
-        if axes := _run(place, place.wanted(dim), lambda now: isinstance(now, Partial)):
+        if axes := _run(place, place.missing(dim), lambda now: isinstance(now, Partial)):
             return reduce_scatter(place.at, place.group, dim, axes)
     return None
 
 
 def all_to_all(place: WalkState) -> Move | None:
     for split in place.dims:
-        wanted = place.wanted(split)
+        wanted = place.missing(split)
         for concat in place.dims:
             now = place.at.cuts[concat]
             count = next((n for n in range(len(wanted), 0, -1) if n <= len(now) and now[-n:] == wanted[:n]), 0)

@@ -1,4 +1,4 @@
-"""Sizes of values at typical sizes of all symbols: only used to compare them, and to balance work."""
+"""Sizes of values at typical sizes of all symbols, used only to compare values and to balance work."""
 
 from __future__ import annotations
 

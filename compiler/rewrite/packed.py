@@ -317,11 +317,11 @@ def _ends(parts: Sequence[ir.Value], dim: int) -> list[Fraction]:
 def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: ir.Value) -> ir.TensorProtocol:
     """A part of a tensor; of a large one it is read when it is written."""
 
-    def cut() -> ir.TensorProtocol:
+    def shard() -> ir.TensorProtocol:
         shards = (slice(None),) * dim + (slice(begin, end),)
         return ir.Tensor(np.ascontiguousarray(tensor.numpy()[shards]), dtype=tensor.dtype)
 
     assert part.shape is not None
     if tensor.nbytes <= _EAGER:
-        return cut()
-    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False)
+        return shard()
+    return ir.LazyTensor(shard, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False)

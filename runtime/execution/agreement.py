@@ -85,4 +85,4 @@ class StepAgreement:
 
     def _send(self, inputs: Mapping[str, object]) -> AnnouncedStep:
         halt, self._halt = self._halt, False
-        return self.binder.tell(inputs, self._agreements, halt, self._request)
+        return self.binder.announce(inputs, self._agreements, halt, self._request)

@@ -133,7 +133,7 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
 
 
 def _leaving(step: Step) -> str | None:
-    """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
+    """The value that a step sends, and that must not change until the send is complete."""
     if isinstance(step, Send):
         return step.value
     if isinstance(step, StartCollective) and step.call.leaves:

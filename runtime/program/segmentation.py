@@ -146,7 +146,7 @@ def segmented(
     single = in_one_thread(functions)
     part = _Nodes(nodes, inputs, outputs, initializers, where, groups or {}, single)
     updating = {function.name for function in functions if is_elementwise(function) or is_rowwise(function)}
-    cutter = part.cut(updating, calls, guard)
+    cutter = part.segmented(updating, calls, guard)
     bodies: dict[str, list[Step]] = {}
     for name, body in {call.node.op_type: call.body for call in calls.values()}.items():
         alike = [call for call in calls.values() if call.node.op_type == name]
@@ -171,7 +171,11 @@ def _body_steps(
     shared = {name for name, *others in given if name in initializers and {*others} == {name}}
     inputs = [name for name in function.input if name not in shared]
     part = _Nodes(list(body.nodes), inputs, list(function.output), shared | {*body.constants}, where, groups, single)
-    return [step for step in _segments(part.cut((), {}).steps, part, function.output) if not isinstance(step, TaskCall)]
+    return [
+        step
+        for step in _segments(part.segmented((), {}).steps, part, function.output)
+        if not isinstance(step, TaskCall)
+    ]
 
 
 @dataclass
@@ -193,7 +197,7 @@ class _Nodes:
             self.where, self.initializers, self.inputs, zip(self.nodes, self.operands, strict=True), self.outputs
         )
 
-    def cut(self, updating: Collection[str], calls: Mapping[int, TaskCall], guard: str = "") -> _Segmenter:
+    def segmented(self, updating: Collection[str], calls: Mapping[int, TaskCall], guard: str = "") -> _Segmenter:
         """Walks over the nodes; `updating` are the functions that update in place, `calls` by place the tasks."""
         kept = {*self.outputs}
         cutter = _Segmenter(guard=guard)

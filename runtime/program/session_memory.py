@@ -1,4 +1,4 @@
-"""What onnxruntime needs inside of a rank's sessions, besides what they are given and give: an estimate, without a session or a run.
+"""Estimates the memory that onnxruntime needs inside a rank's sessions besides inputs and outputs, without a session or a run.
 
 Nodes run in the order of the file, each with the memory of what it makes and of what its kernel needs besides; what may be written over an
 operand is (`artifact/liveness.py`). Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for

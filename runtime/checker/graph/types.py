@@ -64,7 +64,7 @@ def _outputs_of(
     `declared`: with dims as numbers; `stated`: as the file has them.
     """
     made = _inferred(model)
-    believed = _lost(model, stated, made)
+    believed = _undetermined(model, stated, made)
     if believed:
         made |= _inferred(model, believed)
     given = {name: type for name, type in declared.items() if name not in made}
@@ -118,7 +118,7 @@ def without_weights(model: ModelProto) -> ModelProto:
     return light
 
 
-def _lost(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
+def _undetermined(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
     """The declared values where onnx loses a size, such as slices that begin where a node says: what follows is inferred from these."""
     lost: set[str] = set()
     unknown: set[str] = set()

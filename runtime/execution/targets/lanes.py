@@ -172,7 +172,7 @@ class Lanes:
         write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
         at = IDLE
 
-        def tell(index: int) -> None:
+        def show(index: int) -> None:
             nonlocal at
             at = index
             write(buffer, offset, step, index)
@@ -180,7 +180,7 @@ class Lanes:
         if program.targets.workers is None:
             program.targets.workers = Workers(len(self.order.lanes), str(program.rank))
         try:
-            program.targets.workers.run(self.order, self._actions, tell, self._while_waiting, self._interrupt)
+            program.targets.workers.run(self.order, self._actions, show, self._while_waiting, self._interrupt)
         except LaneFailed as failed:
             raise self._error(failed.index, failed.cause) from failed.cause
         except RankError:

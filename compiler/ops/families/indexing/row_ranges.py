@@ -70,16 +70,16 @@ def look_up(local: Local, indices: str, rows: Rows, letter: str) -> Found:
     """Where `indices`, of int64, lie in this rank's shard."""
     zero = integer(local, f"{letter}.zero", 0)
 
-    def made(op_type: str, inputs: list[str], word: str) -> str:
+    def emit(op_type: str, inputs: list[str], word: str) -> str:
         return local.emit(op_type, inputs, f"{letter}.{word}")
 
-    from_end = made("Less", [indices, zero], "from_end")
-    counted = made("Where", [from_end, made("Add", [indices, rows.total], "added"), indices], "counted")
-    relative = made("Sub", [counted, rows.offset], "relative")
-    before = made("Less", [relative, zero], "before")
-    below = made("Less", [relative, rows.end], "below")
-    present = made("And", [made("Not", [before], "begun"), below], "present")
-    return Found(relative, present, made("Where", [present, relative, zero], "safe"))
+    from_end = emit("Less", [indices, zero], "from_end")
+    counted = emit("Where", [from_end, emit("Add", [indices, rows.total], "added"), indices], "counted")
+    relative = emit("Sub", [counted, rows.offset], "relative")
+    before = emit("Less", [relative, zero], "before")
+    below = emit("Less", [relative, rows.end], "below")
+    present = emit("And", [emit("Not", [before], "begun"), below], "present")
+    return Found(relative, present, emit("Where", [present, relative, zero], "safe"))
 
 
 def masked(local: Local, values: str, present: str, dtype: ir.DataType, output: str) -> str:
