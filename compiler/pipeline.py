@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
@@ -55,9 +55,6 @@ from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
-
-if TYPE_CHECKING:
-    pass
 
 P = TypeVar("P", bound=Loaded)
 Pass = Callable[[Any], Loaded]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from partc.cli.output.training_stats import state_bytes
 from partc.runtime.artifact.byte_count import ZERO, of_tensor, of_text
@@ -18,9 +17,6 @@ from partc.runtime.artifact.legal_sizes import is_legal
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.execution.symbol_bindings import smallest
-
-if TYPE_CHECKING:
-    pass
 
 _UNKNOWN = "unknown"
 
