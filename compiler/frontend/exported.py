@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredDeclarations:
     """The fields of `Declared` that are written: all but annotations, which have keys of their own."""
 
     placements: tuple[Placement, ...] = ()
@@ -32,16 +32,18 @@ class _Stored:
 
 
 @cache
-def _schema() -> TypeAdapter[_Stored]:
+def _schema() -> TypeAdapter[_StoredDeclarations]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(_Stored)
+    return TypeAdapter(_StoredDeclarations)
 
 
 def write_declared(model: ir.Model, declared: Declared, trained: Collection[str] | None) -> None:
     """Writes into the model's metadata what it declares, its nodes' marks, and which weights are trained; None: it says nothing of them."""
-    written = _Stored(declared.placements, {**declared.symbols}, declared.sharding, declared.dataset, declared.targets)
-    if written != _Stored():
+    written = _StoredDeclarations(
+        declared.placements, {**declared.symbols}, declared.sharding, declared.dataset, declared.targets
+    )
+    if written != _StoredDeclarations():
         model.metadata_props[DECLARED] = _schema().dump_json(written).decode()
     for node in nodes_of(model.graph):
         for key in (UNBIASED, FROZEN_STATISTICS):
@@ -56,7 +58,7 @@ def read_declared(model: ir.Model, where: str) -> Declared:
     """What `write_declared` wrote; the metadata is taken out of the model. Raises CompileError where it is broken."""
     try:
         text = model.metadata_props.pop(DECLARED, None)
-        written = _Stored() if text is None else _schema().validate_json(text)
+        written = _StoredDeclarations() if text is None else _schema().validate_json(text)
         for node in nodes_of(model.graph):
             for key in (UNBIASED, FROZEN_STATISTICS):
                 if key in node.metadata_props:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact.tensors.dtypes import dense
 from ..program.steps import Collective, Copy, LookUp, Segment, Send, Step, Update, WaitRecv
-from .memory.roles import Kind
+from .memory.roles import ActionKind
 from .targets.lanes import lanes_of
 
 if TYPE_CHECKING:
     from .step_plan import StepPlan
 
 _TASK = re.compile(r"\d+[A-Z](\d+)")
-_BESIDE = {Kind.SENT: "end of ", Kind.DROPPED: "memory after ", Kind.FREED: "memory after "}
+_BESIDE = {ActionKind.SENT: "end of ", ActionKind.DROPPED: "memory after ", ActionKind.FREED: "memory after "}
 
 
 def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
@@ -33,8 +33,10 @@ def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
         step = plan.program.steps[index]
         span: dict[str, Any] = {"name": str(step), "kind": type(step).__name__, "lane": lanes.get(place, 0)}
         if not plan.is_step(place):
-            kind = plan.roles[place].kind if place < len(plan.roles) else Kind.FREED
-            found.append({**span, "name": f"{_BESIDE[kind]}{step}", "kind": "Wait" if kind is Kind.SENT else "Memory"})
+            kind = plan.roles[place].kind if place < len(plan.roles) else ActionKind.FREED
+            found.append(
+                {**span, "name": f"{_BESIDE[kind]}{step}", "kind": "Wait" if kind is ActionKind.SENT else "Memory"}
+            )
             continue
         found.append(span | dict(_details(plan, step)))
     return found

@@ -36,14 +36,14 @@ class _Origin:
 
 
 @dataclass(frozen=True)
-class Taken:
+class FolderWeights:
     """The tensors of a model's weights by name, and the names in the folder that the model does not read."""
 
     tensors: Mapping[str, ir.TensorProtocol]
     unread: Sequence[str]
 
 
-def taken(model: Any, files: Mapping[str, InFile], where: str) -> Taken:
+def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
     """The tensors of all weights. A tied weight has one for all of its names; the model's are untied where the folder's differ.
 
     Raises CompileError with all weights that the folder lacks or has in another shape.
@@ -84,7 +84,7 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> Taken:
         problems.append(Problem(where, f"'{name}' {list(wanted[name].shape)} of the model is in no file", help=help_))
     if problems:
         raise CompileError(problems)
-    return Taken(tensors, unread)
+    return FolderWeights(tensors, unread)
 
 
 def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) -> tuple[dict[str, _Origin], list[str]]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 
 @dataclass(frozen=True)
-class Call(ABC):
+class GroupCall(ABC):
     """One node: a `CollectiveCall` or a `LookupCall`."""
 
     LAW: ClassVar[str]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
-from partc.runtime.artifact.comm.group_call import Call
+from partc.runtime.artifact.comm.group_call import GroupCall
 from partc.runtime.artifact.format import GIVERS, GROUP, OWNERS, PULL, ROW, ROWS, TAG
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.tensors.dtypes import Dtype
@@ -19,7 +19,7 @@ _NO_PART = "a rank takes part that has neither rows nor ids"
 
 
 @dataclass(frozen=True)
-class LookupCall(Call):
+class LookupCall(GroupCall):
     """A Pull or a Push node; a value that the rank does not have is None.
 
     Of a Pull `ids` go in and `operand` is the table; of a Push, which has no `ids`, `operand` are the rows that go, and `numbers` the ids

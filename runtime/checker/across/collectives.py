@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import lcm, prod
 
 from onnx import ModelProto
-from partc.runtime.artifact.comm.collective_node import CollectiveCall, Shard, contradictions, read_call, result_shape
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, PeerBox, contradictions, read_call, result_shape
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
@@ -244,7 +244,7 @@ def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterato
                 return
 
 
-def _size(shard: Shard, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
+def _size(shard: PeerBox, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
     shape = numbers(declared[1], manifest, sizes) if declared is not None and declared[1] is not None else [None]
     if None in shape:
         return None

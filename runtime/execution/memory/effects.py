@@ -31,7 +31,7 @@ from ...program.steps import (
 )
 from ...program.value_table import Storage
 from ..collective_plans import AnyCollective, scratch_name
-from .roles import Kind, Role
+from .roles import ActionKind, Role
 
 if TYPE_CHECKING:
     from ..rank_program import RankProgram
@@ -57,11 +57,11 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
     """What an action does; `works` are the collectives that go on beside others."""
     steps = program.steps
     match role.kind:
-        case Kind.DROPPED:
+        case ActionKind.DROPPED:
             return Effects(f"end of '{role.name}'", sets=_uses([role.name]), frees=True)
-        case Kind.FREED:
+        case ActionKind.FREED:
             return Effects(f"end of '{role.name}'", sets=_uses([freed_name(role.name)]), frees=True)
-        case Kind.SENT:
+        case ActionKind.SENT:
             step = steps[role.index]
             # memory of a value's own is kept by the message itself
             given = [step.value] if isinstance(step, Send) else []
@@ -71,7 +71,7 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
                 f"end of the {steps[role.index]}",
                 checks=_uses([name for name in given if program.values.storage.get(name, Storage.SLOT) in _PLACED]),
             )
-        case Kind.STEPS:
+        case ActionKind.STEPS:
             found = [_of_step(steps[index], program, works) for index in role.steps]
             if len(found) == 1:
                 return found[0]

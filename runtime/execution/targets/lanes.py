@@ -21,7 +21,7 @@ from ...program.memory_plan import Lifetime
 from ...program.steps import Collective, Copy, LookUp, PostRecv, Segment, Send, Update, WaitRecv
 from ...program.value_table import Storage
 from ..collective_plans import scratch_name
-from ..memory.roles import Kind, Role
+from ..memory.roles import ActionKind, Role
 from ..rank_program import RankProgram
 from .dependencies import Access, Range, waits_of
 from .workers import Action, LaneFailed, LanePlan, Workers
@@ -59,15 +59,15 @@ class Accesses:
     def of(self, role: Role) -> Access:
         """What an action accesses."""
         match role.kind:
-            case Kind.STEPS:
+            case ActionKind.STEPS:
                 accesses = [self._of_step(index) for index in role.steps]
                 reads, writes = ([one for access in accesses for one in some(access)] for some in (_reads, _writes))
                 return Access(accesses[0].lane, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)))
-            case Kind.SENT:
+            case ActionKind.SENT:
                 return self._of_end(role.index)
-            case Kind.DROPPED:
+            case ActionKind.DROPPED:
                 return Access(self.lane(role.index), (), self._ranges([role.name]))
-            case Kind.FREED:
+            case ActionKind.FREED:
                 assert role.place is not None
                 begin, size = role.place.pointer, role.place.dtype.bytes_of(role.place.shape)
                 # What lies on the host is filled by the lane that has read it last, so that no other one waits.
