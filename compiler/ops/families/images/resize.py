@@ -74,7 +74,10 @@ def _(
         elif scale != 1 and (scale or not same(before[axis], after[axis])):
             left.append((k, axis))
     for k, axis in left:
-        matrix = _resizing(g, dy, x, axis, _taken(g, scales, g.constant([k])) if scales and not sizes else None)
+        factor = None
+        if scales and not sizes:
+            factor = g.constant(by[[k]]) if by is not None else str(g.Gather(scales, g.constant([k])))
+        matrix = _resizing(g, dy, x, axis, factor)
         dims = list(g.shape(dy) or ())
         dims[axis] = before[axis]
         if axis == rank - 2:
@@ -103,12 +106,6 @@ def _resizing(g: GradientBuilder, dy: str, x: str, axis: int, scale: str | None)
     rows, columns = (g.shape(one) or () for one in (x, dy))
     g.scope.value(matrix).shape = ir.Shape([rows[axis], columns[axis]])
     return str(matrix) if g.dtype(x) == dtype else str(g.Cast(matrix, to=g.dtype(x)))
-
-
-def _taken(g: GradientBuilder, of: str, place: str) -> str:
-    """The element of a vector at a place, as a vector of one."""
-    known, at = g.known(of), g.known(place)
-    return g.constant(known[at]) if known is not None and at is not None else str(g.Gather(of, place))
 
 
 def _scales(node: ir.Node) -> tuple[float, ...] | None:
