@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
@@ -43,7 +43,7 @@ from partc.compiler.rewrite.rotary import repeat_tables
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.values.budget import check_budget
-from partc.compiler.sharding.values.sums import pass_sums
+from partc.compiler.sharding.values.sums import defer_all_reduce
 from partc.compiler.targets.choose_targets import choose_targets
 from partc.compiler.targets.copies import copy_between_targets
 from partc.compiler.tasks.localize import localize
@@ -56,15 +56,12 @@ from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 P = TypeVar("P", bound=Loaded)
 Pass = Callable[[Any], Loaded]
 After = Callable[[str, Loaded], None]
-"""Is told the name of a pass and the program that it gave."""
+"""A callback with the name of a pass and the program that it returned."""
 Watch = Callable[[str], None]
-"""Is told the name of what begins."""
+"""A callback with the name of the pass, or other work, that begins."""
 PASSES: tuple[Pass, ...] = (
     normalize,  # the single-device model
     add_training,
@@ -82,7 +79,7 @@ PASSES: tuple[Pass, ...] = (
     only_totals,
     shard,
     choose_targets,
-    pass_sums,
+    defer_all_reduce,
     localize,  # the local view
     differentiate,
     update,
@@ -92,7 +89,7 @@ PASSES: tuple[Pass, ...] = (
     check_budget,
 )
 """From a `Loaded` program to a `Complete` one (`ir/program.py`), by the types of their arguments and results. What comes before is `load`
-and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_written`)."""
+and `start`. What comes behind, for all programs of a plan at once, is `emit` and `prove` (`_write`)."""
 LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.STEP, lower),
     (ProgramKind.TOTALS, lower),
@@ -144,9 +141,12 @@ def start(
     if found:
         plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
     plan = replace(plan, dataset=_arriving(source, plan))
-    trains = plan.train is not None
-    model = source.model.clone() if trains else source.model
-    weights = _trainable(source.model) if trains else ()
+    model = source.model
+    weights: tuple[str, ...] = ()
+    if plan.train is not None:
+        from partc.compiler.training.trainable import trainable_names
+
+        model, weights = source.model.clone(), tuple(trainable_names(source.model))
     paths = node_paths(model)
     file_names = {path: str(node.meta.get(OWN_NAME) or path) for node, path in paths.items()}
     return Loaded(
@@ -162,12 +162,6 @@ def start(
         beside=beside or {},
         warnings=declared.warnings,
     )
-
-
-def _trainable(model: ir.Model) -> tuple[str, ...]:
-    from partc.compiler.training.trainable import trainable_names
-
-    return tuple(trainable_names(model))
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:
@@ -231,8 +225,12 @@ def programs_of(
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in LEGS:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
-        if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
+        if kind not in kinds:
             continue
+        if not is_step:
+            training = done[ProgramKind.STEP].training
+            if training is None or (kind is not ProgramKind.EVALUATION and not training.records.totals):
+                continue  # the plan has no program of this kind
         first: Loaded
         if kind in done:
             first = replace(done[kind], beside=beside)
@@ -244,12 +242,6 @@ def programs_of(
         behind = lower if kind in done else None
         done[kind] = cast(Lowered, run_passes(first, through, *told, verify_passes=verify_passes, behind=behind))
     return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
-
-
-def _has(step: Lowered, kind: ProgramKind) -> bool:
-    """Whether the plan of a step has a program of this kind, too."""
-    training = step.training
-    return training is not None and (kind is ProgramKind.EVALUATION or bool(training.records.totals))
 
 
 def step_program(source: Source, plan: Plan | None, name: str, **how: Any) -> Complete:
@@ -310,10 +302,10 @@ def compile_model(
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
 
-    `strict` refuses changes of layout that nobody asked for. `annotated`: where the whole model is written with the choices
-    made, in the standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was
-    written is opened. `watch` is told what begins. `verify_passes`: whether the program is verified after each pass. The plan is read
-    first: what is wrong in it by itself is told before a module is exported, which may take long.
+    `strict` refuses changes of layout that were not requested. `annotated`: where the whole model is written with the choices made, in the
+    standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was written is opened. `watch` is
+    told what begins. `verify_passes`: whether the program is verified after each pass. The plan is read first: what is wrong in it by
+    itself is told before a module is exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
     """
@@ -356,7 +348,7 @@ def _compiled(
         training = replace(program.training, folder=os.path.relpath(plan.parent, out))
         program = replace(program, training=training)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
-    report = _written(program, [*programs.values()], source, out, sources, texts, options.check, watch)
+    report = _write(program, [*programs.values()], source, out, sources, texts, options.check, watch)
     report = replace(report, exported=source.exported)
     if annotated is not None:
         write_annotated(report.program, annotated)
@@ -368,11 +360,11 @@ def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "mo
     programs = programs_of(source, plan, name)
     program = programs.pop(ProgramKind.STEP)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    return _written(program, [*programs.values()], source, out, {"model": record, "plan": None})
+    return _write(program, [*programs.values()], source, out, {"model": record, "plan": None})
 
 
 @uncollected()
-def _written(
+def _write(
     program: Complete,
     inner: list[Complete],
     source: Source,

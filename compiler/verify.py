@@ -5,7 +5,7 @@
     place       every node that is read has groups of distinct ranks of the job
     shard       a sharding speaks of a node where it runs; its mesh has the group's ranks; an axis cuts one factor; cuts divide their dims;
                 nodes that share a rule have it by themselves, too
-    pass_sums   partial sums that a node is given are made so on its ranks, and it is linear in them
+    defer_all_reduce   partial sums that a node is given are made so on its ranks, and it is linear in them
     localize    the ranks of an op are among those of each value that it reads, and that is made before it; a name is made once on a rank;
                 forward ops stand before all others; every event has the same place in the order of all its ranks; and so after
                 differentiate and update
@@ -181,7 +181,7 @@ def _sums(program: Sharded) -> Iterator[str]:
             made = maker.output(producer.outputs.index(value)) if maker and producer is not None and value else None
             wanted = choice.input(k)
             if made is None or wanted is None or normal(made) != normal(wanted):
-                yield f"{where}: it is given terms of '{value.name if value else ''}', which is not made so: {made}, not {wanted}"
+                yield f"{where}: it reads '{value.name if value else ''}' partial, which is not produced so: {made}, not {wanted}"
         there = {k for k, value in enumerate(instance.node.inputs) if value is not None}
         if choice.passing and not any(
             there & {*row} <= choice.partial | choice.kept for row in choice.rule.partial_inputs
@@ -251,7 +251,7 @@ def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
         for value in step.makes:
             there = made.get(value, 0)
             if again := making & there:
-                yield f"rank {lowest(again)}: '{value}' is made again by {_title(step)}"
+                yield f"rank {lowest(again)}: '{value}' is defined again by {_title(step)}"
             made[value] = there | making
 
 
@@ -319,7 +319,7 @@ def _steps(steps: Sequence[Op], made: Counter[Value], in_order: bool) -> Iterato
             if value not in made and value.constant is None:
                 yield f"{_title(step)} reads '{value}', which it does not have"
         made.update(step.makes)
-    yield from (f"'{value}' is made {count} times" for value, count in made.items() if count > 1)
+    yield from (f"'{value}' is defined {count} times" for value, count in made.items() if count > 1)
 
 
 def _title(step: Op | JobOp) -> str:

@@ -43,9 +43,9 @@ NOT = {
 }
 """By the term to use, the words that it stands for."""
 PHRASES = {
-    "'is no X': say 'is not an X'": (r"(?<!there )(?<!There )\b(?:is|are|was|were) no (?!longer|more\b)", 29),
-    "'nobody': name who does not": (r"\bnobody\b", 8),
-    "'Of X: ...': name the subject first": (r"^\s*Of [^.]*:", 7),
+    "'is no X': say 'is not an X'": (r"(?<!there )(?<!There )\b(?:is|are|was|were) no (?!longer|more\b)", 17),
+    "'nobody': name who does not": (r"\bnobody\b", 4),
+    "'Of X: ...': name the subject first": (r"^\s*Of [^.]*:", 5),
 }
 """How often each is found today."""
 

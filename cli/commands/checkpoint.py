@@ -202,7 +202,7 @@ def export(
 @click.argument("source", metavar="SOURCE", type=_PATH)
 @click.option("--build", type=_PATH, default="build", show_default=True, help="The artifact that is to go on with it.")
 @click.option("-o", "--output", "out", type=_PATH, required=True, help="The folder of checkpoints to write into.")
-@click.option("--step", type=click.IntRange(min=0), help="The number of steps taken, where SOURCE does not tell.")
+@click.option("--step", type=click.IntRange(min=0), help="The number of steps taken, where SOURCE does not say.")
 @click.option("--weights", is_flag=True, help="Leave the optimizer's state out: it begins anew.")
 def import_(source: Path, build: Path, out: Path, step: int | None, weights: bool) -> int:
     """Make a checkpoint of what another library has trained; `partc train --resume` goes on with it, under any plan of the model.

@@ -38,7 +38,10 @@ def command() -> int:
     for check in CHECKS:
         for finding in _findings(check):
             found.append(finding)
-            _show(finding)
+            err = finding.state in (FAULT, NOTE) and console.is_quiet()
+            console.echo(f"{finding.state:5} {finding.about}: {finding.text}", err=err)
+            if finding.remedy:
+                console.echo(f"      help: {finding.remedy}", err=err)
     faults, notes = (sum(one.state == state for one in found) for state in (FAULT, NOTE))
     console.result({"ok": not faults, "findings": [vars(one) for one in found]})
     console.echo(f"{count(faults, 'fault')}, {count(notes, 'note')}")
@@ -54,10 +57,3 @@ def _findings(check: object) -> Iterator[Finding]:
         yield Finding(
             getattr(check, "__name__", "?"), FAULT, f"could not be looked at: {type(error).__name__}: {error}"
         )
-
-
-def _show(finding: Finding) -> None:
-    wrong = finding.state in (FAULT, NOTE)
-    console.echo(f"{finding.state:5} {finding.about}: {finding.text}", err=wrong and console.is_quiet())
-    if finding.remedy:
-        console.echo(f"      help: {finding.remedy}", err=wrong and console.is_quiet())

@@ -28,7 +28,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class NodeRow:
     """A node of a rank's program; `why` is the rule that placed it, or the cause of a transfer."""
 
     rank: int
@@ -127,7 +127,7 @@ def _ranks(stats: Sequence[RankStats], memory: Sequence[RankMemory]) -> Table:
 
 
 def _pipeline_json(artifact: Artifact) -> dict[str, object]:
-    """The rows, and what they keep."""
+    """The rows of tasks, and what each keeps for backward passes."""
     from partc.cli.output.pipeline import pipeline_of, saved_by_home
     from partc.runtime.artifact.byte_count import largest_text
 
@@ -235,7 +235,7 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
         yield f"'+?': without {count(unknown, 'value')} whose size is known only at run time"
 
 
-def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
+def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
     from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
     from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
     from partc.runtime.artifact.graph.onnx_graph import integer_of, text_of
@@ -267,7 +267,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[Row]:
             why += f"; sharded {cut}"
         if tensors := [replaced[name] for name in node.output if name in replaced]:
             why += f"{'; ' if why else ''}next {', '.join(tensors)}"
-        yield Row(rank, at, op, metadata.get(PATH) or node.name or next(iter(node.output), ""), outputs, why)
+        yield NodeRow(rank, at, op, metadata.get(PATH) or node.name or next(iter(node.output), ""), outputs, why)
 
 
 def _type_text(type: str, shape: list[int | str] | None) -> str:
@@ -275,7 +275,7 @@ def _type_text(type: str, shape: list[int | str] | None) -> str:
     return type.removeprefix("tensor(").removesuffix(")") + dims if type.startswith("tensor(") else type + dims
 
 
-def _show_rows(folder: Path, rows: list[Row], pattern: str | None, as_json: bool) -> None:
+def _show_rows(folder: Path, rows: list[NodeRow], pattern: str | None, as_json: bool) -> None:
     from partc.runtime.errors import UsageError
 
     if pattern is not None:

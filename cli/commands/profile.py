@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -78,7 +77,10 @@ def _by_rank(spans: list[Span]) -> list[dict[str, object]]:
     for rank in sorted({one.rank for one in spans}):
         own = [one for one in spans if one.rank == rank]
         steps = [one.seconds for one in own if one.category == "step"]
-        took = {kind: _sum(own, kind) / max(1, len(steps)) for kind in CATEGORIES}
+        took = dict.fromkeys(CATEGORIES, 0.0)
+        for one in own:
+            if one.category in took:
+                took[one.category] += one.seconds / max(1, len(steps))
         whole = sum(steps) / max(1, len(steps))
         rows.append(
             {
@@ -89,10 +91,6 @@ def _by_rank(spans: list[Span]) -> list[dict[str, object]]:
             }
         )
     return rows
-
-
-def _sum(spans: Iterable[Span], category: str) -> float:
-    return sum(one.seconds for one in spans if one.category == category)
 
 
 def _by_module(spans: list[Span]) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""What a check found of the machine or of the installation, and what to do about it."""
+"""A finding of a check about the machine or the installation, and its remedy."""
 
 from __future__ import annotations
 

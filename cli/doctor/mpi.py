@@ -129,12 +129,10 @@ def _meeting(launcher: Launcher) -> Iterator[Finding]:
         "two ranks", OK, f"met, and ended after {seconds:.1f} s; an exchange takes {found['seconds'] * 1e6:.0f} us"
     )
     if found["mpi_alone"]:
-        remedy = "unset it" if "PARTC_" in found["mpi_alone"] else _forbidden()
+        if "PARTC_" in found["mpi_alone"]:
+            remedy = "unset it"
+        elif os.path.exists("/.dockerenv"):
+            remedy = "allow memfd_create, futex and /proc/PID/fd in the container (its seccomp profile), or run all ranks in one container"
+        else:
+            remedy = "slower, and right: messages and sums go over MPI"
         yield Finding("two ranks", NOTE, f"they share no memory but MPI's: {found['mpi_alone']}", remedy)
-
-
-def _forbidden() -> str:
-    """What to do where ranks cannot open each other's memory."""
-    if os.path.exists("/.dockerenv"):
-        return "allow memfd_create, futex and /proc/PID/fd in the container (its seccomp profile), or run all ranks in one container"
-    return "slower, and right: messages and sums go over MPI"

@@ -31,9 +31,13 @@ _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
     """Runs the job on the manifest's number of ranks; the exit code."""
+    from partc.cli.job.training_inputs import saves
+    from partc.runtime.training.stopping import NAMES
+
     launcher = find_launcher(manifest.ranks)
+    asks_to_stop = NAMES if saves(job, manifest) else ()  # the ranks of the training hear these, and not their launcher
     with (
-        Signals(_passed_on(job, manifest)) as signals,
+        Signals(asks_to_stop) as signals,
         RunDir(manifest.ranks) as run_dir,
         Progress(job.inference.repeat) as progress,
     ):
@@ -76,14 +80,6 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
             bar.close()
             if job.inference.output is not None:
                 remove_left(Path(job.inference.output), remove_hidden)
-
-
-def _passed_on(job: Job, manifest: Manifest) -> Sequence[str]:
-    """The signals by which a training that can save is asked to stop: its ranks, and not its launcher, hear them."""
-    from partc.cli.job.training_inputs import saves
-    from partc.runtime.training.stopping import NAMES
-
-    return NAMES if saves(job, manifest) else ()
 
 
 def run_here(job: Job, manifest: Manifest) -> int:

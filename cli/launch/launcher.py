@@ -19,7 +19,7 @@ from pathlib import Path
 from partc.runtime.errors import UsageError
 
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-"""What names the folder of Open MPI's sessions, from version 5 on and before."""
+"""Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
 _NO_MPI = """\
 no mpiexec, mpirun or srun found to start the {ranks} ranks
   help: install one with pip install "partc[mpi]", or run all ranks in this process with --in-process"""

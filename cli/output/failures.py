@@ -1,4 +1,4 @@
-"""What an error becomes: the message alone where it is made for the user, else the traceback and a request to report it."""
+"""Prints an error: only the message if it is meant for the user, else the traceback and a request to report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job have looked up in a step in tables of several ranks, as they have counted it.
+"""The lookups of a step in tables that several ranks share, as counted by the ranks of a job.
 
 lookups: in a step and on a rank up to 3,328 ids, 1,012 rows pulled (64.8 KiB received), 1,012 rows pushed (31.3 KiB received)
 """

@@ -6,9 +6,8 @@ Bytes moved are those of messages and of collectives, of which a rank gets as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from partc.cli.output.training_stats import state_bytes
 from partc.runtime.artifact.byte_count import ZERO, of_tensor, of_text
@@ -18,9 +17,6 @@ from partc.runtime.artifact.legal_sizes import is_legal
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.calls import unrolled
 from partc.runtime.execution.symbol_bindings import smallest
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 _UNKNOWN = "unknown"
 
@@ -62,7 +58,12 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankStats:
     """The numbers of a rank, with the symbols at these sizes."""
     model, manifest = unrolled(artifact.model(rank)), artifact.manifest
-    collectives = list(_collectives(model, manifest))
+    stated = {one.tag: one.bytes for one in manifest.collectives}
+    collectives = [  # as the rank's own nodes state them
+        metadata_of(node, BYTES, stated[tag])
+        for node in model.graph.node
+        if node.domain == DOMAIN and (tag := integer_of(node, TAG, -1)) in stated
+    ]
     state = {record.value for record in manifest.state if rank in record.ranks}
     kept = state_bytes(manifest, rank)
     weights = sum(of_tensor(tensor) for tensor in model.graph.initializer if tensor.name not in state)
@@ -74,14 +75,6 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
         sent=moved([*(one.bytes for one in manifest.transfers if one.source == rank), *collectives], sizes),
         received=moved([*(one.bytes for one in manifest.transfers if one.target == rank), *collectives], sizes),
     )
-
-
-def _collectives(model: ModelProto, manifest: Manifest) -> Iterator[str]:
-    """The bytes of each collective of a rank, as the rank's own node states them."""
-    bytes = {one.tag: one.bytes for one in manifest.collectives}
-    for node in model.graph.node if bytes else ():
-        if node.domain == DOMAIN and (tag := integer_of(node, TAG, -1)) in bytes:
-            yield metadata_of(node, BYTES, bytes[tag])
 
 
 def moved(texts: Iterable[str], sizes: Mapping[str, int]) -> Moved:

@@ -1,4 +1,4 @@
-"""What each target of a rank does and is sent: ops, copies with their bytes; and how often a rank changes its target.
+"""Statistics of a rank's targets: ops, copies with their bytes, and how often the rank switches between targets.
 
 Copies and switches are those of a step, of a pipeline with all its microbatches.
 """

@@ -1,4 +1,4 @@
-"""What the targets of a job's ranks have done in a step, as ranks have counted it: copies, their bytes, switches.
+"""The work of a job's targets in a step, as counted by the ranks: copies, their bytes, switches.
 
 targets: in a step 6 copies to cpu (1.17 KiB), 4 to cuda (400 B), 2 switches on 2 ranks
 """

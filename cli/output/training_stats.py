@@ -100,7 +100,7 @@ def _gradients(model: ModelProto) -> set[str]:
 
 
 def _stated_bytes(node: NodeProto, sizes: Mapping[str, int]) -> int:
-    """What the node says that it sends; gradients have fixed shapes."""
+    """The bytes that a node's metadata states; gradients have fixed shapes."""
     try:
         return parse(metadata_of(node, BYTES, "0"), sizes)(sizes)
     except ValueError:

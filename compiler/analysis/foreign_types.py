@@ -1,7 +1,6 @@
-"""Types of what ops yield that only onnxruntime knows: it is given a model of the one node, and says what comes out.
+"""Output types of ops that only onnxruntime knows: it infers them from a model of that one node.
 
-Shapes are not asked for: they stay unknown, and a message of such a value carries its own.
-"""
+Shapes are not inferred: they stay unknown, and a message with such a value carries its shape."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def _ops() -> frozenset[tuple[str, str]]:
 
 
 def is_foreign(domain: str, op_type: str) -> bool:
-    """Whether onnxruntime knows an op that the standard has not."""
+    """Whether an op is one of onnxruntime's own, which the ONNX standard does not have."""
     return domain not in _STANDARD and (domain, op_type) in _ops()
 
 

@@ -1,7 +1,7 @@
 """Shape inference, the same for all of the compiler: the rules of `shape_rules.py`, with what the plan promises of dims.
 
-What is promised of the dims decides besides what is found also how long it takes: where a Split of a dim is known to be exact, the sizes
-of its parts are products and no nested roundings. Shapes that a model says of its own values are not trusted, since nothing checks them.
+The promises for the dims decide not only the result, but also how long inference takes: where a Split is known to be exact, the sizes of
+its outputs are products instead of nested roundings. Shapes that a model says of its own values are not trusted, since nothing checks them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def type_text(kind: ir.TypeProtocol | None) -> str:
 
 
 def _forget_declared_shapes(graph: ir.Graph) -> None:
-    """Of a Loop's trip count and condition, which are scalars, a shape without names is kept."""
+    """Removes the shapes that the model declares, but for fixed ones of a Loop's trip count and condition, which are scalars."""
     for part in graphs_of(graph):
         for node in part:
             for value in node.outputs:

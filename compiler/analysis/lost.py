@@ -1,13 +1,11 @@
-"""Where the knowledge of a size was lost: the first node of the model that brings in what only a run tells, and what would help.
+"""Why a size is not known at compile time: the first node whose output depends on values of the run, and the remedy.
 
-An unknown dim has a name that is no symbol. Names run through shapes and through the entries of shape arithmetic, so the first
-node, in the order of the graph, whose outputs have the name is the one that lost it.
-"""
+The name of an unknown dim is not a symbol. Names run through shapes and through the entries of shape arithmetic, so the first node, in the
+order of the graph, whose outputs have the name is the one that lost it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import onnx_ir as ir
 from onnx_shape_inference import SYM_DATA_KEY
@@ -58,11 +56,13 @@ def how_lost(program: Typed, value: ir.Value, dim: int | None = None) -> tuple[s
         law = f"{subject} broadcasts {' and '.join(names)}, and either may be 1 or 0"
         same = "give them one name under `inputs` if they are equal; else " if symbols == sorted(names) else ""
         return law, f"{same}declare `symbols: {{{symbols[0]}: {{min: 2}}}}`"
-    given = [node.inputs[k] for k in _SIZES.get(node.op_type, ()) if k < len(node.inputs)]
-    giver = next((one for one in given if one is not None and _is_given(one)), None)
-    if giver is not None:
-        remedy = "make it a constant, or compute it of the inputs' shapes"
-        return f"{subject} takes it from '{giver.name}', which is known only at run time", remedy
+    for k in _SIZES.get(node.op_type, ()):
+        sizes = node.inputs[k] if k < len(node.inputs) else None
+        if sizes is None or sizes.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+            continue
+        if ir.convenience.get_const_tensor(sizes) is None:
+            remedy = "make it a constant, or compute it of the inputs' shapes"
+            return f"{subject} takes it from '{sizes.name}', which is known only at run time", remedy
     return f"its size is lost at {subject}", "do not shard it, or shard another dim"
 
 
@@ -91,7 +91,7 @@ def _first_without_rank(value: ir.Value) -> ir.Node | None:
 
 
 def _strange(program: Typed, dim: ir.SymbolicDim) -> set[str]:
-    """The names in a dim that are no symbols."""
+    """The names in a dim that are not symbols of the program."""
     expression = read(str(dim.value))
     return {str(dim.value)} if expression is None else {str(n) for n in expression.free_symbols} - set(program.symbols)
 
@@ -107,18 +107,9 @@ def _different(program: Typed, node: ir.Node) -> list[str]:
     """Two symbols that a node would have to broadcast."""
     shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
     for place in range(1, max(map(len, shapes), default=0) + 1):
-        there = dict.fromkeys(_open(program, [shape[-place] for shape in shapes if len(shape) >= place]))
-        if len(there) > 1:
-            return list(there)[:2]
+        dims = [shape[-place] for shape in shapes if len(shape) >= place]
+        symbolic = [dim for dim in dims if isinstance(dim, ir.SymbolicDim) and dim.value is not None]
+        texts = list(dict.fromkeys(str(dim.value) for dim in symbolic if not _strange(program, dim)))
+        if len(texts) > 1:
+            return texts[:2]
     return []
-
-
-def _open(program: Typed, dims: list[int | ir.SymbolicDim]) -> Iterator[str]:
-    for dim in dims:
-        if isinstance(dim, ir.SymbolicDim) and dim.value is not None and not _strange(program, dim):
-            yield dim.value
-
-
-def _is_given(value: ir.Value) -> bool:
-    """Whether what a value holds is not known though it is a shape, an axis or a size: an integer tensor of few entries."""
-    return value.dtype in (ir.DataType.INT64, ir.DataType.INT32) and ir.convenience.get_const_tensor(value) is None

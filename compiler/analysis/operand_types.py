@@ -8,7 +8,6 @@ would cut the fraction off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import onnx
@@ -22,14 +21,17 @@ _INTEGERS = frozenset(f"tensor({sign}int{bits})" for sign in ("", "u") for bits 
 
 
 def refuse_other_integers(program: Prepared) -> None:
-    """Raises CompileError with all operands that are no integers, or none of those that their op takes."""
+    """Raises CompileError that lists every operand whose type is not among the integer types that its op takes."""
     imports = program.model.opset_imports
     opset = min(imports.get("", imports.get("ai.onnx", 1)), onnx.defs.onnx_opset_version())
     problems = []
     for node in nodes_of(program.model.graph):
         if node.domain not in ("", "ai.onnx"):
             continue
-        for value, allowed in _integers(node, opset):
+        for at, allowed in _operands(node.op_type, opset):
+            value = node.inputs[at] if at < len(node.inputs) else None
+            if value is None:
+                continue
             kind = type_text(value.type)
             known = isinstance(value.type, ir.TensorType) and value.dtype != ir.DataType.UNDEFINED
             if known and kind not in allowed:
@@ -40,14 +42,6 @@ def refuse_other_integers(program: Prepared) -> None:
                 problems.append(Problem(program.name, fact, law, help))
     if problems:
         raise CompileError(problems)
-
-
-def _integers(node: ir.Node, opset: int) -> Iterator[tuple[ir.Value, tuple[str, ...]]]:
-    """The operands that are to be integers, with the types that they may have."""
-    for at, allowed in _operands(node.op_type, opset):
-        value = node.inputs[at] if at < len(node.inputs) else None
-        if value is not None:
-            yield value, allowed
 
 
 @cache

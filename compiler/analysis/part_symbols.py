@@ -1,4 +1,4 @@
-"""The symbols of a program that runs a batch in parts: what the plan promises of the whole batch, said of one part.
+"""The symbols of a program that runs its batch in microbatches: the plan's promises for the batch, restated for one microbatch.
 
 batch: divisible by 8, in 2 parts          a part: divisible by 4
 """
@@ -25,7 +25,7 @@ from partc.compiler.plan.training.rules import TrainRules
 def part_symbols(
     program: Prepared, symbols: Mapping[str, SymbolInfo], along: Mapping[ir.Value, int]
 ) -> dict[str, SymbolInfo]:
-    """The symbols of a program, where the batch dims, by input in `along`, are those of a part; CompileError where a batch has no parts."""
+    """The program's symbols with the batch dims, by input in `along`, of one microbatch; CompileError if the batch does not divide."""
     training = program.training
     if training is None or training.rules.accumulate == 1 or not program.kind.backward:
         return dict(symbols)
@@ -59,7 +59,7 @@ def part_facts(
 
 
 def quotient(facts: Facts, count: int) -> Facts | None:
-    """What is known of the integers whose `count`-fold is allowed; None where there are none.
+    """The facts about all integers n for which count * n is allowed; None if there is no such n.
 
     count * p == r (mod d) has a solution where g = gcd(count, d) divides r, and it is unique modulo d / g.
     """

@@ -24,13 +24,13 @@ from partc.compiler.errors import Problem
 from partc.compiler.plan.rules import BatchDim
 
 OF_PIECES = "partc.of_pieces"
-"""Key of `ir.Node.meta`: the Reshape gives each part of a batch a row of its own, with its records in it."""
+"""Key of `ir.Node.meta`: marks the Reshape that gives each microbatch a row with its records."""
 BatchDims: TypeAlias = Mapping[ir.Value, int]
 """By input that holds records the dim along which they lie."""
 
 
 def batch_dims(graph: ir.Graph, labels: str = "", said: Mapping[str, BatchDim] | None = None) -> dict[ir.Value, int]:
-    """The inputs that hold records, with the dim of these; one of which no shape is known counts as one that has them along dim 0."""
+    """The inputs that hold records, each with the dim along which it does: dim 0 for an input of unknown shape."""
     said = said or {}
     dims = {value: tuple(value.shape.dims) for value in graph.inputs if value.shape is not None and len(value.shape)}
     batch = _batch(dims, labels, said)
@@ -51,7 +51,7 @@ def batch_symbols(dims: BatchDims) -> set[str]:
 
 
 def contradictions(graph: ir.Graph, dims: BatchDims, count: int, where: str) -> Iterator[Problem]:
-    """What keeps a batch from being cut into `count` parts: an input that has the dim of records at another place, too."""
+    """Problems that keep a batch from being divided into `count` microbatches: inputs that have the batch dim at a second place."""
     symbols = batch_symbols(dims)
     for value in graph.inputs:
         others = [k for k, dim in enumerate(value.shape or ()) if _name(dim) in symbols and dims.get(value) != k]
@@ -67,7 +67,7 @@ def contradictions(graph: ir.Graph, dims: BatchDims, count: int, where: str) -> 
 
 
 def wrong_batch_dims(graph: ir.Graph, said: Mapping[str, BatchDim]) -> Iterator[Problem]:
-    """What the plan says under `batch_dims` of inputs that are not there, or of dims that they do not have."""
+    """Problems of the plan's `batch_dims`: inputs that do not exist, and dims that an input does not have."""
     inputs = {str(value.name): value for value in graph.inputs}
     for name, one in said.items():
         if name not in inputs:

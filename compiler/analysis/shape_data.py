@@ -112,7 +112,7 @@ class _Node:
         return self.node.attributes.get_int("axis", default)
 
     def facts(self, entry: sympy.Expr) -> Facts:
-        """What is known of an entry; nothing where a name in it is no symbol."""
+        """The facts about an entry; none if a name in it is not a symbol."""
         names = {str(name) for name in entry.free_symbols}
         return facts_of(entry, self.known) if names <= set(self.known) else Facts(1, 0, None, None)
 
@@ -155,7 +155,7 @@ def _each(rule: Callable[[_Node, list[Any]], Entry]) -> Callable[[_Node], Entrie
 
 
 def _divide(at: _Node, row: list[Any]) -> Entry:
-    """Of integers the quotient rounded to 0, where it has one; of floats only what is exact."""
+    """The quotient: of integers rounded towards 0, of floats only where it is exact; None otherwise."""
     above, below = row
     if at.node.outputs[0].dtype in _INTEGERS:
         return sympy.floor(above / below) if at.facts(above).low >= 0 and at.facts(below).low >= 0 else None
@@ -174,7 +174,7 @@ def _power(at: _Node, row: list[Any]) -> Entry:
 
 
 def _compare(least: float, most: float) -> Callable[[_Node, list[Any]], Entry]:
-    """Whether the first less the second is within bounds; None where that depends on the symbols' values."""
+    """Whether the difference of two entries is within bounds; None where that depends on the symbols' values."""
 
     def rule(at: _Node, row: list[Any]) -> Entry:
         q = math.lcm(*(int(number.q) for one in row for number in one.atoms(sympy.Rational)))

@@ -128,7 +128,7 @@ def _is_known(dim: int | ir.SymbolicDim, known: Known) -> bool:
 
 
 def _facts(dim: int | ir.SymbolicDim, known: Known) -> Facts:
-    """What is known of a dim; a name that is no symbol is only known to be a size."""
+    """The facts about a dim; of a name that is not a symbol only that it is a size."""
     return facts_of(dim, known)
 
 
@@ -260,17 +260,13 @@ def pad(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> N
         axes = []
     for k, axis in enumerate(axes):
         both = [None, None] if added is None else [added.ravel()[k], added.ravel()[k + len(axes)]]
-        dims[axis] = _sum([dims[axis], *both], known)
+        terms = [read(str(one.value)) if isinstance(one, ir.SymbolicDim) else one for one in (dims[axis], *both)]
+        dims[axis] = None if any(one is None for one in terms) else as_dim(normal(sympy.Add(*terms), known))
     _set(ctx, node.outputs[0], dims, data.dtype)
 
 
-def _sum(parts: Sequence[Any], known: Known) -> int | ir.SymbolicDim | None:
-    found = [read(str(one.value)) if isinstance(one, ir.SymbolicDim) else one for one in parts]
-    return None if any(one is None for one in found) else as_dim(normal(sympy.Add(*found), known))
-
-
 def squeeze(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """Without axes every dim of size 1 goes: which ones, is known where no dynamic dim can be 1."""
+    """Without axes every dim of size 1 is removed; the result is known only if no dynamic dim can be 1."""
     data = node.inputs[0]
     assert data is not None
     given = len(node.inputs) > 1 and node.inputs[1] is not None

@@ -100,7 +100,7 @@ def _normalize_outputs(node: ir.Node, known: Known) -> None:
 
 
 def compress(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
-    """Of an input of unknown shape so is the rank, where an axis is given; the engine says 1."""
+    """With an axis and an input of unknown shape, the output's rank is unknown; the engine says 1."""
     data = node.inputs[0]
     rule(ctx, node)
     if data is not None and data.shape is None and "axis" in node.attributes:
@@ -162,7 +162,7 @@ LIKE: dict[tuple[str, str], tuple[str, str]] = {
     ("com.microsoft", "FusedGemm"): ("", "Gemm"),
     ("com.microsoft", "IsAllFinite"): ("", "Size"),
 }
-"""Ops that the engine has no rule for, by ops whose outputs are as large and of the same types."""
+"""By op for which the engine has no rule the op whose rule it borrows: outputs of equal shapes and types."""
 
 
 _Dims = tuple[int | ir.SymbolicDim, ...]
@@ -175,8 +175,7 @@ _REALS = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", 
 def _shared_key(node: ir.Node) -> Hashable | None:
     """The key under which a node's outputs are kept for nodes that are alike; None where other things decide, too.
 
-    Those are integers of which nothing is noted, though the engine may know them, and types that are no tensors.
-    """
+    Such are integers whose entries are not noted, though the engine may know them, and types other than tensors."""
     entries: list[str | None] = []
     for value in node.inputs:
         if value is None:
@@ -191,7 +190,7 @@ def _shared_key(node: ir.Node) -> Hashable | None:
 
 
 def _kinds(ctx: ShapeInferenceContext, node: ir.Node, known: Known) -> list[_Kind] | None:
-    """What was found of a node's outputs; None where it is not all, has names that are the node's own, or the engine knows more."""
+    """The inferred types and dims of a node's outputs; None where one is missing, names this node alone, or the engine knows more of it."""
     found: list[_Kind] = []
     for out in node.outputs:
         if not isinstance(out.type, ir.TensorType) or out.shape is None:

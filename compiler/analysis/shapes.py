@@ -9,7 +9,6 @@ every dim is an integer or an expression over symbols: only then can a rank post
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -71,10 +70,11 @@ def inferred(program: T) -> T:
 
 
 def _refuse_negative_sizes(program: Typed) -> None:
-    """Raises CompileError for the nodes that make a negative size of sizes that are none."""
+    """Raises CompileError that lists the nodes whose outputs have a negative size though their inputs have none."""
     graph, problems = program.model.graph, []
     values = [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
-    negative = {value for value in values if value.shape is not None and _has_negative(value.shape.dims)}
+    shaped = ((value, value.shape.dims) for value in values if value.shape is not None)
+    negative = {value for value, dims in shaped for dim in dims if isinstance(dim, int) and dim < 0}
     for node in graph if negative else ():
         for value in node.outputs if negative.isdisjoint(node.inputs) else ():
             if value not in negative:
@@ -88,13 +88,6 @@ def _refuse_negative_sizes(program: Typed) -> None:
         raise CompileError(problems)
 
 
-def _has_negative(dims: Iterable[int | ir.SymbolicDim]) -> bool:
-    for dim in dims:  # noqa: SIM110, a generator takes three times as long, and this is asked of every value
-        if isinstance(dim, int) and dim < 0:
-            return True
-    return False
-
-
 def _info(value: ir.Value, known: frozenset[str], memo: dict[ir.SymbolicDim, bool]) -> ValueInfo:
     shape, kind = _known_shape(value.shape, known, memo), value.type
     if isinstance(kind, ir.TensorType):
@@ -105,7 +98,7 @@ def _info(value: ir.Value, known: frozenset[str], memo: dict[ir.SymbolicDim, boo
 
 @functools.cache
 def _tensor_type(dtype: ir.DataType) -> tuple[str, int | None]:
-    """The text of a tensor's type, and the bytes of an item where these are whole."""
+    """The text of a tensor's type, and the bytes of an element; None for strings and types of less than a byte."""
     sized = dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
     bits = dtype.bitwidth if sized else None
     return type_text(ir.TensorType(dtype)), bits // 8 if bits and bits % 8 == 0 else None

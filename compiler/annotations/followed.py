@@ -1,4 +1,4 @@
-"""What a program keeps of a node's annotation, once it is held against the graph."""
+"""A node's annotation after it was checked against the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What annotations stand in a model: bound to nodes and operands, before any pass replaces one of them.
+"""Reads a model's annotations, bound to nodes and operands, before any pass replaces one of these.
 
 The first configuration that the model declares is meant, or the one that the user names; `none` means none. Nothing is judged
 here but which configuration it is; `check.py` does.

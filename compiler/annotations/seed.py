@@ -1,4 +1,4 @@
-"""What annotations give the cutting of nodes: per factor its axes, and outputs that are spread otherwise than they are made.
+"""Shardings from annotations: the axes of each factor, and outputs annotated with another layout than the node makes.
 
 The inputs' spreads decide: each must be the layout of one mesh that they have in common. An output that is spread in another
 way than the cut node makes it is resharded where it is made. Rules of the plan and `shard` calls of the model win over
@@ -105,7 +105,7 @@ def _axes_of_factors(
     for dim in dims:
         if dim.letter == WHOLE or dim.letter not in rule.factors:
             if dim.axes:
-                fact = f"{dim.title} is sharded into {dim.num_shards}, but {op_type} needs it whole"
+                fact = f"{dim.title} is sharded into {dim.num_shards}, but {op_type} needs it replicated"
                 problems.append(Problem(where, fact, help="leave it whole"))
             continue
         other = first.setdefault(dim.letter, dim)

@@ -96,7 +96,7 @@ def _ceiling(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
 
 
 def _cancelled(value: sympy.Expr) -> sympy.Expr:
-    """A quotient without what its parts have in common."""
+    """A quotient with its common factors cancelled."""
     if not any(power.exp.is_negative for power in value.atoms(sympy.Pow)):
         return value
     try:
@@ -121,18 +121,13 @@ def is_integral(expression: Any, known: Mapping[str, Facts]) -> bool:
         case "Max" | "Min" | "Mod":
             return all(is_integral(arg, known) for arg in expression.args)
         case "Add" | "Mul":
-            terms = [_coefficient(term) for term in sympy.Add.make_args(expression)]
+            terms = [term.as_coeff_Mul(rational=True) for term in sympy.Add.make_args(expression)]
             if not all(is_integral(factor, known) for _, rest in terms for factor in sympy.Mul.make_args(rest)):
                 return False
             q = math.lcm(*(int(number.q) for number, _ in terms))
             return q == 1 or facts_of(sympy.expand(expression * q), known).divisible_by(q)
         case _:
             return False
-
-
-def _coefficient(term: sympy.Expr) -> tuple[Any, sympy.Expr]:
-    number, rest = term.as_coeff_Mul()
-    return (number, rest) if isinstance(number, sympy.Rational) else (sympy.Integer(1), term)
 
 
 def _largest(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:

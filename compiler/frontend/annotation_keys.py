@@ -1,4 +1,4 @@
-"""Metadata keys for what the standard's annotations cannot say; who knows none of them gets the same numbers. Values are JSON.
+"""Metadata keys for facts that the standard's annotations cannot express; a tool that ignores them gets the same numbers. Values are JSON.
 
 On a node:
     partc.group      [3, 1, 0]                                  its ranks in their order, where that is not the rising one

@@ -1,4 +1,4 @@
-"""What the metadata of a file of `partc export` say: its model's declarations, the marks of its nodes, which weights are trainable."""
+"""The metadata that `partc export` writes: the model's declarations, the marks of its nodes, which weights are trainable."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What of `Declared` is written: all but annotations, which have keys of their own."""
+class _StoredDeclarations:
+    """The fields of `Declared` that are written: all but annotations, which have keys of their own."""
 
     placements: tuple[Placement, ...] = ()
     symbols: dict[str, Symbol] = field(default_factory=dict)
@@ -32,16 +32,18 @@ class _Written:
 
 
 @cache
-def _schema() -> TypeAdapter[_Written]:
+def _schema() -> TypeAdapter[_StoredDeclarations]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(_Written)
+    return TypeAdapter(_StoredDeclarations)
 
 
 def write_declared(model: ir.Model, declared: Declared, trained: Collection[str] | None) -> None:
     """Writes into the model's metadata what it declares, its nodes' marks, and which weights are trained; None: it says nothing of them."""
-    written = _Written(declared.placements, {**declared.symbols}, declared.sharding, declared.dataset, declared.targets)
-    if written != _Written():
+    written = _StoredDeclarations(
+        declared.placements, {**declared.symbols}, declared.sharding, declared.dataset, declared.targets
+    )
+    if written != _StoredDeclarations():
         model.metadata_props[DECLARED] = _schema().dump_json(written).decode()
     for node in nodes_of(model.graph):
         for key in (UNBIASED, FROZEN_STATISTICS):
@@ -56,7 +58,7 @@ def read_declared(model: ir.Model, where: str) -> Declared:
     """What `write_declared` wrote; the metadata is taken out of the model. Raises CompileError where it is broken."""
     try:
         text = model.metadata_props.pop(DECLARED, None)
-        written = _Written() if text is None else _schema().validate_json(text)
+        written = _StoredDeclarations() if text is None else _schema().validate_json(text)
         for node in nodes_of(model.graph):
             for key in (UNBIASED, FROZEN_STATISTICS):
                 if key in node.metadata_props:

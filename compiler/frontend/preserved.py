@@ -26,12 +26,14 @@ def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
 
     Raises CompileError for annotated nodes that are gone then: calls of functions, whose nodes run on their own.
     """
-    held = [
-        _annotation_of(node) for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.device_configurations
-    ]
+    annotations = []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if entries := node.device_configurations:
+            places = tuple(tuple(_place(node, spec.value) for spec in entry.sharding_specs) for entry in entries)
+            annotations.append(_Annotation(node, entries, places))
     yield
     problems = []
-    for one in held:
+    for one in annotations:
         if one.node.graph is None:
             fact = f"'{one.node.name}' calls the function {one.node.op_type} and is annotated"
             law = "functions are inlined: their nodes are placed and sharded, calls are not"
@@ -102,12 +104,6 @@ def _first(node: ir.Node) -> str:
 
 def _own(of: ir.Node | ir.Value) -> dict[str, str]:
     return {key: text for key, text in of.metadata_props.items() if key.startswith(keys.PREFIX)}
-
-
-def _annotation_of(node: ir.Node) -> _Annotation:
-    entries = node.device_configurations
-    places = tuple(tuple(_place(node, spec.value) for spec in entry.sharding_specs) for entry in entries)
-    return _Annotation(node, entries, places)
 
 
 def _place(node: ir.Node, value: ir.Value | None) -> tuple[bool, int] | None:

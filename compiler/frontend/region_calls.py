@@ -164,7 +164,10 @@ def _parameters(call: ShardCall, paths: Sequence[str], problems: list[Problem]) 
             problems.append(Problem(call.where, f"parameter_plan: {call.name} has no parameter '{key}'", law, help))
             continue
         problems += _misfits(call.where, key, spec, list(own[name].shape))
-        found[_in_graph(own[name], name, paths[0])] = spec
+        parameter = own[name]
+        if isinstance(parameter, ir.Value) and parameter.name:  # its path in the graph, seen from the module
+            name = parameter.name.removeprefix(f"{paths[0]}.") if paths[0] else parameter.name
+        found[name] = spec
     return found
 
 
@@ -176,12 +179,6 @@ def _named(key: str, paths: Sequence[str], names: Sequence[str]) -> str | None:
     if key == wanted and key in names:
         return key
     return min(seen, key=len, default=None)
-
-
-def _in_graph(parameter: object, name: str, path: str) -> str:
-    if isinstance(parameter, ir.Value) and parameter.name:
-        return parameter.name.removeprefix(f"{path}.") if path else parameter.name
-    return name
 
 
 def _misfits(where: str, key: str, spec: ShardSpec, shape: Sequence[object]) -> Iterator[Problem]:

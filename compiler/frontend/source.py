@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 Known: TypeAlias = "Callable[[Sequence[str]], None]"
-"""What looks at the names of a module's tensors as soon as they are known; it raises CompileError."""
+"""A callback that checks the names of a module's tensors as soon as they are known; it raises CompileError."""
 
 
 def nothing(names: Sequence[str]) -> None:
-    """Looks at no name."""
+    """Checks no name."""
 
 
 @dataclass(frozen=True)

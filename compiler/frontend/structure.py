@@ -1,4 +1,4 @@
-"""What every graph must have: values that something defines, once; weights with data; the attributes that its ops demand."""
+"""The structure that every graph must have: each value defined once, weights with data, the attributes that ops require."""
 
 from __future__ import annotations
 

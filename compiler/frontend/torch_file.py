@@ -41,7 +41,7 @@ def restored(model: ir.Model) -> ir.Model:
     taken |= {value.name or "" for node in nodes_of(graph) for value in node.outputs}
     for value in list(graph.initializers.values()):
         if KIND in value.metadata_props:
-            _part(graph, value, taken)
+            _restore_merged(graph, value, taken)
     for value in list(graph.initializers.values()):
         if FOLDED in value.metadata_props:
             _unfold(graph, value, taken)
@@ -60,8 +60,8 @@ def restored(model: ir.Model) -> ir.Model:
     return model
 
 
-def _part(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
-    """Gives readers that torch calls with another tensor one of its name: the exporter keeps one of several that are equal."""
+def _restore_merged(graph: ir.Graph, value: ir.Value, taken: set[str]) -> None:
+    """Separates equal weights that the exporter has merged: each reader gets the tensor with which torch calls it."""
     own = value.metadata_props.get(_PLACEHOLDER, "")
     for use in list(value.uses()):
         operands = _operands(use.node)
@@ -136,7 +136,7 @@ def _dotted(operand: str, node: ir.Node) -> str | None:
 
 
 def _sources(value: ir.Value) -> list[str]:
-    """All that a constant was folded from: what its ops read, one by one."""
+    """All values that a constant was folded from: the operands of its ops, one by one."""
     try:
         names = [str(name) for name in ast.literal_eval(value.metadata_props[FOLDED])]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):

@@ -138,18 +138,15 @@ def _dynamic_dims(declared: object, inputs: list[str], where: str) -> dict[str, 
         raise CompileError(Problem(where, fact, help='write dynamic_shapes = {"x": {0: "batch"}}'))
     found: dict[str, dict[int, object]] = {}
     for name, dims in declared.items():
-        entries = dims.items() if isinstance(dims, Mapping) else enumerate(dims or ())
-        found[name] = {
-            int(axis): _dim(dim) for axis, dim in entries if not (dim is None and not isinstance(dims, Mapping))
-        }
+        by_axis = isinstance(dims, Mapping)
+        found[name] = {}
+        for axis, dim in dims.items() if by_axis else enumerate(dims or ()):
+            if dim is None and not by_axis:
+                continue
+            is_plain = dim is None or isinstance(dim, str | int | Symbol)
+            # a `torch.export.Dim` has a name; `Dim.AUTO` and its like have none
+            found[name][int(axis)] = dim if is_plain else getattr(dim, "__name__", None)
     return found
-
-
-def _dim(dim: object) -> object:
-    """Converts a dim of `dynamic_shapes`: a torch Dim to its name, `Dim.AUTO` and its like to None; others stay."""
-    if dim is None or isinstance(dim, str | int | Symbol):
-        return dim
-    return getattr(dim, "__name__", None)
 
 
 def _sizes(read: Sequence[Spec], names: DimNames) -> dict[str, int]:

@@ -101,7 +101,7 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def errors_by_line(path: Path, recorder: Recorder) -> Iterator[None]:
-    """Turns what the user's own code raises within into a CompileError; a fault that no line of it took part in stays."""
+    """Turns an error that the user's code raises within into a CompileError; an error without any line of that code passes through."""
     try:
         yield
     except CompileError:

@@ -1,4 +1,4 @@
-"""Which shard goes from which rank to which, when ranks that hold a value in one layout are to hold it in another.
+"""The messages that bring a value from one layout to another: which shard goes from which rank to which.
 
 A rank needs a box of the value, and what it needs lies in the shards of some other ranks: it gets every intersection once. Boxes
 are fractions of the value's dims, so that one list of parts serves every size:
@@ -79,7 +79,9 @@ class Routes:
 
 def can_travel(before: Layout, after: Layout) -> bool:
     """Whether each rank of `after` can be given what it needs without computing: both hold the same partial values, or none."""
-    return _terms(before) == _terms(after) and {r for _, r in before.partial} == {r for _, r in after.partial}
+    return _num_partials(before) == _num_partials(after) and {r for _, r in before.partial} == {
+        r for _, r in after.partial
+    }
 
 
 def numbers(layout: Layout, index: int) -> Numbers:
@@ -120,12 +122,12 @@ def offsets(span: Span, shape: Sequence[int]) -> Box:
     return tuple(found)
 
 
-def _terms(layout: Layout) -> int:
+def _num_partials(layout: Layout) -> int:
     return math.prod(layout.mesh[axis] for axis, _ in layout.partial)
 
 
 def _counts(layout: Layout) -> Numbers:
-    return (*layout.shards, _terms(layout))
+    return (*layout.shards, _num_partials(layout))
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,7 +151,7 @@ def _overlapping(shard: Numbers, layout: Layout, other: Layout) -> itertools.pro
 
 @functools.lru_cache(maxsize=4096)
 def _givers(routes: Routes, shard: Numbers) -> Mapping[int, int]:
-    """Who gets (a part of) a shard of `before`, and from which of its holders; both as indices, targets rising."""
+    """The receivers of (a part of) a shard of `before`, in ascending order, each with the holder that sends it; both as indices."""
     before, after = routes.before, routes.after
     targets = sorted(
         index for wanted in _overlapping(shard, before, after) for index in _holders(after).get(wanted, ())
@@ -165,7 +167,7 @@ def _givers(routes: Routes, shard: Numbers) -> Mapping[int, int]:
 
 
 def _neighbour(layout: Layout, holder: int, index: int) -> int:
-    """Who holds the same shard as `holder`, with the coordinates of `index` on all axes that do not decide the shard."""
+    """The rank with the same shard as `holder` and the coordinates of `index` on all axes that do not shard the value."""
     fixed = {axis for axes in layout.cuts for axis in axes} | {axis for axis, _ in layout.partial}
     found = 0
     for axis, (there, here) in enumerate(zip(layout.coordinates(holder), layout.coordinates(index), strict=True)):

@@ -128,7 +128,7 @@ Move: TypeAlias = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """What ranks receive, in fractions of the global value: the most that one rank does, and all of them together."""
+    """Received bytes as fractions of the global value: the largest of one rank, and the total."""
 
     most: Fraction
     total: Fraction
@@ -181,7 +181,7 @@ def _local(move: Move) -> Fraction:
 
 
 def bytes_moved(moves: Sequence[Move]) -> Traffic:
-    """What all steps together bring, per rank at most and in total."""
+    """The bytes that all steps together move: the largest of one rank, and the total."""
     alike = not any(isinstance(move, Exchange | Transfer | Reduce) for move in moves)
     if moves and alike and all(move.group == moves[0].group for move in moves):
         share = sum(map(_each, moves), Fraction(0))

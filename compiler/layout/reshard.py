@@ -227,7 +227,7 @@ def _check(source: Layout, target: Layout) -> None:
 
 
 def _has_all(source: Layout, target: Layout, source_group: tuple[int, ...], target_group: tuple[int, ...]) -> bool:
-    """Whether ranks of two different groups hold just what they need already."""
+    """Whether every rank of the target group already holds the shard that it needs."""
     if source.partial or target.partial or not set(target_group) <= set(source_group):
         return False
     places = {rank: index for index, rank in enumerate(source_group)}

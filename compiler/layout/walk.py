@@ -38,19 +38,19 @@ class WalkState:
     def dims(self) -> range:
         return range(len(self.at.cuts))
 
-    def wanted(self, dim: int) -> tuple[int, ...]:
-        """The axes that are still to cut a dim; none while one that is to leave it is in their way."""
+    def missing(self, dim: int) -> tuple[int, ...]:
+        """The axes that are still to shard a dim; none while a minor axis must leave the dim first."""
         now, then = self.at.cuts[dim], self.target.cuts[dim]
         return then[len(now) :] if then[: len(now)] == now else ()
 
     def leaving(self, dim: int) -> tuple[int, ...]:
-        """The axes that are to leave a dim, or to come back to it in another place."""
+        """The axes that must leave a dim, for good or to return at another position."""
         now, then = self.at.cuts[dim], self.target.cuts[dim]
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
         return now[common:]
 
     def awaited(self, axes: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
-        """Of axes that are to be something else than they are now, those Partial now, by reduction."""
+        """By reduction, the axes that are Partial now and must not stay so."""
         found: dict[str, list[int]] = {}
         for axis in axes:
             now = self.at.placement(axis)
@@ -59,7 +59,7 @@ class WalkState:
         return [(tuple(pending), reduce) for reduce, pending in found.items()]
 
     def may_await(self, reduce: str) -> bool:
-        """Whether terms may be made for a reduction now: while others wait for another one, the order would change the value."""
+        """Whether the value may become partial by a reduction now: while it is partial by another one, their order would matter."""
         return all(waiting == reduce for _, waiting in self.at.partial)
 
 
@@ -79,21 +79,21 @@ def greedy_path(source: Layout, target: Layout, group: tuple[int, ...], rules: S
 
 def slice_free(place: WalkState) -> Move | None:
     for dim in place.dims:
-        if axes := _run(place, place.wanted(dim), lambda now: now == Replicate()):
+        if axes := _run(place, place.missing(dim), lambda now: now == Replicate()):
             return Slice(place.group, with_shards(place.at, {dim: place.at.cuts[dim] + axes}), dim, axes)
     return None
 
 
 def scatter(place: WalkState) -> Move | None:
     for dim in place.dims:
-        if axes := _run(place, place.wanted(dim), lambda now: isinstance(now, Partial)):
+        if axes := _run(place, place.missing(dim), lambda now: isinstance(now, Partial)):
             return reduce_scatter(place.at, place.group, dim, axes)
     return None
 
 
 def all_to_all(place: WalkState) -> Move | None:
     for split in place.dims:
-        wanted = place.wanted(split)
+        wanted = place.missing(split)
         for concat in place.dims:
             now = place.at.cuts[concat]
             count = next((n for n in range(len(wanted), 0, -1) if n <= len(now) and now[-n:] == wanted[:n]), 0)

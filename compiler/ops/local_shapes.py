@@ -50,7 +50,7 @@ def as_int64(local: Local, k: int) -> str:
 
 
 def as_typed(local: Local, k: int, name: str) -> str:
-    """Integers of 64 bits that take the place of operand `k`, in its type: kernels are not made for every mixture."""
+    """Integers of 64 bits as operand `k`, cast to its type: kernels do not exist for every mixture."""
     value = local.node.inputs[k]
     if value is None or value.dtype is None or value.dtype == ir.DataType.INT64:
         return name

@@ -97,7 +97,7 @@ def opset_of(node: ir.Node, newest: int = 21) -> int:
 
 
 def likeness(node: ir.Node) -> tuple[object, ...]:
-    """Equal for nodes that are written alike: op, attributes, and the names of what they read and make."""
+    """A key that is equal for nodes with the same op, attributes, and names of operands and results."""
     attributes = [one for _, one in sorted(node.attributes.items())]
     return (
         node.domain,

@@ -169,27 +169,27 @@ class Declared:
 
     def sharding(self, rule_of_node: Function) -> Function:
         """The rule of one node; None where nothing is sharded."""
-        return self._given("sharding", rule_of_node)
+        return self._set_field("sharding", rule_of_node)
 
     def local(self, form: Function) -> Function:
         """The node of one rank, in rules that name no local form of their own."""
-        return self._given("local", form)
+        return self._set_field("local", form)
 
     def gradient(self, rule: Function) -> Function:
         """The gradient: takes the cotangent of each output (None where there is none) and the inputs, and gives one name an input."""
-        return self._given("rule", rule, Gradients)
+        return self._set_field("rule", rule, Gradients)
 
     def body_gradient(self, rule: Function) -> Function:
         """The gradient of an op with bodies; see `autodiff.engine.Bodies`."""
-        return self._given("body", rule, Gradients)
+        return self._set_field("body", rule, Gradients)
 
     def looks_up(self, is_lookup: Function) -> Function:
         """Whether a node reads its first input by rows alone."""
-        return self._given("looks_up", is_lookup)
+        return self._set_field("looks_up", is_lookup)
 
     def row_gradient(self, rule: Function) -> Function:
         """The gradient of the first input of a node that looks it up: takes the cotangent and the inputs, gives ids and rows."""
-        return self._given("rows", rule, Gradients)
+        return self._set_field("rows", rule, Gradients)
 
     def shapes(self, infer: Function) -> Function:
         """The inference of types and shapes, for ops that `onnx_shape_inference` does not know."""
@@ -197,8 +197,8 @@ class Declared:
             onnx_shape_inference.registry.register(domain, op_type)(infer)
         return infer
 
-    def _given(self, name: str, function: Function, record: type[Entry | Gradients] = Entry) -> Function:
-        """Has a field of the entries, or of their gradients, be the function."""
+    def _set_field(self, name: str, function: Function, record: type[Entry | Gradients] = Entry) -> Function:
+        """Sets a field of the entries, or of their gradients, to the function."""
         changed: dict[str, Any] = {name: function}
         for key in self._keys:
             entry = TABLE[key]

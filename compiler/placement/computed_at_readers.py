@@ -1,4 +1,4 @@
-"""Which values made of inputs are computed wherever they are read instead of sent: masks, tables of positions.
+"""Chooses values that are computed on every group that reads them, instead of sent: masks, tables of positions.
 
 The law. A node may be repeated where no line of the plan names it, its op costs a bounded number of operations an element and draws
 nothing at random, and its operands are inputs of the model, constants, shape arithmetic or results of other such nodes, none of them

@@ -51,7 +51,7 @@ def _latest(program: Annotated, named: Stages) -> dict[ir.Node, int]:
 
 
 def backward_edges(program: Annotated, named: Stages, rules: tuple[StageRule, ...]) -> list[Problem]:
-    """A problem for each pair of stages of which the earlier reads what the later makes."""
+    """A problem for each pair of stages of which the earlier reads a value of the later."""
     latest, found = _latest(program, named), dict[tuple[int, int], tuple[ir.Value, ir.Node, ir.Node, int]]()
     for node in program.model.graph:
         for value in program.reads[node] if node in named else ():

@@ -5,8 +5,8 @@ The law, in order; the first that decides holds:
 1. A node that depends on no input (a constant) runs on every rank that reads it, wherever the plan puts its module.
 2. Shape arithmetic (from `Shape` and `Size` to integers of rank 0 or 1; where the plan is silent, to anything) runs on every
    rank that reads it. `Shape(x)` is taken where x is; a rank without x is sent the shape, never x.
-   So is what is cheap to make of inputs of the model where the plan is silent, a mask for instance, if that takes fewer bytes
-   than sending it: `repeated.py` has this law. Where the plan places a module around such a node, and does not name the node, it runs
+   So does what is cheap to compute from inputs of the model where the plan is silent, a mask for instance, if that takes fewer bytes
+   than sending it (`computed_at_readers.py`). If the plan places a module around such a node, and does not name the node, it runs
    there, and on other ranks that read it.
 3. The plan's last matching rule, else the model's own last `place`; what a sharding rule matches and no placement does runs on
    the group of all ranks.
@@ -17,7 +17,7 @@ The law, in order; the first that decides holds:
 6. Nodes that (4) or (5) placed move to their consumers, alone or with the producers that serve them only, where that saves a
    transfer, never to a smaller group.
 
-Where the plan names stages, these are (3), and `staged.py` has the law for (4) to (6).
+Where the plan names stages, these are (3), and `node_stages.py` has the law for (4) to (6).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of values at typical sizes of all symbols: only used to compare them, and to balance work."""
+"""Sizes of values at typical sizes of all symbols, used only to compare values and to balance work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partc.compiler.ir.program import Typed
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
 
-MIDDLING = 128
+TYPICAL = 128
 """The size of a symbol at which values are compared: the first legal one from here on, or the largest."""
 
 
@@ -56,7 +56,7 @@ class TypicalSizes:
 
 
 def _typical(facts: Facts) -> int:
-    low = max(facts.min or 1, MIDDLING)
+    low = max(facts.min or 1, TYPICAL)
     if facts.max is not None and low >= facts.max:
         return facts.max
     if not facts.divisor:

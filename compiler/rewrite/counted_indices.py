@@ -1,4 +1,4 @@
-"""Pass: an index that counts is no look-up: elements taken in their order are reshaped, records taken by their number stay where they are.
+"""Pass: replaces look-ups by indices that only count: elements taken in order are reshaped, records taken by number stay in place.
 
 Exporters write views and masks as look-ups by indices that they count up. What an index tensor holds is followed as far as it is
 `begin + sum(step[k] * i[k])` over its own places `i`:
@@ -132,7 +132,7 @@ class _Rewritten(Rewriting[Typed]):
         return True
 
     def _by_record(self, node: ir.Node, depth: int) -> None:
-        """Takes the number of the record out of the tuples: each record is looked up into by its own."""
+        """Removes the record number from the index tuples: each record is looked up by its own tuple (`batch_dims`)."""
         out, given = node.outputs[0], node.inputs[1]
         assert given is not None
         assert given.shape is not None
@@ -150,7 +150,7 @@ class _Rewritten(Rewriting[Typed]):
         self._replace(node, made)
 
     def _replace(self, node: ir.Node, made: ir.Value) -> None:
-        """Has readers read what is made now, and takes out what only counted."""
+        """Redirects the readers to the new value, and removes nodes that served only to count."""
         out = node.outputs[0]
         out.replace_all_uses_with(made, replace_graph_outputs=True)
         unread = [node]
@@ -233,7 +233,7 @@ class _Followed:
         return Counting(a.begin * times, tuple(step * times for step in a.steps), sizes)
 
     def regrouped(self, node: ir.Node, sizes: tuple[sympy.Expr, ...]) -> Counting | None:
-        """Of Squeeze, Unsqueeze and such a Reshape: dims of 1 come and go."""
+        """The counting through Squeeze, Unsqueeze and a Reshape that only adds or removes dims of 1."""
         source = self.of(node.inputs[0])
         if source is None:
             return None

@@ -1,4 +1,4 @@
-"""Extremes that have a gradient, in parts of which each may be sharded.
+"""Decomposes maxima and minima that have a gradient into ops that may each be sharded.
 
     top = ReduceMax(x)   same = Equal(x, top)   count = ReduceSum(Cast(same))   y = partc.nn.Extreme(x, top, same, count)
 
@@ -29,7 +29,7 @@ _POOL = "GlobalMaxPool"
 
 def in_parts(model: ir.Model, training: Training, known: Known) -> None:
     """Replaces every extreme through which a gradient flows, and whose axes are known, by its parts; `known`: what is promised of dims."""
-    _collectives_in_parts(model, training, known)
+    _decompose_collectives(model, training, known)
     flows = flowing(reads_of(model.graph), training)
     nodes = [
         node
@@ -45,10 +45,10 @@ def in_parts(model: ir.Model, training: Training, known: Known) -> None:
         node.name = path
     module = modules(model)
     for node in nodes:
-        _put_in_parts(node, *whole[node], module(str(node.name)))
+        _decompose(node, *whole[node], module(str(node.name)))
 
 
-def _collectives_in_parts(model: ir.Model, training: Training, known: Known) -> None:
+def _decompose_collectives(model: ir.Model, training: Training, known: Known) -> None:
     """The same for an all_reduce of a local map by max or min: each rank has one element, and every rank reads the result."""
     flows = flowing(reads_of(model.graph), training)
     nodes = [
@@ -89,7 +89,7 @@ def _node(
 
 
 def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:
-    """What the extreme is taken over; () where it is of nothing, or only a run tells."""
+    """The axes of the reduction; () if there are none, or they are known only at run time."""
     assert x.shape is not None
     rank = len(x.shape)
     if node.op_type == _POOL:
@@ -100,7 +100,7 @@ def _axes(node: ir.Node, x: ir.Value) -> tuple[int, ...]:
     return tuple(sorted(axis % rank for axis in axes)) if axes else tuple(range(rank))
 
 
-def _put_in_parts(
+def _decompose(
     node: ir.Node, axes: tuple[int, ...], kind_of_x: ir.DataType | None, metadata: Mapping[str, str]
 ) -> None:
     """Keeps the node, as the first of the parts; the others belong to the module of its path."""

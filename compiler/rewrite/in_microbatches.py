@@ -180,7 +180,7 @@ def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str
 
 
 def _free(work: Rewriting[Annotated], name: str) -> str:
-    """The name of what is made for a microbatch: ranks' local forms take the plain words."""
+    """A free name for a value of a microbatch: the local forms of ranks take the plain words."""
     return derived(f"{name}.of_microbatch", work.before.own_names)
 
 

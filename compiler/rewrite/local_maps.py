@@ -66,7 +66,7 @@ def refuse_modes(model: ir.Model, paths: Mapping[ir.Node, str]) -> None:
         Problem(
             paths[node],
             f"a {node.op_type} is inside of a local map, in a plan that trains",
-            "masks and running statistics are those of the whole tensor",
+            "masks and running statistics are those of the global tensor",
             "move it out of the function that `local_map` runs",
         )
         for node in model.graph

@@ -32,7 +32,7 @@ from partc.compiler.ops.rule import WHOLE
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.rewrite.rewriting import Rewriting
-from partc.compiler.sharding.requested_parts import Outlet, asked_parts, outlets, taken_apart, through
+from partc.compiler.sharding.requested_parts import Outlet, outlets, requested_bounds, taken_apart, through
 from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 from partc.compiler.sharding.seeding.styles import parameter_factor, source_of, styled
 
@@ -117,7 +117,7 @@ class _Unpacking(Rewriting[Typed]):
         said, named = rule.packed, f"{subject}: '{weight.name}' dim {dim} ({size})"
         if isinstance(said, tuple):
             if sum(said) == size:
-                return self._whole_norms(weight, list(said), rule, subject)
+                return self._unless_full_norms(weight, list(said), rule, subject)
             shown = ", ".join(map(str, said))
             self.problems.append(
                 Problem(rule.where, f"{named} cannot be packed as {shown}", f"they add up to {sum(said)}")
@@ -125,20 +125,20 @@ class _Unpacking(Rewriting[Typed]):
             return []
         if said:
             if size % said == 0:
-                return self._whole_norms(weight, [size // said] * said, rule, subject)
+                return self._unless_full_norms(weight, [size // said] * said, rule, subject)
             help_ = "write the sizes of the parts: packed: [64, 16, 16]"
             self.problems.append(Problem(rule.where, f"{named} cannot be packed as {said} equal parts", help=help_))
             return []
         if weight not in self.apart:
             return [size]
-        ends = asked_parts(weight, dim)
+        ends = requested_bounds(weight, dim)
         sizes = [int((end - begin) * size) for begin, end in itertools.pairwise(ends)]
         fits = all((end * size).denominator == 1 for end in ends) and all(part % self.ranks == 0 for part in sizes)
         if not fits or len(sizes) > MOST_PARTS:
             return [size]
-        return self._whole_norms(weight, sizes, rule, "") if len(sizes) > 1 else sizes
+        return self._unless_full_norms(weight, sizes, rule, "") if len(sizes) > 1 else sizes
 
-    def _whole_norms(self, weight: ir.Value, sizes: list[int], rule: ShardingRule, subject: str) -> list[int]:
+    def _unless_full_norms(self, weight: ir.Value, sizes: list[int], rule: ShardingRule, subject: str) -> list[int]:
         """The sizes; none for an optimizer that takes norms of whole parameters, an error where a rule says `packed`."""
         optimizer = self._taking_norms(weight)
         if optimizer is None:
@@ -174,11 +174,11 @@ class _Unpacking(Rewriting[Typed]):
                 old.append(node)
             else:
                 for k in packed:
-                    node.replace_input_with(k, self._whole(node, node.inputs[k]))
+                    node.replace_input_with(k, self._joined(node, node.inputs[k]))
         for value in [output for output in self.graph.outputs if output in self.parts]:
             last = value.producer()
             assert last is not None
-            self.take_place(self._whole(last, value), value, last)
+            self.take_place(self._joined(last, value), value, last)
         self.drop(old)
         for value in [value for value in self.split if value in self.values and not value.uses()]:
             del self.graph.initializers[str(value.name)]
@@ -255,7 +255,7 @@ class _Unpacking(Rewriting[Typed]):
             if operand is None or place is None
             else self.parts[operand][1]
             if operand in self.parts
-            else self._parts_of(node, operand, place, sizes)
+            else self._split_operand(node, operand, place, sizes)
             for operand, place in zip(node.inputs, [*places, *[None] * len(node.inputs)], strict=False)
         ]
         results = []
@@ -270,7 +270,7 @@ class _Unpacking(Rewriting[Typed]):
         self.parts[out] = (after, results)
         return True
 
-    def _parts_of(self, node: ir.Node, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
+    def _split_operand(self, node: ir.Node, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
         """The same parts of another operand: a bias's own, else of a value that is split."""
         alone = value.is_initializer() and len(list(value.uses())) == 1 and value.const_value is not None
         if alone and self._taking_norms(value) is None:
@@ -292,7 +292,7 @@ class _Unpacking(Rewriting[Typed]):
         self.put(node, "ScatterElements", [given, places, sizes], [made], f".target.{k}")
         return made
 
-    def _whole(self, node: ir.Node, value: ir.Value | None) -> ir.Value:
+    def _joined(self, node: ir.Node, value: ir.Value | None) -> ir.Value:
         """The value out of its parts, for a reader that takes it as one."""
         assert value is not None
         if value not in self.joined:
@@ -317,11 +317,11 @@ def _ends(parts: Sequence[ir.Value], dim: int) -> list[Fraction]:
 def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: ir.Value) -> ir.TensorProtocol:
     """A part of a tensor; of a large one it is read when it is written."""
 
-    def cut() -> ir.TensorProtocol:
+    def shard() -> ir.TensorProtocol:
         shards = (slice(None),) * dim + (slice(begin, end),)
         return ir.Tensor(np.ascontiguousarray(tensor.numpy()[shards]), dtype=tensor.dtype)
 
     assert part.shape is not None
     if tensor.nbytes <= _EAGER:
-        return cut()
-    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False)
+        return shard()
+    return ir.LazyTensor(shard, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False)

@@ -55,7 +55,7 @@ def precision(program: Typed) -> Typed:
     masters = [value for value in (training.parameters if training else ()) if value.dtype in HALVES]
     if rules is None and not masters:
         return program
-    kept = _kept(program, rules) if rules else frozenset[ir.Node]()
+    kept = _nodes_to_keep(program, rules) if rules else frozenset[ir.Node]()
     work = _Typing(program, rules, kept)
     work.masters(masters)
     for node in list(work.graph):
@@ -75,7 +75,7 @@ def precision(program: Typed) -> Typed:
     return work.done(warnings=(*program.warnings, *told))
 
 
-def _kept(program: Typed, rules: PrecisionRules) -> frozenset[ir.Node]:
+def _nodes_to_keep(program: Typed, rules: PrecisionRules) -> frozenset[ir.Node]:
     """The nodes that stay in float32."""
     found: set[ir.Node] = set()
     problems = []
@@ -154,7 +154,7 @@ class _Typing(Rewriting[Typed]):
             self.graph.outputs[k] = leaving
 
     def _typed(self, node: ir.Node, group: _Group) -> None:
-        wanted = self._wanted(node, group)
+        wanted = self._required_type(node, group)
         if wanted is None:
             return
         for k in group.inputs:
@@ -165,7 +165,7 @@ class _Typing(Rewriting[Typed]):
             if node.outputs[k].dtype != wanted:
                 self._retype(node.outputs[k], wanted)
 
-    def _wanted(self, node: ir.Node, group: _Group) -> ir.DataType | None:
+    def _required_type(self, node: ir.Node, group: _Group) -> ir.DataType | None:
         """The type of a group of operands; None where nothing is to be changed."""
         operands = [value for k in group.inputs if (value := node.inputs[k]) is not None]
         made = [node.outputs[k] for k in group.outputs]

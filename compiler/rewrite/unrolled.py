@@ -1,8 +1,7 @@
 """A model whose local maps are written out: the single-device meaning, in plain ONNX, that everything else is held against.
 
-Of each local map every coordinate of its axes has nodes of its own: its shards are parts of what enters, a collective is ordinary ops
-of what several coordinates have, and what leaves is joined. Nothing of this is used where ranks run the model.
-"""
+Each coordinate of a local map's axes has nodes of its own: its shards are parts of what enters, a collective is ordinary ops of what
+several coordinates have, and what leaves is joined. Nothing of this is used where ranks run the model."""
 
 from __future__ import annotations
 

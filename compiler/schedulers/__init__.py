@@ -1,1 +1,1 @@
-"""Schedules made: the named ones, a search for any stages, costs and limits, and the one that a plan asks for."""
+"""Schedulers: the named schedules, a search for any stages, costs and limits, and the choice by a plan."""

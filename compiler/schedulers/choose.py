@@ -102,7 +102,7 @@ def choose(
         if name in NAMED
         else schedule_of_text([str(row) for row in rows], stages, count, rows_where or where)
     )
-    return _held(made, limit, costs, where)
+    return _within_limit(made, limit, costs, where)
 
 
 def _count(microbatches: object, where: str) -> int | Problem:
@@ -158,7 +158,7 @@ def _auto(stages: Stages, microbatches: int, limit: Limit | None, costs: Costs, 
     return auto(stages, microbatches, costs, room).schedule
 
 
-def _held(schedule: Schedule, limit: Limit | None, costs: Costs, where: str) -> Schedule:
+def _within_limit(schedule: Schedule, limit: Limit | None, costs: Costs, where: str) -> Schedule:
     """The schedule, if it keeps to the limit."""
     stages = schedule.stages
     if limit is None or not (over := _over(peaks(schedule, costs), limit, stages, costs, schedule)):
@@ -170,7 +170,7 @@ def _held(schedule: Schedule, limit: Limit | None, costs: Costs, where: str) -> 
 
 
 def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, schedule: Schedule | None = None) -> str:
-    """The homes that keep more than the limit, and how much; without a schedule, of one microbatch."""
+    """The homes whose saved bytes exceed the limit, and by how much; without a schedule, those of one microbatch."""
     counts = peaks(schedule, costs.in_microbatches(stages)) if schedule is not None else (1.0,) * stages.rows
     some = []
     for home, one in enumerate(kept):

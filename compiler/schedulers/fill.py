@@ -88,7 +88,7 @@ class _Fill:
         return (late[0], now) if late and (self._ready(late[0]) or 0.0) <= now else (None, now)
 
     def _ready(self, task: Task) -> float | None:
-        """When a task may begin as far as others are concerned; None while that is not known."""
+        """The time at which a task's operands are there; None while it is not known."""
         stages, found = self.order.stages, 0.0
         for need in stages.needs(task):
             if need not in self.ended:

@@ -95,19 +95,16 @@ class _Greedy:
 
     def _holds(self, home: int, microbatch: int, saved: float) -> bool:
         held = self.held[home]
+        own = [s for s in self.stages.on[home] if self.stages.backward[s]]
         newer, limit = 0.0, self.limits[home] * (1 + TOLERANCE)
         for i in range(max([microbatch, *held]), self.oldest[home] - 1, -1):
             mine = held.get(i, 0.0) + (saved if i == microbatch else 0.0)
-            coming = self._coming(home, i) - (saved if i == microbatch else 0.0)
+            coming = sum(self.costs.stages[s].saved for s in own if self.next[s, Kind.FORWARD] <= i)
+            coming -= saved if i == microbatch else 0.0
             if mine + coming + newer > limit:
                 return False
             newer += mine
         return True
-
-    def _coming(self, home: int, microbatch: int) -> float:
-        """What the forward passes of a microbatch that are still to come on a home will save."""
-        own = (s for s in self.stages.on[home] if self.stages.backward[s])
-        return sum(self.costs.stages[s].saved for s in own if self.next[s, Kind.FORWARD] <= microbatch)
 
     def _key(self, task: Task) -> tuple[bool, int, int, int]:
         stage, kind, i = task

@@ -1,7 +1,7 @@
-"""Collectives that are there only for a size: a value arrives cut, and its reader would go on so if a size were known, or another one.
+"""Gathers that another size would avoid: a value arrives sharded, and its reader could keep it so if a size were known or divisible.
 
-The second are heads: twelve of them cannot be shared by eight ranks, so that what was cut for attention is gathered in front of it, and
-all ranks compute all heads. That is legal, and seldom meant: it is told with its bytes, and `--strict` refuses it.
+A size that does not divide is often the number of heads: eight ranks cannot share twelve, so what was sharded for attention is gathered in
+front of it, and every rank computes all heads. That is legal and seldom meant: it is reported with its bytes, and `--strict` refuses it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def gathered_dims(choices: Mapping[NodeOnGroup, NodeSharding], propagation: Prop
                     yield Gathered(instance, choice, k, value, dim, layout.num_shards(dim), why)
 
 
-def lost_cuts(program: Placed, gathered: Iterable[Gathered]) -> tuple[str, ...]:
+def gathers_of_unknown_sizes(program: Placed, gathered: Iterable[Gathered]) -> tuple[str, ...]:
     """A warning for each sharded value that a reader gathers, because the size of a dim is unknown."""
-    found = ((one, _lost(program, one.instance, one.choice, one.k, one.dim)) for one in gathered)
-    return tuple(dict.fromkeys(_told(program, one, lost) for one, lost in found if lost is not None))
+    found = ((one, _unknown_size(program, one.instance, one.choice, one.k, one.dim)) for one in gathered)
+    return tuple(dict.fromkeys(_warning(program, one, lost) for one, lost in found if lost is not None))
 
 
-def uneven_cuts(
+def gathers_of_uneven_sizes(
     program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], gathered: Iterable[Gathered], uneven: Uneven
 ) -> list[Problem]:
     """A problem for each sharded value that a reader gathers, because a number of its own is not divisible by the shards."""
@@ -97,13 +97,13 @@ def _indivisible(program: Placed, one: Gathered, number: int, where: str) -> Pro
     fact = f"'{value.name}' is cut into {shards} along dim {dim}, but {path} has {number} {what}{each} there"
     law = (
         f"{number} is not divisible by {shards}: all of its {bytes_text(info, info.shape)} bytes are gathered on each rank, "
-        "and what follows is computed whole on all of them"
+        "and every rank repeats what follows"
     )
     help = f"use {', '.join(legal)} ranks for it" if legal else "leave it whole"
     return Problem(where, fact, law, help)
 
 
-def _lost(
+def _unknown_size(
     program: Placed, instance: NodeOnGroup, choice: NodeSharding, k: int, dim: int
 ) -> tuple[ir.Value, int | None] | None:
     """The value and dim whose unknown size prevents a dim from being sharded; None where that is not the reason."""
@@ -127,7 +127,7 @@ def _lost(
     return None
 
 
-def _told(program: Placed, one: Gathered, lost: tuple[ir.Value, int | None]) -> str:
+def _warning(program: Placed, one: Gathered, lost: tuple[ir.Value, int | None]) -> str:
     of, place = lost
     what = f"the rank of '{of.name}'" if place is None else f"dim {place} of '{of.name}'"
     law, remedy = how_lost(program, of, place)

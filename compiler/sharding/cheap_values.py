@@ -1,8 +1,8 @@
-"""What is cheap to make of inputs and shapes is made in a layout of which all its readers take slices.
+"""Values that are cheap to compute from inputs and shapes are computed in a layout from which every reader takes a slice.
 
-A mask that one reader takes cut and another whole would be gathered, or exchanged, in every step. What it is made of is on every rank,
-so it is made whole there instead: a cut that only neighbours have asked for is taken back where a reader on the same ranks takes the
-value otherwise. Not where an input that arrives cut would have to be gathered for that and has more bytes than the value.
+A mask that one reader takes sharded and another replicated would be gathered, or exchanged, in every step. Its operands are on every rank,
+so every rank computes all of it instead: a sharding that only neighbours asked for is removed where a reader on the same ranks takes the
+value in another layout. It stays where an input that arrives sharded would have to be gathered for that and has more bytes than the value.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from partc.compiler.sharding.propagate import Propagation
 from partc.runtime.artifact import format as fmt
 
 
-def uncut(program: Placed, done: Propagation) -> None:
+def replicate_cheap_values(program: Placed, done: Propagation) -> None:
     """Removes derived shardings from nodes that depend on inputs and shapes alone, where a reader takes the value in other shards."""
     shapes = {node: placed.rule for node, placed in program.placement.items() if placed.rule == fmt.SHAPE_ARITHMETIC}
     among = {*repeatable(program, {}, shapes, following(program)), *shapes}
-    heavy = _arriving_cut(program, done, among)
+    heavy = _sharded_input_bytes(program, done, among)
     for instance in reversed(done.instances):
         choice = done.choices[instance]
         node = instance.node
@@ -38,7 +38,7 @@ def uncut(program: Placed, done: Propagation) -> None:
 
 
 def _disputed(instance: NodeOnGroup, choice: NodeSharding, done: Propagation) -> list[str]:
-    """The factors of a node whose cut a reader on the same ranks does not take as it is."""
+    """The factors of a node whose shards a reader on the same ranks takes in another layout."""
     found: dict[str, None] = {}
     for k, value in enumerate(instance.node.outputs):
         letters, made = choice.rule.outputs[k], choice.output(k)
@@ -55,7 +55,7 @@ def _disputed(instance: NodeOnGroup, choice: NodeSharding, done: Propagation) ->
 
 
 def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
-    """Whether a reader's shards of a dim are parts of the shards that are made."""
+    """Whether each shard of a dim that a reader takes lies within one that the node computes."""
     if wanted is None:
         return False
     common = on_common_mesh(made, wanted)
@@ -65,8 +65,8 @@ def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
     return want[: len(have)] == have
 
 
-def _arriving_cut(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
-    """Per node the bytes of the inputs below it that arrive cut."""
+def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
+    """By node the bytes of the inputs it depends on that arrive sharded."""
     cut = {value: done.weigh(value) for value, _ in done.given.arriving if value.is_graph_input()}
     below: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset({value}) for value in cut}
     found: dict[ir.Node, float] = {}

@@ -12,8 +12,8 @@ A node takes records along one factor, which all its operands that have it must 
 records at once, or needs to know which of them it has, is `mixing`: its result is not that of the whole batch.
 
 A training has the sizes of a microbatch, and adds up terms. A loss of labels that count unevenly is a sum over a sum, and a quotient of
-sums is no sum. But what it is divided by follows from the labels alone, so that the whole batch's can be made before the first microbatch
-(`totals`): then every microbatch has its exact share of the loss.
+sums cannot be added up. But what it is divided by follows from the labels alone, so that the whole batch's can be made before the first
+microbatch (`totals`): then every microbatch has its exact share of the loss.
 
 A stream, of a program that does not train, has the sizes of the whole batch: its nodes get their local form (`cut`), and what reduces over
 records is `mixing`. A value that is the same in all microbatches, but is read along the factor of the records, is cut where all its records
@@ -41,7 +41,7 @@ from partc.compiler.ops.families.neural.loss import local_mean
 from partc.compiler.ops.registry import draws, rule_of
 from partc.compiler.ops.rule import OWN as OWN_OPS
 from partc.compiler.ops.rule import WHOLE, Rule
-from partc.compiler.sharding.local_in_time import asks_where
+from partc.compiler.sharding.local_in_time import depends_on_shard
 
 _LIGHT_ELEMENTS = 1 << 16
 """The largest weight of which something may be made twice: once before the microbatches."""
@@ -58,7 +58,7 @@ _REDUCED = {"sum": "a sum", "max": "the largest", "min": "the smallest"}
 
 
 class Alone(enum.Enum):
-    """The states that say no more."""
+    """The states without further data: replicated, and a microbatch's own."""
 
     REPLICATE = "replicate"
     OWN = "own"
@@ -103,7 +103,7 @@ class Flow:
         return state if isinstance(state, Shard) else None
 
     def _walk(self) -> bool:
-        """Goes through the graph; False once it finds another value that has to be cut."""
+        """One walk through the graph; False as soon as it has found another value to shard, so that the walk must begin again."""
         self.states: dict[ir.Value, State] = {
             **self.given,
             **{value: one for value, one in self.alike.items() if value.producer() is None},
@@ -122,7 +122,7 @@ class Flow:
         return True
 
     def _inputs_alone(self) -> set[ir.Value]:
-        """What can be made of the inputs alone, without the model; the walk adds to it."""
+        """The inputs and small frozen weights; the walk adds the values that are computed from these alone."""
         training, graph = self.program.training, self.program.model.graph
         if training is None:
             return set()
@@ -139,13 +139,13 @@ class Flow:
         operands = {k: value for k, value in enumerate(node.inputs) if value is not None and k != typed}
         around = self.program.around[node]
         if all(self.state(value) is REPLICATE for value in (*operands.values(), *around)):
-            self._cut_for_reader(node)
+            self._shard_for_reader(node)
             return
         self._count(node)
         rule = rule_of(node)
         for value in around:
             self._settle(value, node)
-        passing = self._terms(node, rule, operands)
+        passing = self._partial(node, rule, operands)
         if passing is not None:
             self.states.update(dict.fromkeys(node.outputs, passing))
             return
@@ -189,11 +189,11 @@ class Flow:
                 return f"takes '{value.name}', which is the same for all microbatches, by records of the batch"
             self.alike.update((one, how) for one, how in needed if how is not None)
             return ""
-        if node.domain != OWN_OPS and asks_where(self.program, node, rule, letter, self.count):
+        if node.domain != OWN_OPS and depends_on_shard(self.program, node, rule, letter, self.count):
             return "needs to know which records of the batch it has"
-        return self._made(node, rule, letter, shard)
+        return self._through_factor(node, rule, letter, shard)
 
-    def _made(self, node: ir.Node, rule: Rule, letter: str, shard: Shard) -> str:
+    def _through_factor(self, node: ir.Node, rule: Rule, letter: str, shard: Shard) -> str:
         """The states of the outputs of a node that is cut along a factor."""
         how = rule.reduce.get(letter)
         for out, made in zip(node.outputs, rule.outputs, strict=False):
@@ -210,7 +210,7 @@ class Flow:
         return ""
 
     def _reshaped(self, node: ir.Node, rule: Rule, shard: Shard) -> bool:
-        """Passes records on where a node changes how elements are grouped into dims, and moves none; False where no dim has them then."""
+        """Passes records on through a node that regroups elements into dims and moves none; False if no dim of the output holds them."""
         source, out = node.inputs[0], node.outputs[0]
         made = reshaped(shard, source, out, self.known)
         if made is None or source is None or source.shape is None or out.shape is None:
@@ -222,8 +222,8 @@ class Flow:
         self.cut[node] = replace(rule, inputs=inputs, outputs=(given_out,)), _RECORDS
         return True
 
-    def _cut_for_reader(self, node: ir.Node) -> None:
-        """Cuts a node whose operands have no records, where a reader takes what it makes by records."""
+    def _shard_for_reader(self, node: ir.Node) -> None:
+        """Shards a node whose operands have no records, but whose output a reader takes by records."""
         made = next(((k, self.alike[out]) for k, out in enumerate(node.outputs) if out in self.alike), None)
         if made is None:
             return
@@ -232,10 +232,10 @@ class Flow:
             self.states[node.outputs[0]] = shard
             return
         rule = rule_of(node)
-        self._made(node, rule, _letter(rule.outputs[k], shard.dim), shard)
+        self._through_factor(node, rule, _letter(rule.outputs[k], shard.dim), shard)
 
     def _alike(self, value: ir.Value, shard: Shard) -> Iterator[tuple[ir.Value, Shard | None]]:
-        """The values that are cut if this one is, each with how; with None one of which the records differ."""
+        """The values to shard along with this one, each with its `Shard`; None in its place for a value whose records differ."""
         node, there = value.producer(), self.shard(value) or self.alike.get(value)
         if there is not None or dim_of(value, shard.dim) != shard.size:
             yield value, shard if there == shard else None
@@ -248,7 +248,7 @@ class Flow:
         rule = rule_of(node)
         letter = _letter(rule.outputs[value.index() or 0] if rule.outputs else None, shard.dim)
         whole = letter == WHOLE or letter in rule.replicated or letter in rule.units
-        if whole or asks_where(self.program, node, rule, letter, self.count):
+        if whole or depends_on_shard(self.program, node, rule, letter, self.count):
             yield value, None
             return
         for operand, letters in zip(node.inputs, rule.inputs, strict=False):
@@ -256,7 +256,7 @@ class Flow:
                 yield from self._alike(operand, replace(shard, dim=letters.index(letter)))
 
     def _count(self, node: ir.Node) -> None:
-        """Follows the numbers of records: a microbatch counts its own from 0, which serve to look these up, and for nothing else."""
+        """Follows record numbers: a microbatch counts its own records from 0, so the numbers are valid only for looking those up."""
         if node.op_type == "Range" and any(self.state(value) is OWN for value in node.inputs if value is not None):
             self._counts[node.outputs[0]] = node
         found = {
@@ -273,7 +273,7 @@ class Flow:
         else:
             self._counts.update(dict.fromkeys(node.outputs, origin))
 
-    def _terms(self, node: ir.Node, rule: Rule, operands: Mapping[int, ir.Value]) -> State | None:
+    def _partial(self, node: ir.Node, rule: Rule, operands: Mapping[int, ir.Value]) -> State | None:
         """The state of the outputs where terms pass through a node."""
         terms = {k for k, value in operands.items() if isinstance(self.state(value), Partial)}
         for group in rule.partial_inputs if terms else ():
@@ -295,7 +295,7 @@ class Flow:
         return None
 
     def _settle(self, value: ir.Value, node: ir.Node) -> None:
-        """Settles an operand that must be the whole batch's: it is computed before the microbatches if it can be, else it is their own."""
+        """Decides on an operand that must be the batch's: computed before the microbatches if possible, else `mixing`."""
         state = self.state(value)
         if isinstance(state, Shard) or state is REPLICATE or value.dtype is None:
             return
@@ -318,8 +318,7 @@ class Flow:
     def _sized(self, value: ir.Value) -> None:
         """Settles what a value of shape arithmetic holds where that is known: `Shape(x)[1]` is `seq`, and says nothing of the batch.
 
-        Of a fixed batch a number that is made of its size counts records: it is a term, like the sum that it divides.
-        """
+        A number computed from the size of a fixed batch counts records: it is partial, like the sum that it divides."""
         held = self._by_symbol.get(value, value).metadata_props.get(SYM_DATA_KEY)
         entries = [read(str(one)) for one in json.loads(held)] if held is not None else [None]
         if all(one is not None and self._names.isdisjoint(map(str, one.free_symbols)) for one in entries):
@@ -343,7 +342,7 @@ class Flow:
 
 
 def _by_symbol(program: Typed) -> dict[ir.Value, ir.Value]:
-    """By value of a batch of fixed size one whose sizes have a symbol in its place: a number does not tell what it counts."""
+    """For a batch of fixed size: by value a copy whose sizes name the batch by a symbol, since a number does not say what it counts."""
     model, graph = program.model.clone(), program.model.graph
     for value, twin in zip(graph.inputs, model.graph.inputs, strict=True):
         if value in program.batch_dims and twin.shape is not None:

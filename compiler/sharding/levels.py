@@ -45,15 +45,17 @@ def prefer(rules: Mapping[ir.Node, ShardingRule], done: Propagation) -> list[str
             scattered |= {(instance, k): rule.where for k in _scatter(instance, rule, done)}
     done.run()
     for operand, where in scattered.items():
+        instance, k = operand
         layout, _ = done.given.outputs.pop(operand)
-        if _is_taken(operand, layout, done):
+        readers = done.readers.get((instance.node.outputs[k], len(instance.group)), ())
+        if any(done.choices[reader].input(at) == layout for reader, at in readers):
             honoured.add(where)
     idle = {rule.where: rule.level for rule in asked.values() if rule.where not in honoured}
     return [f"{where}: level {level} changes nothing: {_NOTHING[level]}" for where, level in idle.items()]
 
 
 def _share(instance: NodeOnGroup, rule: ShardingRule, done: Propagation) -> bool:
-    """Cuts a product that the ranks along free axes would all do alike; whether there was such a one."""
+    """Shards a product that all ranks along free axes would repeat; returns whether it could."""
     choice = done.choices[instance]
     out = choice.rule.outputs[0] if choice.rule.outputs else None
     inputs = [letters for letters in choice.rule.inputs if letters is not None]
@@ -96,13 +98,6 @@ def _first(instance: NodeOnGroup, choice: NodeSharding, letters: str, axes: Axes
         if done.divides(instance, letter, shards):
             return letter
     return None
-
-
-def _is_taken(operand: Operand, layout: Layout, done: Propagation) -> bool:
-    """Whether a reader takes an output as it was asked to."""
-    instance, k = operand
-    readers = done.readers.get((instance.node.outputs[k], len(instance.group)), ())
-    return any(done.choices[reader].input(at) == layout for reader, at in readers)
 
 
 def _why(rule: ShardingRule) -> str:

@@ -9,26 +9,26 @@ from partc.compiler.ir.program import Typed
 from partc.compiler.ops.rule import Local, Rule
 
 
-class _Asked(dict[str, int]):
-    """The number of a shard by factor; `asked` once a rule has looked one up."""
+class _ShardNumbers(dict[str, int]):
+    """A mapping from factor to shard number; `was_read` is set once a rule has looked one up."""
 
-    asked = False
+    was_read = False
 
     def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
-        self.asked = self.asked or key in self
+        self.was_read = self.was_read or key in self
         return super().get(key, default)
 
 
 def local_in_time(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> Local:
-    """The nodes in place of one that is cut along a factor into `count` shards."""
+    """The nodes that replace one sharded along a factor into `count` shards."""
     return _local(program, node, rule, {letter: count}, {letter: 0})
 
 
-def asks_where(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> bool:
+def depends_on_shard(program: Typed, node: ir.Node, rule: Rule, letter: str, count: int) -> bool:
     """Whether a node's local form, cut along a factor, depends on which of its shards is meant."""
-    numbers = _Asked({letter: 0})
+    numbers = _ShardNumbers({letter: 0})
     _local(program, node, rule, {letter: count}, numbers)
-    return numbers.asked
+    return numbers.was_read
 
 
 def _local(program: Typed, node: ir.Node, rule: Rule, shards: Mapping[str, int], numbers: Mapping[str, int]) -> Local:

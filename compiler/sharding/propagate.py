@@ -39,7 +39,7 @@ class Vote:
     weight: float
     why: str
     arrives: bool = False
-    """Whether the operand arrives so, or is given so: then rows that are looked up may be pulled, if the same axes cut both."""
+    """Whether the operand arrives in this sharding, or was given it: only then may looked-up rows share the axes and be pulled."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Propagation:
     def run(self) -> None:
         """Extends the open choices until no neighbour's wish can be taken any more."""
         for instance in dict.fromkeys(instance for instance, _ in (*self.given.inputs, *self.given.outputs)):
-            self._hear(instance, self._given)
+            self._hear(instance, self._from_plan)
         count = len(self.instances)
         by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
         """Whether an instance is to be asked for the wishes of its inputs, or of its outputs."""
@@ -87,7 +87,7 @@ class Propagation:
         again: tuple[bytearray, bytearray],
         neighbours: Callable[[NodeOnGroup], Iterator[Vote]],
     ) -> bool:
-        """Asks the instances that are to be `asked`, and marks whose wishes may be others for it; whether anything changed."""
+        """Updates the instances flagged in `asked`, and flags in `again` the neighbours of those that changed; returns whether any did."""
         found = False
         for place in places:
             if asked[place]:
@@ -155,7 +155,7 @@ class Propagation:
         choice.why[vote.letter] = vote.why
         return True
 
-    def _given(self, instance: NodeOnGroup) -> Iterator[Vote]:
+    def _from_plan(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
         for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
             for k, operand in enumerate(letters):

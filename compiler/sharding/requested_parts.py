@@ -1,4 +1,4 @@
-"""Which parts of a dim the graph asks for: what Split, Slice and Gather take of it, behind ops that treat its elements alike.
+"""The parts of a dim that the graph requests: what Split, Slice and Gather take of it, through ops that treat its elements alike.
 
 A dim is followed through an op by its letter in the op's rule, where the plain op on a part gives that part of the result. Parts are told
 as fractions of the dim, which a Reshape to (3, heads, size) keeps.
@@ -64,7 +64,7 @@ def outlets(node: ir.Node, k: int, dim: int) -> list[Outlet] | None:
 
 
 def taken_apart(reads: Reads) -> set[ir.Value]:
-    """The values of which a part may be asked for: what Split, Slice, Gather and bodies read, and all that this is made of."""
+    """The values of which a part may be requested: operands of Split, Slice, Gather and bodies, and all values these are computed from."""
     found: set[ir.Value] = set()
     for node, values in reversed(reads.items()):
         if node.op_type in _TAKING or not found.isdisjoint(node.outputs):
@@ -72,8 +72,8 @@ def taken_apart(reads: Reads) -> set[ir.Value]:
     return found
 
 
-def asked_parts(value: ir.Value, dim: int) -> list[Fraction]:
-    """The ends of all parts that are asked for, rising, from 0 to 1; [0, 1] where no reader takes the dim apart."""
+def requested_bounds(value: ir.Value, dim: int) -> list[Fraction]:
+    """The bounds of all requested parts as fractions, ascending from 0 to 1; [0, 1] where no reader takes the dim apart."""
     return sorted({Fraction(0), Fraction(1), *_ends(value, dim)})
 
 

@@ -1,4 +1,4 @@
-"""Cuts of what enters a region that its ops do not take: resharded there, told, or refused with the op's own reason.
+"""Shardings given to a region's inputs that no op inside takes: the value is resharded, with a warning, or refused with the op's reason.
 
 What enters is cut as the rule says if one op inside takes it so. Where none does, because another value of the region was given a
 cut that the op follows, it is resharded at the op; so it is, with a warning, where the op needs the dim whole. Where an op could take
@@ -39,14 +39,16 @@ def not_taken(
         laws = [why for i, k in readers for why in _laws(choices[i], i, k, given.inputs[i, k][0], where, refusal)]
         problems += laws
         if not laws:
-            told += [text for i, k in readers[:1] if (text := _needs_whole(program, choices[i], i, k, layout, where))]
+            told += [
+                text for i, k in readers[:1] if (text := _needs_replicated(program, choices[i], i, k, layout, where))
+            ]
     return problems, told
 
 
 def _laws(
     choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str, refusal: Refusal
 ) -> list[Problem]:
-    """What forbids a node to take an operand as it is laid out, of the dims that it could cut."""
+    """The reasons why a node cannot take an operand in its layout, one for each dim that it could shard."""
     letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
     wanted = [(letter, layout.num_shards(dim)) for dim, letter in enumerate(letters or "") if dim < len(layout.cuts)]
     cuttable = [(letter, shards) for letter, shards in wanted if shards > 1 and letter in choice.rule.factors]
@@ -54,10 +56,10 @@ def _laws(
     return [problem for problem in found if problem is not None]
 
 
-def _needs_whole(
+def _needs_replicated(
     program: Placed, choice: NodeSharding, instance: NodeOnGroup, k: int, layout: Layout, where: str
 ) -> str:
-    """A warning where a node reads whole what enters cut; empty where it takes another cut that was given."""
+    """A warning if a node reads replicated what enters sharded; empty if it follows another sharding that was given."""
     letters = choice.rule.inputs[k] if k < len(choice.rule.inputs) else None
     value, op = instance.node.inputs[k], f"{instance.node.op_type} ({program.paths[instance.node]})"
     cut = [dim for dim in range(len(layout.cuts)) if layout.num_shards(dim) > 1]
@@ -65,13 +67,13 @@ def _needs_whole(
     if not whole or value is None:
         return ""
     dims = f"dim {whole[0]}" if len(whole) == 1 else f"dims {', '.join(map(str, whole))}"
-    return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} of it whole: it is gathered there"
+    return f"{where}: '{value.name}' enters cut {layout}, but {op} needs {dims} replicated: it is gathered there"
 
 
 def gathered_inside(
     program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], rules: Mapping[ir.Node, ShardingRule]
 ) -> Iterator[str]:
-    """Warnings of ops inside a module with a strategy or a style that need whole what another op inside gives them cut."""
+    """Warnings of ops inside a module with a strategy or style that need replicated what another op inside makes sharded."""
     is_module = functools.cache(_is_module)
     for instance, choice in choices.items():
         rule = rules.get(instance.node)
@@ -85,7 +87,7 @@ def gathered_inside(
                 continue
             maker = choices.get(NodeOnGroup(producer, instance.group))
             made = maker.output(producer.outputs.index(value)) if maker is not None and maker.axes else None
-            text = _needs_whole(program, choice, instance, k, made, rule.where) if made is not None else ""
+            text = _needs_replicated(program, choice, instance, k, made, rule.where) if made is not None else ""
             if text:
                 yield text.replace(" enters cut ", " is cut ")
 

@@ -1,4 +1,4 @@
-"""Pass: how every node is cut on its group, and so how every value lies; all in global shapes.
+"""Pass: shards every node on its group, which decides the layout of every value; all shapes are global.
 
 What is given is seeded (`seeding/`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
 into shards that are proven to be equal, for all sizes that its symbols may have.
@@ -22,14 +22,14 @@ from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
-from partc.compiler.sharding.avoidable_gathers import gathered_dims, lost_cuts, uneven_cuts
-from partc.compiler.sharding.cheap_values import uncut
+from partc.compiler.sharding.avoidable_gathers import gathered_dims, gathers_of_uneven_sizes, gathers_of_unknown_sizes
+from partc.compiler.sharding.cheap_values import replicate_cheap_values
 from partc.compiler.sharding.levels import prefer
 from partc.compiler.sharding.propagate import Propagation
 from partc.compiler.sharding.resharded_at_entry import gathered_inside, not_taken
-from partc.compiler.sharding.seeding.local_map_cuts import seed_local_maps
-from partc.compiler.sharding.seeding.region_cuts import group_mesh
+from partc.compiler.sharding.seeding.local_maps import seed_local_maps
 from partc.compiler.sharding.seeding.region_layouts import is_text
+from partc.compiler.sharding.seeding.regions import group_mesh
 from partc.compiler.sharding.seeding.seeds import seed
 from partc.compiler.sharding.sizes_of_weights import ask_shards
 
@@ -60,17 +60,17 @@ def shard(program: Placed) -> Sharded:
         derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
         derived.run()
         levels = prefer(rules, derived)
-        uncut(program, derived)
+        replicate_cheap_values(program, derived)
         ask_shards(derived)
         unmet, told = not_taken(program, choices, given, laws.refusal)
         problems = [*unmet, *laws.violations(choices, given)]
         told += gathered_inside(program, choices, rules)
         gathered = list(gathered_dims(choices, derived))
-        told += lost_cuts(program, gathered)
+        told += gathers_of_unknown_sizes(program, gathered)
         wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
         wheres += [where for _, where in (*given.arriving.values(), *given.outputs.values())]
         lines = {PurePath(where).name: where for where in wheres}
-        uneven = uneven_cuts(program, choices, gathered, laws.uneven)
+        uneven = gathers_of_uneven_sizes(program, choices, gathered, laws.uneven)
         found = [*problems, *(uneven if program.strict else ())]
         problems, uneven = (
             [replace(problem, where=lines.get(problem.where, problem.where)) for problem in some]
@@ -84,7 +84,7 @@ def shard(program: Placed) -> Sharded:
 
 
 def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
-    """The rule of a node, without the factors of dims that strings have: no collective takes them."""
+    """The rule of a node, with the dims of string tensors replicated: no collective takes strings."""
     rule = rule_of(node)
     if SERVED in node.meta:  # its rows lie on other ranks, which are asked for them
         rule = replace(rule, replicated=rule.replicated | {*(rule.inputs[0] or "")}, looked_up="", served=True)

@@ -1,4 +1,4 @@
-"""The size of a weight is asked of the shard that another reader has: each rank knows the number of shards.
+"""An op that reads a weight only for its size reads the shard of the weight's other reader: each rank knows the number of shards.
 
 h = MatMul(x, w), w in two shards        s = Shape(w)     would keep the whole weight beside its shard, and train it twice
 """
@@ -11,7 +11,7 @@ from partc.compiler.sharding.propagate import Propagation
 
 
 def ask_shards(done: Propagation) -> None:
-    """Cuts what reads a weight for its size alone as the first reader does that cuts it."""
+    """Gives each node that reads a weight only for its size the sharding of the weight's first reader that shards it."""
     choices = done.choices
     for instance, choice in choices.items():
         node = instance.node

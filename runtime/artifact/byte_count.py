@@ -134,7 +134,7 @@ def _factors(node: ast.expr) -> tuple[Fraction, list[str]]:
 
 
 def undominated(counts: Iterable[ByteCount]) -> list[ByteCount]:
-    """Those that are not at most another one at all sizes: the largest of all is one of them."""
+    """The counts that no other one bounds at all sizes: the maximum is among them."""
     kept: list[ByteCount] = []
     for one in counts:
         if not any(one.is_within(other) for other in kept):
@@ -143,7 +143,7 @@ def undominated(counts: Iterable[ByteCount]) -> list[ByteCount]:
 
 
 def largest_text(counts: Sequence[ByteCount]) -> str:
-    """The largest of some as text: one where one is, else the Max of all."""
+    """The maximum as text: a single count if it bounds the others, else `Max(...)` of them."""
     texts = sorted(str(one) for one in counts)
     if len(texts) < 2:
         return texts[0] if texts else "0"

@@ -1,4 +1,4 @@
-"""Which sizes a symbol allows, and what is said of others: of a dim of an input, and of the batch that a training's settings name.
+"""The sizes that a symbol allows, and messages about others: dims of inputs, and the batch in a training's settings.
 
 batch: {divisor: 16}        16, 32, 48, ...
 """
@@ -11,7 +11,7 @@ from .format import Manifest, SymbolRecord
 
 
 def wrong_batch(batch: int, manifest: Manifest) -> Iterator[str]:
-    """What keeps a training's inputs from having so many records, which are their first dims; of each symbol once."""
+    """Why a training's inputs cannot have this many records along their first dims, once for each symbol."""
     record = manifest.training
     own = {*record.fixed, *record.scalars} if record is not None else set[str]()
     told = set[int | str]()
@@ -39,7 +39,7 @@ def largest_legal(size: int, law: SymbolRecord) -> int:
 
 
 def refusal(where: str, size: int, name: str, law: SymbolRecord) -> str:
-    """What is said of a size that a dim may not have."""
+    """The message about a size that a dim cannot have."""
     terms = []
     if law.divisor > 1:
         rest = f" + {law.remainder}" if law.remainder else ""

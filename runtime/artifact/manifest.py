@@ -89,7 +89,10 @@ class Artifact:
             model = read_model(self.folder / name)
         except DecodeError:
             raise ArtifactError(f"{self.folder / name}: is not an ONNX model\n  {_AGAIN}") from None
-        if broken := next(filter(breaks_lines, _all_names(model)), None):
+        names = [*_names(model.graph)]
+        for function in model.functions:
+            names += [function.name, *function.input, *_node_names(function.node)]
+        if broken := next(filter(breaks_lines, names), None):
             raise ArtifactError(f"{self.folder / name}: the name '{one_line(broken)}' has a line end\n  {_AGAIN}")
         outside = (one for one in model_tensors(model) if one.data_location == TensorProto.EXTERNAL)
         regions = [(tensor.name, *_region(tensor)) for tensor in outside]
@@ -226,7 +229,7 @@ def _wrong_programs(index: ManifestFile) -> Iterator[str]:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """What a schema cannot say: ranks within range, tags unique, dims that are expressions over the symbols."""
+    """Violations of laws beyond the schema: ranks within range, tags unique, dims that are expressions over the symbols."""
     last = manifest.ranks - 1
     if manifest.rank_files and len(manifest.rank_files) != manifest.ranks:
         yield f"it names {len(manifest.rank_files)} rank files for {manifest.ranks} ranks"
@@ -315,14 +318,6 @@ def _bad_dims(shape: Shape, manifest: Manifest) -> Iterator[str]:
                 f"the dim '{dim}' needs '{name}', which is not a symbol"
                 for name in sorted(names - manifest.symbols.keys())
             )
-
-
-def _all_names(model: ModelProto) -> Iterator[str]:
-    """What a model and the functions in it call their nodes and values."""
-    yield from _names(model.graph)
-    for function in model.functions:
-        yield from (function.name, *function.input)
-        yield from _node_names(function.node)
 
 
 def _names(graph: GraphProto) -> Iterator[str]:

@@ -122,7 +122,7 @@ def listed_files(folder: Path) -> frozenset[str] | None:
 
 
 def _strangers(folder: Path, listed: frozenset[str]) -> list[str]:
-    """What is in the folder besides these files; of a folder without any of them its name alone. Links do not count as files."""
+    """The entries of a folder besides these files; for a folder with none of them only its own name. Links are not files."""
     around = {parent.as_posix() for name in listed for parent in Path(name).parents}
     found = []
     for root, folders, files in os.walk(folder):

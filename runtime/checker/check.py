@@ -137,7 +137,7 @@ class _Run:
             self.failed |= failed
 
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:
-        """Whether a check finds something. One that stumbles over files that are wrong has nothing to add."""
+        """Whether a check finds violations. A check that fails on files known to be wrong adds none."""
         try:
             found = [*dict.fromkeys(run(subject))]
         except Exception as error:  # whatever bytes a file has, the artifact counts as not proven sound

@@ -67,7 +67,12 @@ CHECKS = (
     Check("the number of microbatches", ACROSS, check_microbatches, ("the rows of tasks",)),
     Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows), (RANKS,)),
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
-    Check("that shards fit and sums are whole", ACROSS, lambda one: check_places(one.manifest, one.models), SOUND),
+    Check(
+        "that shards fit and partial values are reduced",
+        ACROSS,
+        lambda one: check_places(one.manifest, one.models),
+        SOUND,
+    ),
     Check(
         "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))
     ),

@@ -15,7 +15,7 @@ _COMPILE_AGAIN = "compile the model again, or copy the whole folder again"
 
 
 def read_artifact(folder: Path) -> tuple[Artifact | None, list[Violation]]:
-    """The artifact in `folder`, or None with the reasons why there is none that this version reads."""
+    """The artifact in `folder`, or None with the reasons why this version cannot read it."""
     try:
         return open_artifact(folder, trust=True), []
     except ArtifactError as error:

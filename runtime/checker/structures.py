@@ -154,9 +154,13 @@ def _is_integer(port: ValueInfoProto | None) -> bool:
 
 
 def _unlike(model: ModelProto) -> list[NodeProto]:
-    """The nodes without those that are as one before them: an op with these attributes, and operands of these types and ranks."""
+    """The nodes without repetitions: the first of each op with these attributes, and operands of these types and ranks."""
     types = _declared(model)
-    kinds = {name: _kind(port) for name, port in types.items()}
+    kinds: dict[str, str] = {}
+    for name, port in types.items():
+        tensor_type = port.type.tensor_type
+        has_rank = port.type.HasField("tensor_type") and tensor_type.HasField("shape")
+        kinds[name] = f"{tensor_type.elem_type}/{len(tensor_type.shape.dim)}" if has_rank else str(port.type)
     kinds |= {tensor.name: f"{tensor.data_type}/{len(tensor.dims)}" for tensor in model.graph.initializer}
     found: list[NodeProto] = []
     known = set[tuple[str, ...]]()
@@ -172,13 +176,6 @@ def _unlike(model: ModelProto) -> list[NodeProto]:
 
 def _declared(model: ModelProto) -> dict[str, ValueInfoProto]:
     return {port.name: port for port in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
-
-
-def _kind(port: ValueInfoProto) -> str:
-    tensor = port.type.tensor_type
-    if not port.type.HasField("tensor_type") or not tensor.HasField("shape"):
-        return str(port.type)
-    return f"{tensor.elem_type}/{len(tensor.shape.dim)}"
 
 
 def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:

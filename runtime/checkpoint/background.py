@@ -40,7 +40,7 @@ class BackgroundSave:
         mine = {owned.value for some in one.owned.values() for owned in some if owned.rank == one.rank}
         one.pieces = [(record, array.copy()) for record, array in one.pieces if record.value in mine]
         self._said: tuple[str, ...] = ()
-        """What ranks have told one another of their files, in `finish`."""
+        """The outcomes of all ranks' files, exchanged in `finish`."""
         self._failure: Exception | None = None
         self._refused: Exception | None = None
         """Why this rank could not write its own file."""

@@ -139,13 +139,15 @@ class Checkpoint(ShardFiles):
         if not len(box.begin) == len(box.end) == len(record.shape) or any(
             not 0 <= begin <= end <= dim for begin, end, dim in zip(box.begin, box.end, record.shape, strict=True)
         ):
-            raise ValueError(f"'{tensor}' of {list(record.shape)} has no box from {list(box.begin)} to {list(box.end)}")
+            raise ValueError(
+                f"'{tensor}' of {list(record.shape)} has no elements from {list(box.begin)} to {list(box.end)}"
+            )
         found = []
         filled = 0
         for piece in record.pieces:
             shared = intersection(piece.region, box)
             if shared is not None:
-                stored, data = self._piece(tensor, piece)
+                stored, data = self._shard(tensor, piece)
                 found.append((shared.inside(box), tensor_in(data, stored)[shared.inside(piece.region)]))
                 filled += shared.count
         if filled != box.count:

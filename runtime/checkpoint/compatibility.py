@@ -80,7 +80,7 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
 def _weight_problems(
     checkpoint: Checkpoint, wanted: Mapping[str, StateRecord], strict: bool, statistics: bool = True
 ) -> Iterator[str]:
-    """What does not fit of parameters and statistics; without `statistics` those may be absent."""
+    """Problems of parameters and statistics; without `statistics` the latter may be absent."""
     where = checkpoint.path
     ours = {name: record for name, record in wanted.items() if record.kind in _WEIGHTS}
     theirs = {name: held for name, held in checkpoint.index.tensors.items() if held.kind in _WEIGHTS}
@@ -101,7 +101,7 @@ def _weight_problems(
 
 
 def _slot_problems(checkpoint: Checkpoint, wanted: Mapping[str, StateRecord]) -> Iterator[str]:
-    """What does not fit of an optimizer's tensors, where the optimizer is the same: those of parameters that both have."""
+    """Problems of the tensors of one and the same optimizer, for the parameters that both sides have."""
     held = checkpoint.index.tensors
     for name, record in wanted.items():
         if record.kind != "optimizer":

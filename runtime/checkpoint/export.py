@@ -84,7 +84,7 @@ def export_folder(checkpoint: Checkpoint, folder: Path, config: Path | None, mos
 
 
 def _shards(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
-    """The names, in order, of as many tensors as have at most so many bytes together, one at least."""
+    """Splits the names, in order, into files of at most so many bytes, with at least one tensor in each."""
     names: list[str] = []
     total = 0
     for name, size in sizes.items():

@@ -225,7 +225,7 @@ def _parsed(file: Path, text: bytes) -> dict[str, object]:
 
 
 def _contradictions(index: CheckpointIndex) -> Iterator[str]:
-    """What a schema cannot say: known types, boxes within their tensors that have as many elements, files that are listed."""
+    """Violations of laws beyond the schema: known types, shards within their tensors and of all their elements, files that are listed."""
     for name, tensor in index.tensors.items():
         if tensor.dtype not in STORED:
             yield f"tensor '{name}' is of type '{tensor.dtype}'; known are {', '.join(STORED)}"

@@ -44,10 +44,14 @@ def candidates(path: Path) -> Iterator[Path]:
         raise UsageError(f"{printable(str(path))}: {fact}\n  help: give a folder that `partc train` wrote")
     wrong = []
     for place in found:
-        if _is_finite(place):
-            yield place
-        else:
+        try:
+            is_nonfinite = bool(read_index(place).meta.get(NONFINITE))
+        except CheckpointError:
+            is_nonfinite = False  # whoever takes it says what is wrong with it
+        if is_nonfinite:
             wrong.append(place)
+        else:
+            yield place
     yield from wrong
 
 
@@ -61,7 +65,7 @@ def latest(folder: str | Path) -> Path | None:
 def take_newest_intact(
     path: Path, act: Callable[[Path], Result], option: str = "", rank: int = 0, share: Share = alone
 ) -> tuple[Path, Result]:
-    """Does something with the newest whole checkpoint that a path means; which one, and the result.
+    """Calls `act` with the newest intact checkpoint that a path means; returns that checkpoint and the result.
 
     `act` raises DamagedError, on all ranks alike, where one turns out not to be whole: then the next of the folder is taken, and rank 0
     says so on stderr. One that was asked for by its own path is not replaced: the error offers another, to be given to `option`.
@@ -138,10 +142,3 @@ def _first_sight(place: Path) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return []
-
-
-def _is_finite(place: Path) -> bool:
-    try:
-        return not read_index(place).meta.get(NONFINITE)
-    except CheckpointError:
-        return True

@@ -51,14 +51,14 @@ class ShardFiles:
 
     def stored(self, tensor: str, piece: ShardRecord) -> Stored:
         """The location of a shard in its file; DamagedError where the file is not sound or contradicts the index."""
-        return self._piece(tensor, piece)[0]
+        return self._shard(tensor, piece)[0]
 
     @cached_property
     def folder(self) -> Path:
         """Where the files are."""
         return self.path if self.path.is_dir() else self.path.parent
 
-    def _piece(self, tensor: str, piece: ShardRecord) -> tuple[Stored, Bytes]:
+    def _shard(self, tensor: str, piece: ShardRecord) -> tuple[Stored, Bytes]:
         file, record = self.folder / piece.file, self.index.tensors[tensor]
         if piece.file not in self._opened:
             try:

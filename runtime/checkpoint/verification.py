@@ -39,7 +39,7 @@ _CRC_DIGITS = 8
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Extent:
     """Bytes of a file with the sum that was written, a CRC-32 or a SHA-256; `what` they are."""
 
     file: Path
@@ -110,12 +110,12 @@ class Verification:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _run(checkpoint: ShardFiles, rank: int, ranks: int, thorough: bool) -> Iterator[_Part]:
+def _run(checkpoint: ShardFiles, rank: int, ranks: int, thorough: bool) -> Iterator[_Extent]:
     """The parts that a rank sums up; DamagedError where a file's header is not the one that was written."""
     if checkpoint.index.format == 1:
         for name, record in list(checkpoint.index.files.items())[rank::ranks]:
             if record.sha256:
-                yield _Part(checkpoint.folder / name, 0, record.bytes, record.sha256, "it")
+                yield _Extent(checkpoint.folder / name, 0, record.bytes, record.sha256, "it")
         return
     tensors = checkpoint.index.tensors
     pieces = sorted(
@@ -135,5 +135,5 @@ def _run(checkpoint: ShardFiles, rank: int, ranks: int, thorough: bool) -> Itera
                 if begin <= at + first < end:
                     length = min(PART, size - first)
                     written = sums.sha256 if thorough else sums.crc32
-                    yield _Part(checkpoint.folder / file, stored.offset + first, length, written, f"'{name}'{part}")
+                    yield _Extent(checkpoint.folder / file, stored.offset + first, length, written, f"'{name}'{part}")
         at += size

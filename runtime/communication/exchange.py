@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from partc.runtime.artifact.comm.collective_node import CollectiveCall, Shape, Shard
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, PeerBox, Shape
 from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.artifact.tensors.dtypes import Array, Bytes, Dtype
 from partc.runtime.artifact.tensors.tensor import Tensor
@@ -108,7 +108,9 @@ class Redistribution:
         return view_as(data, self.dtype, part.shape), data
 
 
-def _memory_boxes(shards: Sequence[Shard], shape: Shape | None, dtype: Dtype, rank: int) -> tuple[list[MemoryBox], int]:
+def _memory_boxes(
+    shards: Sequence[PeerBox], shape: Shape | None, dtype: Dtype, rank: int
+) -> tuple[list[MemoryBox], int]:
     """The parts of a value, and the bytes of the scratch that they need."""
     found: list[MemoryBox] = []
     scratch = 0

@@ -4,10 +4,12 @@ A batch is read by one fancy indexing of arrays in memory or mapped from files, 
 one by one in Python, `grain` and torch's `DataLoader` among them, spend tens of microseconds on each: more than a small network,
 which computes a record in thirty, has. Here a record of MNIST costs about one.
 
-    spec.py      what a plan says of data        columns.py  a field, read by indices     order.py    which records a batch has
-    dataset.py   fields, opened by a spec        files.py    .npz, .npy, folders, IDX     buckets.py  records of similar length
-    fit.py       from a field to an input        code.py     the user's Python files      widths.py   how far a batch is filled up
-    reader.py    what a rank reads of a batch    ahead.py    a thread that reads ahead    loader.py   all of it, step by step
+    dataset.py   fields, opened by a spec        fields.py      a field, read by indices     sampler.py         which records a batch has
+    convert.py   from a field to an input        files.py       .npz, .npy, folders, IDX     length_buckets.py  records of similar length
+    code.py      the user's Python files         constants.py   inputs without records       padding.py         how far records are padded
+    reader.py    what a rank reads of a batch    prefetch.py    a thread that reads ahead    loader.py          all of it, step by step
+
+What a plan says of data is `artifact/training/data_spec.py`.
 """
 
 from partc.runtime.artifact.training.data_spec import Spec

@@ -61,7 +61,7 @@ class StepAgreement:
         return self.binder.sizes
 
     def of(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:
-        """What all ranks have agreed upon for this step; then tells them the sizes of the next one, where that is announced.
+        """The bindings and inputs that all ranks agreed on for this step; then sends the sizes of the next step, if it is announced.
 
         Where a rank has sent a request, there may be no next step, and all ranks leave it to begin with an agreement of its own.
         """
@@ -85,4 +85,4 @@ class StepAgreement:
 
     def _send(self, inputs: Mapping[str, object]) -> AnnouncedStep:
         halt, self._halt = self._halt, False
-        return self.binder.tell(inputs, self._agreements, halt, self._request)
+        return self.binder.announce(inputs, self._agreements, halt, self._request)

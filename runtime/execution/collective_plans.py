@@ -1,4 +1,4 @@
-"""The collectives of a program: which begin with their wait; and of one schedule, by tag: what each moves, once the sizes are known."""
+"""The collectives of a program: which of them begin at their wait, and by tag what each moves once the sizes are known."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class LocalProgram:
 
 
 def joined_output(port: Port, found: Sequence[Outputs]) -> Value:
-    """An output of the model out of what the ranks got."""
+    """The global value of an output, joined from what the ranks got."""
     if port.boxes is None:
         return found[port.ranks[0]][port.name]
     chosen = distinct(port)

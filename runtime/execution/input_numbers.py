@@ -1,4 +1,4 @@
-"""What the numbers of an input may be: labels are classes, ids are rows of tables. What is none is refused with its record."""
+"""Checks the numbers of an input: labels are classes, ids are rows of tables. Others are refused, with their record."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a caller gives a rank: its shard of an input, or the global value, of which the runtime takes the shard, as the runtime has it."""
+"""Inputs as a caller gives them, made values of the runtime: a rank's shard, or the global value, of which the runtime takes the shard."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from partc.runtime.artifact.tensors.boxes import divisor, slices, unsharded_extent
-from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Dtype, by_numpy, dense
+from partc.runtime.artifact.tensors.dtypes import BY_NAME, by_numpy, dense
 from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
 from ..artifact.format import Port
@@ -75,7 +75,7 @@ class InputReader:
         self.sizes = self._last = None
 
     def _shard(self, value: Value, given: object) -> Value:
-        """What this rank has of an input, whose global dims are noted; ValueError where they are not integers."""
+        """This rank's shard of an input; `sizes` gets the global dims. ValueError if these are not integers."""
         box = self._box
         if not isinstance(value, Tensor | np.ndarray):
             return value
@@ -83,9 +83,13 @@ class InputReader:
         if box is None:
             return value
         if not isinstance(given, Whole):
-            self.sizes = tuple(
-                _unsharded_axis(axis, size, cut) for axis, (size, cut) in enumerate(zip(value.shape, box, strict=True))
-            )
+            sizes = []
+            for axis, (size, cut) in enumerate(zip(value.shape, box, strict=True)):
+                try:
+                    sizes.append(unsharded_extent(size, cut))
+                except ValueError as error:
+                    raise ValueError(f"axis {axis} of this rank's shard: {error}") from None
+            self.sizes = tuple(sizes)
             return value
         if any(size % divisor(self.port.boxes or [], axis) for axis, size in enumerate(value.shape)):
             return value  # which is refused by all ranks, once they know the size
@@ -121,13 +125,6 @@ def _value(port: Port, given: object) -> Value:
     return Tensor.of(array.astype(dtype.numpy, copy=False), dtype)
 
 
-def _unsharded_axis(axis: int, size: int, cut: Sequence[int]) -> int:
-    try:
-        return unsharded_extent(size, cut)
-    except ValueError as error:
-        raise ValueError(f"axis {axis} of this rank's shard: {error}") from None
-
-
 def _general(given: object, text: str) -> Value:
     """A sequence, optional or map, its element types held against the port's."""
     head, _, rest = text.partition("(")
@@ -144,12 +141,9 @@ def _general(given: object, text: str) -> Value:
                 raise ValueError(f"is a {type(given).__name__}, the model takes a dict ({text})")
             return dict(given)
         case "tensor":
-            return _element(np.asarray(given), BY_NAME.get(inner), text)
+            array, dtype = np.asarray(given), BY_NAME.get(inner)
+            fits = by_numpy(array.dtype) == dtype if dtype else array.dtype.kind in "OUST"
+            if not fits:
+                raise ValueError(f"holds an array of {array.dtype}, the model takes {text}")
+            return array if dtype else array.astype(object)
     raise ValueError(f"is a {text}, which cannot be given from Python")
-
-
-def _element(array: Array, dtype: Dtype | None, text: str) -> Array:
-    fits = by_numpy(array.dtype) == dtype if dtype else array.dtype.kind in "OUST"
-    if not fits:
-        raise ValueError(f"holds an array of {array.dtype}, the model takes {text}")
-    return array if dtype else array.astype(object)

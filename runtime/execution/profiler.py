@@ -131,7 +131,7 @@ class Profiler:
 
 
 def _labels(steps: list[tuple[Step, bool]]) -> list[_Action]:
-    """What actions are: those of a step, and what is done beside it, a wait for a send or the end of a value."""
+    """The labels of actions: of steps, and of what stands beside them, a wait for a send or the end of a value."""
     cells = [step.task if isinstance(step, Segment | Copy | Collective | LookUp) else "" for step, _ in steps]
     at = next(filter(None, cells), "")
     found = []

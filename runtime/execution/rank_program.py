@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from partc.runtime.artifact.graph.onnx_graph import read_model
-from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array, Bytes, element
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, element
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
 from ..artifact.format import CUDA, Shape
@@ -258,7 +258,7 @@ def _targets(steps: Sequence[Step], devices: Devices) -> dict[int, str]:
 
 
 def _refuse_unsound(file: RankFile, folder: Path) -> None:
-    """Of what the checker proves, that by which a step would give wrong numbers without a failure.
+    """Runs those checks of `partc check` whose violation would make a step return wrong numbers without failing.
 
     The file is this rank's, each weight lies where its own tensor is stored, and memory is overwritten only where that is safe.
     """
@@ -303,11 +303,11 @@ def _loose_weights(file: RankFile, folder: Path) -> dict[str, tuple[str, Value]]
         if tensor.name in loose:
             array = numpy_helper.to_array(tensor, base_dir=str(folder))
             dtype = BY_CODE.get(tensor.data_type)
-            value: Value = Tensor.of(array, dtype) if dtype else _texts(array)
+            value: Value
+            if dtype:
+                value = Tensor.of(array, dtype)
+            else:
+                texts = [text.decode() if isinstance(text, bytes) else str(text) for text in array.reshape(-1).tolist()]
+                value = np.array(texts, object).reshape(array.shape)
             found[tensor.name] = f"tensor({element(tensor.data_type)})", value
     return found
-
-
-def _texts(array: Array) -> Array:
-    decoded = [text.decode() if isinstance(text, bytes) else str(text) for text in array.reshape(-1).tolist()]
-    return np.array(decoded, object).reshape(array.shape)

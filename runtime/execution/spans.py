@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact.tensors.dtypes import dense
 from ..program.steps import Collective, Copy, LookUp, Segment, Send, Step, Update, WaitRecv
-from .memory.roles import Kind
+from .memory.roles import ActionKind
 from .targets.lanes import lanes_of
 
 if TYPE_CHECKING:
     from .step_plan import StepPlan
 
 _TASK = re.compile(r"\d+[A-Z](\d+)")
-_BESIDE = {Kind.SENT: "end of ", Kind.DROPPED: "memory after ", Kind.FREED: "memory after "}
+_BESIDE = {ActionKind.SENT: "end of ", ActionKind.DROPPED: "memory after ", ActionKind.FREED: "memory after "}
 
 
 def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
@@ -24,14 +24,19 @@ def spans_of(plan: StepPlan) -> list[dict[str, Any]]:
 
     A message has `link`, [sender, receiver, tag], and `sends`; a collective its `ranks`.
     """
-    lanes = _lanes(plan)
+    lanes: dict[int, int] = {}
+    if plan.lanes is not None:
+        for lane in lanes_of(plan.program).values():
+            lanes.update(dict.fromkeys(plan.lanes.order.lanes[lane], lane))
     found = []
     for place, (index, _) in enumerate(plan.actions):
         step = plan.program.steps[index]
         span: dict[str, Any] = {"name": str(step), "kind": type(step).__name__, "lane": lanes.get(place, 0)}
         if not plan.is_step(place):
-            kind = plan.roles[place].kind if place < len(plan.roles) else Kind.FREED
-            found.append({**span, "name": f"{_BESIDE[kind]}{step}", "kind": "Wait" if kind is Kind.SENT else "Memory"})
+            kind = plan.roles[place].kind if place < len(plan.roles) else ActionKind.FREED
+            found.append(
+                {**span, "name": f"{_BESIDE[kind]}{step}", "kind": "Wait" if kind is ActionKind.SENT else "Memory"}
+            )
             continue
         found.append(span | dict(_details(plan, step)))
     return found
@@ -70,10 +75,3 @@ def _bytes(plan: StepPlan, name: str) -> Iterator[tuple[str, int]]:
     dtype, shape = dense(plan.values.types.get(name, "")), plan.shapes.get(name)
     if dtype is not None and shape is not None and all(isinstance(dim, int) for dim in shape):
         yield "bytes", math.prod(int(dim) for dim in shape) * dtype.numpy.itemsize
-
-
-def _lanes(plan: StepPlan) -> dict[int, int]:
-    """By place of an action its lane, where targets work at the same time."""
-    if plan.lanes is None:
-        return {}
-    return {place: lane for lane in lanes_of(plan.program).values() for place in plan.lanes.order.lanes[lane]}

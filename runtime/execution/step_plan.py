@@ -43,7 +43,7 @@ from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .memory.freed import Freed, fill, fills_freed
 from .memory.layout import arenas, at_sizes
 from .memory.proof import refuse_meeting
-from .memory.roles import Kind, Role
+from .memory.roles import ActionKind, Role
 from .moves.at_large import AtLarge
 from .moves.message_calls import MessageCalls
 from .rank_program import RankProgram
@@ -226,10 +226,10 @@ class StepPlan:
                 self.beside.discard(index)  # MPI is called in the first lane alone.
             done = tuple(runs.get(index, [index]))
             self.places[index] = len(self.actions)
-            self._add(Role(Kind.STEPS, done), self._progressing(index, action))
+            self._add(Role(ActionKind.STEPS, done), self._progressing(index, action))
             for one in done:
                 for name in unused.get(one, ()):
-                    self._add(Role(Kind.DROPPED, (index,), name), partial(self.cells.pop, name, None))
+                    self._add(Role(ActionKind.DROPPED, (index,), name), partial(self.cells.pop, name, None))
                 self._free(index, self.freed.after_step(one) if self.freed is not None else ())
         for index in sends:
             self._await_sent(index, len(self.program.steps))
@@ -266,16 +266,16 @@ class StepPlan:
 
     def _await_sent(self, index: int, now: int) -> None:
         """Wait for what a step has sent, before the step `now`."""
-        self._add(Role(Kind.SENT, (index,)), self._complete(index))
+        self._add(Role(ActionKind.SENT, (index,)), self._complete(index))
         self._free(index, self.freed.after_send(index, now) if self.freed is not None else ())
 
     def _free(self, index: int, places: Iterable[tuple[str, Placed]]) -> None:
         for name, place in places:
-            self._add(Role(Kind.FREED, (index,), name, place), partial(fill, place))
+            self._add(Role(ActionKind.FREED, (index,), name, place), partial(fill, place))
 
     def is_step(self, place: int) -> bool:
         """Whether an action is a step, not a wait for a send or an end of values."""
-        return place < len(self.roles) and self.roles[place].kind is Kind.STEPS
+        return place < len(self.roles) and self.roles[place].kind is ActionKind.STEPS
 
     def _add(self, role: Role, action: Action) -> None:
         self.actions.append((role.index, action))

@@ -86,7 +86,7 @@ class Binder:
         """The bindings of the last step that broke no law."""
         return self._last[2]
 
-    def tell(
+    def announce(
         self, inputs: Mapping[str, object], agreements: Agreements | None, halt: bool = False, request: int = 0
     ) -> AnnouncedStep:
         """Sends the other ranks the sizes of a step with these inputs, without waiting for theirs. With `halt` on any, all raise Halted.

@@ -1,4 +1,4 @@
-"""Text that files of other people hold is counted before it is expanded: its bytes before they are read, its values before they are made.
+"""Limits for text files of unknown origin: bytes are counted before they are read, values before memory is taken for them.
 
     read_json(path, MANIFEST)      the data of a JSON file within the limits of a manifest; ValueError says which one it exceeds
 

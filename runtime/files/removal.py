@@ -82,9 +82,10 @@ def remove_inside(folder: Path, wanted: Callable[[str], object], made: Identity 
         for name in os.listdir(handle):
             if wanted(name):
                 _remove(handle, name)
-        if not os.listdir(handle) and _is(at, folder.name, identity(handle)):
+        if not os.listdir(handle):
             with contextlib.suppress(FileNotFoundError):
-                os.rmdir(folder.name, dir_fd=at)
+                if identity(os.lstat(folder.name, dir_fd=at)) == identity(handle):
+                    os.rmdir(folder.name, dir_fd=at)
 
 
 def remove_tree(folder: Path, made: Identity | None = None) -> None:
@@ -186,12 +187,6 @@ def _remove(at: int, name: str, made: Identity | None = None) -> bool:
         if stat.S_ISREG(about.st_mode) and made in (None, identity(about)):
             os.unlink(name, dir_fd=at)
             return True
-    return False
-
-
-def _is(at: int, name: str, made: Identity) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return identity(os.lstat(name, dir_fd=at)) == made
     return False
 
 

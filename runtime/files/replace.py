@@ -131,7 +131,7 @@ def write_errors(path: Path) -> Iterator[None]:
         if error.errno is None or not (error.filename is None or _concerns(os.fsdecode(error.filename), path)):
             raise
         fact = error.strerror or str(error)
-        before = "; what was there is as it was" if os.path.lexists(path) else ""
+        before = "; what was there is unchanged" if os.path.lexists(path) else ""
         help = "make room on the disk" if error.errno in _FULL else "give a place that you may write to"
         raise WriteError(f"{path}: cannot be written: {fact}{before}\n  help: {help}") from error
 

@@ -33,7 +33,7 @@ def is_imported_from(module: ModuleType | None, folder: Path) -> bool:
 
 
 def forget_namesakes(folder: Path) -> None:
-    """Modules of other folders are no longer known under the names of the folder's own, which can so be imported."""
+    """Removes loaded modules of other folders that have the names of the folder's own, so that these can be imported."""
     own = module_names(folder)
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in own and not is_imported_from(module, folder):

@@ -1,4 +1,4 @@
-"""Copies that follow each other go as few: the values on one side lie side by side where those on the other side do.
+"""Merges consecutive copies: values are laid out side by side where those at the other end are.
 
 The gradients of an update lie side by side, and so do the parameters that it replaces. Where gradients are copied to the update, or
 parameters to their readers, one after the other, their other side is laid out alike, and a run of copies is one move of memory.

@@ -77,8 +77,11 @@ def in_place_aliases(
                 ends = live_ranges[term].ends if term in slots and made in slots and are_alike(term, made) else ()
                 if ends and max(ends) == index and not live_ranges[term].sends:
                     found[made] = found.get(term, term)
-        if not isinstance(step, StartCollective) or not _keeps_size(step) or step.call.tag in excluded:
+        if not isinstance(step, StartCollective) or step.call.tag in excluded:
             continue
+        kind = step.call.kind
+        if not kind.keeps_size and (len(step.ranks) > 1 or kind.boxes):
+            continue  # the output is not as large as the input
         source, result = (None, None) if step.call.parts else (step.call.source, step.call.result)
         if source not in slots or result not in slots or source is None or result is None:
             continue
@@ -108,11 +111,6 @@ def lifetimes(
     ]
 
 
-def _keeps_size(step: StartCollective) -> bool:
-    """Whether the output of a collective is as large as its input, and may begin as its input was."""
-    return step.call.kind.keeps_size or (len(step.ranks) == 1 and not step.call.kind.boxes)
-
-
 def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple[str, int]]:
     """The values that a step touches, each with the step in which this use ends."""
     match step:
@@ -135,7 +133,7 @@ def _uses(step: Step, index: int, finishes: Mapping[int, int]) -> Iterator[tuple
 
 
 def _leaving(step: Step) -> str | None:
-    """The value whose bytes a step lets go, and that must stay as it is until they have gone."""
+    """The value that a step sends, and that must not change until the send is complete."""
     if isinstance(step, Send):
         return step.value
     if isinstance(step, StartCollective) and step.call.leaves:

@@ -1,4 +1,4 @@
-"""Nodes that are right in one thread alone: onnxruntime's ScatterND that reduces.
+"""Nodes that are correct only on one thread: onnxruntime's ScatterND with a reduction.
 
 Its threads share the updates out, and two of them may add to one element at once, so that one is lost: the gradient of a table that is
 looked up, for instance, where an id stands twice. Such a node has a session of its own, with one thread, and so all others keep theirs.

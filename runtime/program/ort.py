@@ -59,7 +59,7 @@ _ROUNDS_OTHERWISE = (
     "TransposeOptimizer",
     "TransposeOptimizer_CPUExecutionProvider",
 )
-"""Rewrites of onnxruntime that round otherwise than the nodes do, where what is around them allows it.
+"""Optimizations of onnxruntime that change how nodes round, depending on the nodes around them.
 
 (1 / x) * y becomes y / x beside a constant; a factor of float64 before a MatMul becomes one of float32; a sum over a transposed value is
 taken in another order where that value has no other reader.

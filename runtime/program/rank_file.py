@@ -105,7 +105,7 @@ class RankFile:
 
     @cached_property
     def updated_in_place(self) -> list[StateRecord]:
-        """What a node of the optimizer replaces in its own memory."""
+        """The records of the state that an optimizer's node replaces in place."""
         updated = set(self._updated)
         return [one for one in self.state if one.next in updated]
 
@@ -117,7 +117,7 @@ class RankFile:
 
     @cached_property
     def replaced_always(self) -> list[tuple[str, str]]:
-        """Of these what is replaced also where a step replaces nothing else."""
+        """Those of `replaced_by_copy` that are replaced even by a step that replaces nothing else."""
         return [(one.value, one.next) for one in self.state if one.next and one.kind == SCALE]
 
     @cached_property

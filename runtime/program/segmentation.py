@@ -144,9 +144,9 @@ def segmented(
     inputs, outputs = [value.name for value in graph.input], [value.name for value in graph.output]
     functions = [function for function in model.functions if function.domain != TASKS]
     single = in_one_thread(functions)
-    part = _Part(nodes, inputs, outputs, initializers, where, groups or {}, single)
+    part = _Nodes(nodes, inputs, outputs, initializers, where, groups or {}, single)
     updating = {function.name for function in functions if is_elementwise(function) or is_rowwise(function)}
-    cutter = part.cut(updating, calls, guard)
+    cutter = part.segmented(updating, calls, guard)
     bodies: dict[str, list[Step]] = {}
     for name, body in {call.node.op_type: call.body for call in calls.values()}.items():
         alike = [call for call in calls.values() if call.node.op_type == name]
@@ -170,12 +170,16 @@ def _body_steps(
     given = zip(function.input, *(call.node.input for call in calls), strict=True)
     shared = {name for name, *others in given if name in initializers and {*others} == {name}}
     inputs = [name for name in function.input if name not in shared]
-    part = _Part(list(body.nodes), inputs, list(function.output), shared | {*body.constants}, where, groups, single)
-    return [step for step in _segments(part.cut((), {}).steps, part, function.output) if not isinstance(step, TaskCall)]
+    part = _Nodes(list(body.nodes), inputs, list(function.output), shared | {*body.constants}, where, groups, single)
+    return [
+        step
+        for step in _segments(part.segmented((), {}).steps, part, function.output)
+        if not isinstance(step, TaskCall)
+    ]
 
 
 @dataclass
-class _Part:
+class _Nodes:
     """Nodes that are cut together, the main graph or the body of a task, with what they are given and what they give."""
 
     nodes: list[NodeProto]
@@ -193,7 +197,7 @@ class _Part:
             self.where, self.initializers, self.inputs, zip(self.nodes, self.operands, strict=True), self.outputs
         )
 
-    def cut(self, updating: Collection[str], calls: Mapping[int, TaskCall], guard: str = "") -> _Segmenter:
+    def segmented(self, updating: Collection[str], calls: Mapping[int, TaskCall], guard: str = "") -> _Segmenter:
         """Walks over the nodes; `updating` are the functions that update in place, `calls` by place the tasks."""
         kept = {*self.outputs}
         cutter = _Segmenter(guard=guard)
@@ -265,7 +269,7 @@ def _message_steps(cutter: _Segmenter, node: NodeProto, where: str) -> None:
     cutter.steps.append(post)
 
 
-def _segments(steps: Sequence[_Cut], part: _Part, outputs: Iterable[str]) -> list[Step | TaskCall]:
+def _segments(steps: Sequence[_Cut], part: _Nodes, outputs: Iterable[str]) -> list[Step | TaskCall]:
     """The runs of node numbers among the steps as segments, each giving exactly the values that others need.
 
     A segment or a copy without readers is left out, and then what only those need.

@@ -1,4 +1,4 @@
-"""What onnxruntime needs inside of a rank's sessions, besides what they are given and give: an estimate, without a session or a run.
+"""Estimates the memory that onnxruntime needs inside a rank's sessions besides inputs and outputs, without a session or a run.
 
 Nodes run in the order of the file, each with the memory of what it makes and of what its kernel needs besides; what may be written over an
 operand is (`artifact/liveness.py`). Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for
@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..artifact.graph.onnx_graph import reads
 from ..artifact.liveness import Span, Use, spans
@@ -73,13 +75,7 @@ def _scratch(node: NodeProto, place_of: Callable[[str], Place | None]) -> list[i
     if node.domain or node.op_type != "Where":
         return []
     condition, *sides = (place_of(name) for name in node.input)
-    return [side[0].bytes_of(_spread(side[1], condition[1])) for side in sides if side and condition]
-
-
-def _spread(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    rank = max(len(one), len(other))
-    pairs = zip((1,) * (rank - len(one)) + tuple(one), (1,) * (rank - len(other)) + tuple(other), strict=True)
-    return tuple(b if a == 1 else a for a, b in pairs)
+    return [side[0].bytes_of(np.broadcast_shapes(side[1], condition[1])) for side in sides if side and condition]
 
 
 @dataclass

@@ -28,7 +28,7 @@ def refuse_unsound(
 
     def make(name: str, maker: str) -> None:
         if name in makers:
-            problems.append(f"{where}: the value '{name}' is made twice, by {makers[name]} and by {maker}")
+            problems.append(f"{where}: the value '{name}' is defined twice, by {makers[name]} and by {maker}")
         makers[name] = maker
 
     for name in inputs:
@@ -41,7 +41,7 @@ def refuse_unsound(
         ]
         for name in filter(None, node.output):
             make(name, op_and_path(node))
-    problems += [f"{where}: the output '{name}' is made by nothing" for name in outputs if name not in makers]
+    problems += [f"{where}: no node makes the output '{name}'" for name in outputs if name not in makers]
     if problems:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ArtifactError("\n".join([*problems[:_SHOWN], *more, "  help: the file was changed; compile again"]))

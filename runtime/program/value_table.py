@@ -136,7 +136,7 @@ def sized_inputs(file: RankFile, bound: frozenset[str]) -> dict[str, tuple[Dtype
         shape, dtype = declared.get(name), dense(ports[name].type)
         if shape is None or dtype is None or not _known(shape, file.manifest, bound):
             raise ArtifactError(
-                f"{file.where}: the input '{name}' is read for its sizes alone, which the inputs of a step do not tell\n"
+                f"{file.where}: the input '{name}' is read for its sizes alone, which the inputs of a step do not determine\n"
                 "  help: compile again"
             )
         found[name] = dtype, list(shape)
@@ -148,7 +148,7 @@ def check_results(file: RankFile, shapes: Collection[str], promises: Collection[
     problems = []
     for call in (call for call in file.calls if call.result):
         if call.tag not in promises and not call.kind.dynamic:
-            fact = "the inputs of a step do not tell the shape of what it moves"
+            fact = "the inputs of a step do not determine the shape of its value"
             problems.append(f"{file.where}: {call.op} of '{call.value}': {fact}")
         elif call.kind.boxes and call.result not in shapes:
             fact = "the file does not state the shape of its output"

@@ -118,9 +118,7 @@ def test_an_output_of_unknown_size_that_should_stay_cut_is_whole() -> None:
     step = {"x": np.ones((4, 3), np.float32), "e": np.array([True, False, True])}
     program = same_as_whole(proto, "ranks: 2\ndataset: {x: [2, 1]}\noutputs: cut\n", step, rtol=0, atol=0)
     (warning,) = program.warnings
-    assert (
-        "output 'y' is delivered whole, for only what has a known shape can stay cut: Compress (co) decides" in warning
-    )
+    assert "output 'y' is gathered, for only a value of known shape can stay sharded: Compress (co) decides" in warning
 
 
 def test_bytes_that_are_a_fraction_are_rounded_up() -> None:

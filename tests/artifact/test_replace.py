@@ -93,7 +93,7 @@ def test_a_full_disk_and_a_folder_that_is_none_are_one_error(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", full)
     text = (
-        r"y.txt: cannot be written: No space left on device; what was there is as it was\n  help: make room on the disk"
+        r"y.txt: cannot be written: No space left on device; what was there is unchanged\n  help: make room on the disk"
     )
     with pytest.raises(WriteError, match=text):
         write_text(path, "new")

@@ -58,16 +58,16 @@ def _edit(action: Callable[[dict[int, ModelProto]], Any]) -> Callable[[dict[int,
     ("change", "expected"),
     [
         (_remove(1, 0), "rank_0000.onnx: Send 'Send.h0.1' (fc0): tag 0 has no Recv on rank 1"),
-        (_remove(1, 0), "rank_0001.onnx: MatMul 'fc1.MatMul' (fc1): its input 'h0' is made by no node of this rank"),
+        (_remove(1, 0), "rank_0001.onnx: MatMul 'fc1.MatMul' (fc1): its input 'h0' is defined by no node of this rank"),
         (_remove(1, 0), "manifest.json: transfer 0 of 'h0' has no Recv on rank 1"),
         (_remove(0, 1), "rank_0001.onnx: Recv 'Recv.h0.0' (fc0): tag 0 has no Send on rank 0"),
-        (_swap(1, 1, 2), "Send 'Send.h1.2' (fc1): its input 'h1' is made after it"),
+        (_swap(1, 1, 2), "Send 'Send.h1.2' (fc1): its input 'h1' is defined after it"),
         (_attribute(0, 1, 0, 2), "Send 'Send.h0.1' (fc0): tag 0 has no Recv on rank 2"),
         (_attribute(0, 1, 0, 9), "its peer is rank 9; it must be another one of 0 to 2"),
         (_attribute(2, 3, 1, 1), "Send 'Send.y.0' (pick): tag 1 has no Recv on rank 0"),
         (
             _edit(lambda models: models[1].graph.node.append(node("Relu", ["h1"], "mid", "again"))),
-            "rank_0001.onnx: Relu 'again.Relu' (again): its output 'mid' is made twice",
+            "rank_0001.onnx: Relu 'again.Relu' (again): its output 'mid' is defined twice",
         ),
         (
             _edit(lambda models: models[2].graph.node[1].__setattr__("op_type", "MatMulls")),
@@ -79,7 +79,7 @@ def _edit(action: Callable[[dict[int, ModelProto]], Any]) -> Callable[[dict[int,
         ),
         (
             _edit(lambda models: models[0].graph.output.append(value("lost", [3]))),
-            "rank_0000.onnx: graph 'rank_0': its output 'lost' is made by no node of this rank",
+            "rank_0000.onnx: graph 'rank_0': its output 'lost' is defined by no node of this rank",
         ),
         (
             _edit(lambda models: models[0].graph.output.append(value("h0", ["batch", 7]))),
@@ -247,7 +247,7 @@ def test_a_value_captured_by_a_body_must_be_made(tmp_path: Path) -> None:
     models[0].graph.node.insert(0, helper.make_node("Constant", [], ["flag"], name="flag", value_int=1))
     models[0].graph.node.insert(1, chosen)
     found = texts(write_artifact(tmp_path, models, crossing_manifest()))
-    assert "Neg 'body.Neg' (body): its input 'ghost' is made by no node of this rank" in found
+    assert "Neg 'body.Neg' (body): its input 'ghost' is defined by no node of this rank" in found
 
 
 def test_all_violations_come_at_once(tmp_path: Path) -> None:

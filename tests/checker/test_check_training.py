@@ -210,7 +210,7 @@ BOTH = {
     "a reader behind the update": (_late_reader, "MatMul 'one' (one): it reads 'first' after Momentum"),
     "a body behind the update": (_late_body, "If 'choice': it reads 'first' after MomentumScaled 'first.update'"),
     "a reader of the next value": (_reads_next, "Neg 'negated': it reads 'first.next', which is the memory of 'first'"),
-    "nobody makes it": (_no_maker, "its output 'shift.next' is made by no node of this rank"),
+    "nobody makes it": (_no_maker, "its output 'shift.next' is defined by no node of this rank"),
     "no output": (_no_output, "has 'shift.next' as state of rank 0, and the file has no such output"),
     "no input": (_no_input, "has 'shift.momentum' as state of rank 0, and the file has no such input"),
     "another shape": (_wrong_shape, "state 'shift': its input 'shift' is tensor(float) [4]; manifest.json makes it"),
@@ -220,7 +220,7 @@ BOTH = {
     "a late reader in the body": (_reads_after_overwriting, "writes its output 'momentum_next' where 'momentum' lies"),
     "a collective in the body": (_communicates, ": AllReduce 'all': it communicates, and a function runs on one rank"),
     "an unknown op in the body": (_unknown_in_body, "neither ONNX nor onnxruntime knows ai.onnx.Multiply"),
-    "a dangling value in the body": (_lost_in_body, "its input 'ghost' is made by no node of the function"),
+    "a dangling value in the body": (_lost_in_body, "its input 'ghost' is defined by no node of the function"),
     "an attribute less": (
         _one_attribute_less,
         "'shift.update' (shift.update): its attribute 'lr_multiplier' is missing",

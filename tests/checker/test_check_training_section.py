@@ -58,11 +58,11 @@ CASES: dict[str, tuple[Change, str]] = {
         "training.settings.on_nonfinite: expected 'stop', 'warn' or 'skip', but got the string 'go'",
     ),
     "an unknown scalar": (_with(scalars=["lr", "x"]), "the runtime knows no scalar 'x'"),
-    "a scalar less": (_with(scalars=["lr", "bias1"]), "it reads 'bias2', which is none of the training's scalars"),
+    "a scalar less": (_with(scalars=["lr", "bias1"]), "it reads 'bias2', which is not a scalar of the training"),
     "a scalar twice": (_with(scalars=["lr", "lr", "bias1", "bias2"]), "each is listed once"),
     "no beta": (
         lambda data: data["training"]["optimizer"]["hyper"].pop("beta1"),
-        "the scalar 'bias1' is made of 'beta1', which the optimizer does not have",
+        "the scalar 'bias1' is computed from 'beta1', which the optimizer does not have",
     ),
     "another beta": (
         lambda data: data["training"]["optimizer"]["hyper"].update(beta2=0.5),

@@ -85,7 +85,7 @@ def test_owners_names_all_that_is_wrong() -> None:
         owners([half, small, uneven.model_copy(update={"shape": [6, 5]}), *twins])
     text = str(caught.value)
     assert "'small' is tensor(complex64), which the safetensors format lacks" in text
-    assert "'uneven': axis 1 of 5 has no whole part from 0/4 to 1/4" in text
+    assert "'uneven': axis 1 of 5 has no element edges at 0/4 and 1/4" in text
     assert "'twin' is parameter tensor(float) [6, 4] as 'twin' and parameter tensor(float) [4, 6] as 'turned'" in text
 
 
@@ -113,7 +113,7 @@ def test_any_box_is_read_alone(tmp_path: Path) -> None:
     assert same(checkpoint.read("fc.weight", (5, 7), (7, 18)), whole["fc.weight"][5:7, 7:18])
     assert same(checkpoint.read("fc.cube", (1, 7, 0), (5, 17, 2)), whole["fc.cube"][1:5, 7:17, 0:2])
     assert checkpoint.read("fc.bias", (4,), (4,)).shape == (0,)
-    with pytest.raises(ValueError, match=r"'fc.bias' of \[13\] has no box from \[4\] to \[14\]"):
+    with pytest.raises(ValueError, match=r"'fc.bias' of \[13\] has no elements from \[4\] to \[14\]"):
         checkpoint.read("fc.bias", (4,), (14,))
     with pytest.raises(CheckpointError, match=r"has no tensor 'fc.bais'"):
         checkpoint.read("fc.bais")

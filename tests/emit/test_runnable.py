@@ -291,7 +291,7 @@ def test_an_op_inside_a_styled_module_that_needs_a_dim_whole_is_told() -> None:
     program = same_as_whole(proto, "ranks: 2\nsharding: {block: colwise}\n", {"x": X}, rtol=0, atol=1e-5)
     (told,) = program.warnings
     assert (
-        told == "plan.yaml:2: 'h' is cut [1, 2], but Softmax (block.soft) needs dim 1 of it whole: it is gathered there"
+        told == "plan.yaml:2: 'h' is cut [1, 2], but Softmax (block.soft) needs dim 1 replicated: it is gathered there"
     )
     with pytest.raises(CompileError, match=r"read by block\.soft"):
         check_budget(replace(program, strict=True))

@@ -119,7 +119,7 @@ PLANTED: dict[Callable[[Complete], Complete], str] = {
     too_large_a_mesh: r"its mesh \(8,\) is of 8 ranks, its group of 4",
     axis_twice: "each once",
     lost_step: "rank 1: .* reads '.*', which it does not have",
-    made_twice: "rank 1: '.*' is made 2 times",
+    made_twice: "rank 1: '.*' is defined 2 times",
     lost_collective: "rank 1: it takes no part in the",
     lost_rank: "there are 3 programs for 4 ranks",
 }

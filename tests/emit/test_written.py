@@ -35,7 +35,7 @@ def test_a_broken_rank_file_is_told_as_partcs_own_fault(tmp_path: Path, monkeypa
     monkeypatch.setattr(RankModels, "of", broken)
     with pytest.raises(CompileError) as error:
         compiled(model(PLAIN), "ranks: 1\n", tmp_path / "build")
-    assert "rank_0000.onnx: Neg 'b': its output 'h' is made twice\n  this is a bug in partc" in str(error.value)
+    assert "rank_0000.onnx: Neg 'b': its output 'h' is defined twice\n  this is a bug in partc" in str(error.value)
     assert not (tmp_path / "build").exists()
 
 

@@ -116,6 +116,8 @@ def test_sizes_that_nothing_tells_are_refused(tmp_path: Path) -> None:
 
     change_file(tmp_path / "build", "rank_0000.onnx", rename)
     said = [str(one) for one in check(tmp_path / "build").violations]
-    assert any("read for its sizes alone, and no input that is fed tells them" in one for one in said), said
-    with pytest.raises(ArtifactError, match="'q' is read for its sizes alone, which the inputs of a step do not tell"):
+    assert any("read for its sizes alone, and no input that is fed determines them" in one for one in said), said
+    with pytest.raises(
+        ArtifactError, match="'q' is read for its sizes alone, which the inputs of a step do not determine"
+    ):
         load_local(tmp_path / "build")

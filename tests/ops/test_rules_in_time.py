@@ -133,5 +133,5 @@ def test_what_needs_to_know_its_records_is_found(monkeypatch: pytest.MonkeyPatch
     """Without the flow's question whether a local form asks for its shard: of a Trilu along its rows."""
     case = next(one for one in CASES if one.op_type == "Trilu")
     assert not [*trained(case)]
-    monkeypatch.setattr("partc.compiler.sharding.flow.asks_where", lambda *given: False)
+    monkeypatch.setattr("partc.compiler.sharding.flow.depends_on_shard", lambda *given: False)
     assert [*trained(case)]

@@ -124,10 +124,10 @@ def test_cuts(graph: str, expected: list[str]) -> None:
         ),
         (
             "g (float[n] x) => (float[n] y) { y = Neg(x) x = partc.comm.Recv <peer=1, tag=0> () y = Abs(x) }",
-            "rank.onnx: the value 'x' is made twice, by a model input and by Recv\n"
-            "rank.onnx: the value 'y' is made twice, by Neg and by Abs",
+            "rank.onnx: the value 'x' is defined twice, by a model input and by Recv\n"
+            "rank.onnx: the value 'y' is defined twice, by Neg and by Abs",
         ),
-        ("g (float[n] x) => (float[n] y) { z = Neg(x) }", "rank.onnx: the output 'y' is made by nothing"),
+        ("g (float[n] x) => (float[n] y) { z = Neg(x) }", "rank.onnx: no node makes the output 'y'"),
         (
             "g (float[n] x) => (float[n] y) { y = partc.comm.Gossip <root=1> (x) }",
             "rank.onnx: this partc does not know the op 'partc.comm.Gossip'",

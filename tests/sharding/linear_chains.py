@@ -22,7 +22,7 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Complete
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.sharding.values.sums import pass_sums
+from partc.compiler.sharding.values.sums import defer_all_reduce
 from sharded_models import BLOCK, BLOCK_WEIGHTS, with_weights
 
 TWO_BRANCHES = BLOCK.replace(
@@ -55,7 +55,7 @@ def passes(proto: onnx.ModelProto, plan: str) -> Complete:
 def at_once() -> Iterator[None]:
     """Sums are reduced where they are made."""
     before = pipeline.PASSES
-    pipeline.PASSES = tuple(step for step in before if step is not pass_sums)
+    pipeline.PASSES = tuple(step for step in before if step is not defer_all_reduce)
     try:
         yield
     finally:

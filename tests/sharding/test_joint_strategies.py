@@ -308,7 +308,5 @@ def test_a_region_is_resharded_around_an_op_that_needs_a_dim_whole(tmp_path: Pat
     x = np.random.default_rng(2).standard_normal((2, 3, 24), dtype=np.float32)
     program = same_on_all_ranks(tmp_path, text, "ranks: 4\n", {"x": x}, rtol=1e-4, atol=1e-5)
     where = f"model.py:{line(tmp_path, 'block.shard')}"
-    told = (
-        f"{where}: 'Neg' enters cut [1, 1, 4], but LayerNormalization (block.norm.LayerNormalization) needs dim 2 of it"
-    )
-    assert program.warnings == (f"{told} whole: it is gathered there",)
+    told = f"{where}: 'Neg' enters cut [1, 1, 4], but LayerNormalization (block.norm.LayerNormalization) needs dim 2"
+    assert program.warnings == (f"{told} replicated: it is gathered there",)

@@ -197,7 +197,7 @@ class Net(nn.Module):
 model = Net()
 """
 HEADS = """ is cut into 8 along dim 1, but {0}attention.Reshape has 12 heads of 4 there
-  12 is not divisible by 8: all of its 192*batch bytes are gathered on each rank, and what follows is computed whole on all of them
+  12 is not divisible by 8: all of its 192*batch bytes are gathered on each rank, and every rank repeats what follows
 """
 
 

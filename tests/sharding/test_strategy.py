@@ -103,7 +103,7 @@ def test_what_is_wrong_is_said_at_once() -> None:
         assign_integers(BATCHED, ((2, 3, 4), (2, 2, 5)), 8)
     assert [str(problem) for problem in caught.value.problems("plan.yaml:7", "sharding of 'up' (MatMul)")] == [
         "plan.yaml:7: sharding of 'up' (MatMul): input 1, dim 0 is cut into 2, but stays whole\n"
-        "  it broadcasts, or the op needs it whole\n  help: write 1",
+        "  it broadcasts, or the op needs it replicated\n  help: write 1",
         "plan.yaml:7: sharding of 'up' (MatMul): input 0, dim 2 is cut into 4, but input 1, dim 1 into 2\n"
         "  these dims correspond: they are cut alike",
     ]

@@ -62,7 +62,8 @@ def stored_tensors(folder: Path) -> dict[str, InFile]:
             fact = f"{title} is in '{file}', which is not in the folder"
             problems.append(Problem(where, fact, help=_AGAIN))
         elif not (folder / file).exists():
-            help_ = f"the folder has {', '.join(like)}" if (like := _weight_files(folder)) else _AGAIN
+            there = sorted(path.name for path in folder.glob("*.safetensors"))[:4]
+            help_ = f"the folder has {', '.join(there)}" if there else _AGAIN
             problems.append(Problem(where, f"{title} is in '{file}', which is missing", help=help_))
         else:
             try:
@@ -87,10 +88,6 @@ def _of_one_file(folder: Path) -> dict[str, InFile]:
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".safetensors", ".gguf"))
     fact = f"the folder has neither {WEIGHTS} nor {INDEX}" + (f"; it has {', '.join(others[:4])}" if others else "")
     raise CompileError(Problem(folder.name, fact, help="save the model with save_pretrained, which writes safetensors"))
-
-
-def _weight_files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.safetensors"))[:4]
 
 
 def _tensors_of(path: Path, where: str) -> dict[str, InFile]:

@@ -25,7 +25,7 @@ _SYMPTOMS = (
     (re.compile(r"grouped_mm"), "experts"),
     (re.compile(r"Cannot view a tensor with shape|scaled_dot_product"), "attention"),
 )
-"""What torch says of a model of `transformers` that it cannot export as it is, and the setting that helps."""
+"""Texts of torch's errors about models of `transformers` that it cannot export unchanged, with the setting that helps."""
 
 
 def of_transformers(module: torch.nn.Module) -> Iterator[Any]:

@@ -28,7 +28,7 @@ _HELP = "check that config.json and the weights are of one model"
 
 @dataclass
 class _Origin:
-    """What a weight is made of: tensors by name, each with the pattern of the conversion that takes it, and that conversion."""
+    """The sources of a weight: tensors by name, each with the conversion's pattern that takes it, and the conversion."""
 
     conversion: Any = None
     names: list[str] = field(default_factory=list)
@@ -36,14 +36,14 @@ class _Origin:
 
 
 @dataclass(frozen=True)
-class Taken:
+class FolderWeights:
     """The tensors of a model's weights by name, and the names in the folder that the model does not read."""
 
     tensors: Mapping[str, ir.TensorProtocol]
     unread: Sequence[str]
 
 
-def taken(model: Any, files: Mapping[str, InFile], where: str) -> Taken:
+def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
     """The tensors of all weights. A tied weight has one for all of its names; the model's are untied where the folder's differ.
 
     Raises CompileError with all weights that the folder lacks or has in another shape.
@@ -61,7 +61,7 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> Taken:
                     made: tuple(one.shape) for made, one in _converted(model, name, origin, files, meta=True).items()
                 }
             except Exception as error:
-                fact = f"'{name}' cannot be made of {_listed(origin.names)}: {error}"
+                fact = f"'{name}' cannot be converted from {_listed(origin.names)}: {error}"
                 problems.append(Problem(where, fact, help=_HELP))
                 continue
         for made, shape in shapes.items():
@@ -84,11 +84,11 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> Taken:
         problems.append(Problem(where, f"'{name}' {list(wanted[name].shape)} of the model is in no file", help=help_))
     if problems:
         raise CompileError(problems)
-    return Taken(tensors, unread)
+    return FolderWeights(tensors, unread)
 
 
 def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) -> tuple[dict[str, _Origin], list[str]]:
-    """By weight what it is made of, and the names that make none, as `transformers` matches them."""
+    """The sources of each weight, and the names that belong to none, as `transformers` matches them."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -137,7 +137,7 @@ def _read(stored: InFile, meta: bool = False) -> torch.Tensor:
 def _tensor(
     model: Any, name: str, key: str, origin: _Origin, files: Mapping[str, InFile], wanted: torch.Tensor
 ) -> ir.TensorProtocol:
-    """The tensor of a weight: a place in a file, or what is made of such places when it is read."""
+    """The tensor of a weight: a place in a file, or one computed from such places when it is read."""
     dtype, shape = ir.tensor_adapters.from_torch_dtype(wanted.dtype), ir.Shape(wanted.shape)
     first = files[origin.names[0]]
     if origin.conversion is None and first.stored.dtype is BY_CODE[dtype.value]:

@@ -44,7 +44,7 @@ def is_text(value: ir.Value | None) -> bool:
     return value is not None and value.dtype == ir.DataType.STRING
 
 
-def cut_layout(program: Placed, cut: ShardSpec, value: ir.Value, group: Group) -> Layout:
+def layout_of_spec(program: Placed, cut: ShardSpec, value: ir.Value, group: Group) -> Layout:
     """The layout that a cut gives a value on a group; ValueError where it has another number of dims or does not fit the group."""
     rank = len(value.shape) if value.shape is not None else len(cut)
     if len(cut) != rank:
@@ -148,7 +148,7 @@ class _Sets:
 
 
 def corresponding(operands: Sequence[ir.Value | None], arguments: Sequence[ir.Value | None]) -> list[int | None]:
-    """Per argument of a call the operand of the node that it became, each operand once; None where it is none."""
+    """For each argument of a call the operand of the node that the call became, each operand at most once, or None."""
     free = {k: value for k, value in enumerate(operands) if value is not None}
     found: list[int | None] = []
     for argument in arguments:

@@ -23,8 +23,8 @@ from partc.compiler.plan.groups import ranks_text, shown_mesh
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL, ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec
-from partc.compiler.sharding.seeding.region_cuts import Region, RegionCuts, line_of
-from partc.compiler.sharding.seeding.region_layouts import cut_layout, is_text
+from partc.compiler.sharding.seeding.region_layouts import is_text, layout_of_spec
+from partc.compiler.sharding.seeding.regions import RegionMatch, RegionShardings, line_of
 from partc.compiler.sharding.seeding.strategy import refined
 from partc.compiler.sharding.seeding.styles import parameter_factor, styled
 
@@ -47,7 +47,7 @@ def seed(
 
 
 def _outermost(pattern: str, path: str) -> str:
-    """Of the module with this path and those around it the first that a pattern matches, "" where it matches none."""
+    """The outermost module on a path that a pattern matches, "" if it matches none."""
     matches, parts = compile_pattern(pattern).matches, path.split(".") if path else []
     return next((prefix for k in range(len(parts)) if matches(prefix := ".".join(parts[: k + 1]))), "")
 
@@ -60,26 +60,26 @@ class _Seeds:
         self.given = Pinned()
         self.problems: list[Problem] = []
         self.styled = set[int]()
-        self.idle: list[tuple[Region, str, str]] = []
-        self.cuts = RegionCuts(program, choices, self.given, self.problems)
+        self.idle: list[tuple[RegionMatch, str, str]] = []
+        self.cuts = RegionShardings(program, choices, self.given, self.problems)
         self.constants, self.instances, self.problem = self.cuts.constants, self.cuts.instances, self.cuts.problem
 
     def annotations(self) -> None:
-        """What the model's own annotations cut, where no rule speaks of the node."""
+        """Writes the shardings of the model's own annotations, for nodes that no rule matches."""
         if self.program.followed:
             self.problems += seed_annotations(self.program, self.choices, self.given, self.rules)
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[RegionMatch]:
         """The regions in order; a node belongs to the last rule that matches it."""
         module = functools.cache(_outermost)
-        found: dict[tuple[int, str], Region] = {}
+        found: dict[tuple[int, str], RegionMatch] = {}
         for node, rule in self.rules.items():
             path = self.program.paths[node]
             path = module(rule.pattern, path.rpartition(".")[0]) or path
-            found.setdefault((id(rule), path), Region(path, rule)).nodes.append(node)
+            found.setdefault((id(rule), path), RegionMatch(path, rule)).nodes.append(node)
         return list(found.values())
 
-    def region(self, region: Region) -> None:
+    def region(self, region: RegionMatch) -> None:
         alone = [node for node in region.nodes if not any(self.instances([node])) and node not in self.constants]
         if region.rule.outputs is not None:
             alone = alone or region.nodes
@@ -104,7 +104,7 @@ class _Seeds:
             self._gather(region)
         self.cuts.cut(region)
 
-    def _style(self, region: Region, style: str) -> None:
+    def _style(self, region: RegionMatch, style: str) -> None:
         done = False
         for instance in self.instances(region.nodes):
             if instance.node in self.constants:
@@ -126,7 +126,7 @@ class _Seeds:
         fact = f"{style}, but no parameter inside {what}"
         self._uses(region, done, fact, "name the linear, convolution or embedding itself")
 
-    def _pull(self, region: Region) -> None:
+    def _pull(self, region: RegionMatch) -> None:
         """Cuts the rows that a region's nodes look up over all ranks of their groups."""
         found = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
         for instance in found:
@@ -145,7 +145,7 @@ class _Seeds:
             )
         self._uses(region, bool(found), f"pull, but {fact}", help)
 
-    def _uses(self, region: Region, used: bool, fact: str, help: str) -> None:
+    def _uses(self, region: RegionMatch, used: bool, fact: str, help: str) -> None:
         """Notes whether a style says anything of a region, and what is wrong where it says nothing of all that its pattern matches."""
         if used:
             self.styled.add(id(region.rule))
@@ -158,7 +158,7 @@ class _Seeds:
             if id(region.rule) not in self.styled:
                 self.problem(region, fact, help=help)
 
-    def _gather(self, region: Region) -> None:
+    def _gather(self, region: RegionMatch) -> None:
         """Pins the outputs of a region as replicated on its group."""
         inside = set(region.nodes)
         for instance in self.instances(region.nodes):
@@ -168,7 +168,7 @@ class _Seeds:
                     whole = Layout.whole(self.choices[instance].mesh, len(out.shape))
                     self.given.outputs[instance, k] = (whole, region.rule.where)
 
-    def _style_axes(self, region: Region, group: Group) -> tuple[int, ...] | None:
+    def _style_axes(self, region: RegionMatch, group: Group) -> tuple[int, ...] | None:
         axes = self.program.plan.axes_of(group)
         if not axes:
             return tuple(range(len(primes(len(group)))))
@@ -200,10 +200,10 @@ class _Seeds:
                         fact = f"dataset of '{value.name}': it is of strings, which no collective takes"
                         self.problems.append(Problem(given.where, fact, help="take the line out: it arrives whole"))
                     continue
-                cut = given.spec if given else self._batch_cut(value, group)
+                cut = given.spec if given else self._batch_sharding(value, group)
                 where = given.where if given else plan.dataset.where
                 try:
-                    self.given.arriving[value, group] = (cut_layout(self.program, cut, value, group), where)
+                    self.given.arriving[value, group] = (layout_of_spec(self.program, cut, value, group), where)
                     fits = True
                 except ValueError as error:
                     wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))
@@ -216,7 +216,7 @@ class _Seeds:
                     Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")
                 )
 
-    def _batch_cut(self, value: ir.Value, group: Group) -> ShardSpec:
+    def _batch_sharding(self, value: ir.Value, group: Group) -> ShardSpec:
         assert value.shape is not None
         axes = self.program.plan.axes_of(group)
         first: int | tuple[str, ...] = len(group)

@@ -57,8 +57,11 @@ def assign_integers(rule: Rule, cuts: Sequence[Sequence[int] | None], group_size
         product //= shards[rule.looked_up]
     if not violations and group_size % product:
         fact = f"the strategy has {product} shards, but the group has {group_size} ranks"
-        law = f"the product of the cuts, {_product(shards)}, divides the number of ranks"
-        violations.append(Refused(fact, law, _divisors(group_size)))
+        counts = " * ".join(str(count) for count in shards.values() if count > 1)
+        law = f"the product of the cuts, {counts}, divides the number of ranks"
+        *fewer, most = (str(count) for count in range(1, group_size + 1) if group_size % count == 0)
+        help = f"cut into {', '.join(fewer)} or {most} shards" if fewer else "cut nothing"
+        violations.append(Refused(fact, law, help))
     if violations:
         raise WrongStrategy(violations)
     return shards
@@ -71,7 +74,7 @@ def shares_rows(rule: Rule, shards: Mapping[str, int]) -> bool:
 
 
 def shared_axes(rule: Rule, shards: Mapping[str, int], group_size: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
-    """As `to_axes`, of what `assign_integers` gives: where the group has no room for more, rows have the axes of ids."""
+    """As `to_axes`, for the result of `assign_integers`: if the group is too small for both, looked-up rows share the axes of the ids."""
     if group_size % math.prod(shards.values()):
         rest = {letter: count for letter, count in shards.items() if letter != rule.looked_up}
         mesh, axes = to_axes(rest, rule.factors, group_size)
@@ -129,7 +132,7 @@ def refined(mesh: Axes) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
 def _by_factor(
     rule: Rule, cuts: Sequence[Sequence[Shard] | None], uncut: Shard
 ) -> tuple[dict[str, Shard], list[Refused]]:
-    """Per factor what its dims are given, in the order of factors, and what cannot be."""
+    """By factor, in the rule's order, the shards or axes that its dims are given; and the violations."""
     found: dict[str, tuple[Shard, str]] = {}
     violations: list[Refused] = []
     for index, letters, cut in _operands(rule, cuts):
@@ -143,7 +146,7 @@ def _by_factor(
             at = f"input {index}, dim {dim}"
             if letter not in rule.factors:
                 if shard != uncut:
-                    law = "it broadcasts, or the op needs it whole" if letter == WHOLE else "the op needs it whole"
+                    law = "it broadcasts, or the op needs it replicated" if letter == WHOLE else "the op needs it whole"
                     law = "its rows lie on the ranks that serve them" if rule.served and index == 0 else law
                     violations.append(
                         Refused(f"{at} is cut {_into(shard)}, but stays whole", law, f"write {uncut or 'null'}")
@@ -183,12 +186,3 @@ def _dims_of(rule: Rule, factor: str) -> str:
         if letters and factor in letters:
             return f"input {index}, dim {letters.index(factor)}"
     return f"the factor {factor}"
-
-
-def _product(shards: Mapping[str, int]) -> str:
-    return " * ".join(str(count) for count in shards.values() if count > 1)
-
-
-def _divisors(size: int) -> str:
-    fitting = [str(count) for count in range(1, size + 1) if size % count == 0]
-    return f"cut into {', '.join(fitting[:-1])} or {fitting[-1]} shards" if len(fitting) > 1 else "cut nothing"

@@ -1,9 +1,8 @@
-"""Pass: what communication may cost: `--strict` refuses changes of layout that nobody asked for, `max_reshard_bytes` bounds their bytes.
+"""Pass: limits on communication. `--strict` refuses changes of layout that were not requested, `max_reshard_bytes` bounds their bytes.
 
-A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the terms that a given cut
-leaves is no change of layout. Copies between a rank's targets count, too. Bytes are what a rank receives, at the largest sizes that the
-symbols may have, the smallest where there is no bound.
-"""
+A change of layout is asked for where the plan or the model gave its reader's cut, or placed it; reducing the partial sums of a given
+sharding does not count as one. Copies between a rank's targets count, too. Bytes are what a rank receives, at the largest sizes that the
+symbols may have, the smallest where there is no bound."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def check_budget(program: Complete) -> Complete:
     """Pass: the program itself. Raises CompileError for what `strict` and the plan's `max_reshard_bytes` forbid in a step."""
     if program.kind is not ProgramKind.STEP:
         return program
-    problems = list(_unasked(program)) if program.strict else []
+    problems = list(_unrequested(program)) if program.strict else []
     budget = program.plan.max_reshard_bytes
     if budget is not None:
         costs = [(bytes_at(program, event), event) for event in program.events if event.op_type != SEND]
@@ -77,7 +76,7 @@ def largest_first(program: Complete) -> list[Event]:
     return sorted(program.events, key=lambda event: (-bytes_at(program, event), event.tag))
 
 
-def _unasked(program: Complete) -> Iterator[Problem]:
+def _unrequested(program: Complete) -> Iterator[Problem]:
     for event in program.events:
         if event.derived and event.op_type in _RESHARDS:
             yield Problem(

@@ -35,17 +35,13 @@ def input_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> ShardedV
     """The version of operand `k` that a node on a group reads."""
     value = instance.node.inputs[k]
     assert value is not None
-    if k == 0 and SERVED in instance.node.meta:
-        return _served(value, instance.node.meta[SERVED])
+    if k == 0 and SERVED in instance.node.meta:  # a table, of which each server has an equal run of rows
+        servers = instance.node.meta[SERVED]
+        dims = len(value.shape or ())
+        return laid_out(value, servers, Layout((len(servers),), ((0,), *[()] * (dims - 1))))
     choice = program.choices.get(instance)
     layout = choice.input(k) if choice else None
     return laid_out(value, instance.group, layout)
-
-
-def _served(value: ir.Value, servers: Group) -> ShardedValue:
-    """The version of a table of which each server has an equal run of rows."""
-    rank = len(value.shape or ())
-    return laid_out(value, servers, Layout((len(servers),), ((0,), *[()] * (rank - 1))))
 
 
 def output_layout_of(program: Sharded, instance: NodeOnGroup, k: int) -> ShardedValue:

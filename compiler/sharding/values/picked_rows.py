@@ -1,4 +1,4 @@
-"""A warning of matrices that ids pick, as a router picks experts, where ranks share the rows: each rank has a term of what a token picks.
+"""Warnings of looked-up matrices, such as experts that a router picks, whose rows are sharded: each rank has a partial of every token.
 
 Every rank then computes all tokens with the experts that it has, zeros standing for the others, and the terms are added up: of the
 picked matrices themselves, or of what is made of them, as far as sums pass. Cut in their inner dim, each rank has its part of every
@@ -35,10 +35,10 @@ def picked_rows(program: Sharded) -> Iterator[str]:
         reduced = _reduced(program, NodeOnGroup(node, instance.group))
         if second and not any(value in _between(node, product) for value in reduced):
             continue
-        yield _told(program, table, choice, rows[0], reduced, product if second else None)
+        yield _warning(program, table, choice, rows[0], reduced, product if second else None)
 
 
-def _told(
+def _warning(
     program: Sharded,
     table: ir.Value,
     choice: NodeSharding,
@@ -64,7 +64,7 @@ def _told(
 
 
 def _between(node: ir.Node, product: ir.Node) -> set[ir.Value]:
-    """What is made of picked matrices before they are multiplied."""
+    """The values computed from picked matrices up to their product."""
     found = {*node.outputs}
     while node is not product:
         node = next(user for user, _ in node.outputs[0].uses())
@@ -73,7 +73,7 @@ def _between(node: ir.Node, product: ir.Node) -> set[ir.Value]:
 
 
 def _reduced(program: Sharded, instance: NodeOnGroup) -> list[ir.Value]:
-    """The values at which the terms that a node makes are added up."""
+    """The values at which the partial sums of a node are reduced."""
     found: list[ir.Value] = []
     values = list(instance.node.outputs)
     while values:
@@ -87,7 +87,7 @@ def _reduced(program: Sharded, instance: NodeOnGroup) -> list[ir.Value]:
 
 
 def _follows(node: ir.Node | None, products: set[ir.Node]) -> bool:
-    """Whether a node is one of some products, or follows one closely."""
+    """Whether a node is one of `products`, or at most `_FURTHEST` nodes behind one."""
     behind = set() if node is None else {node}
     for _ in range(_FURTHEST + 1):
         if not behind.isdisjoint(products):

@@ -1,20 +1,20 @@
-"""Pass: through which nodes terms of a sum are passed on, so that they are reduced where it costs least.
+"""Pass: defers all_reduce: partial sums flow through linear nodes, and are reduced where that costs least.
 
-A contracted factor that is cut leaves terms of a sum on the ranks along its axes. Reduced behind the node that makes them, they are whole
-for every reader. But a node that is linear in an operand (`Rule.linear`) makes terms of terms, and then its output is reduced instead:
+A contracted factor that is sharded leaves partial sums on the ranks along its axes. Reduced behind the node that makes them, they are
+replicated for every reader. But a node that is linear in an operand (`Rule.linear`) maps partial to partial, and its output can be reduced:
 
     x + attn + mlp     reduced at once   (x + AllReduce(attn.partial)) + AllReduce(mlp.partial)
-                       passed on         AllReduce((x.kept + attn.partial) + mlp.partial)
+                       deferred          AllReduce((x.kept + attn.partial) + mlp.partial)
 
-The law: a value made as terms is open, if every reader takes its terms, or is reduced once, for all of its readers as if it had been made
-whole. What a sum joins with terms, and is whole, its first rank keeps (`lower/kept.py`). So what a choice of nodes costs is the sum of
-what every value costs by itself, and the least of all choices is a least cut of the graph: a node on the source's side makes terms, a
-value of it with a reader on the other side is paid for. Of equal costs the cut nearest to the source is taken: no move is without gain.
+The law: a partial value is taken partial by all of its readers, or reduced once for all of them. A replicated operand of a sum with partial
+ones stays on the first rank alone (`lower/kept.py`). So a choice of nodes costs the sum of what single values cost, and the cheapest choice
+is a minimum cut (`max_flow.py`): nodes on the source's side make partial sums, and their values with a reader on the sink's side are paid
+for. Among equal costs the cut nearest to the source is taken: nothing is deferred without gain.
 
-What is moved must be proven to take no more bytes and no more collectives than before, for all sizes that the symbols may have. Not passed
-on are maxima and minima, sums of whose size only a run tells, those to a narrower type (each term would be rounded), through what is
-computed for several groups, in bodies or in local maps, and what the plan wants in a layout of its own. In training a product with
-another factor that learns makes terms of its gradient, too: their bytes count, and one more collective is taken for a quarter of all.
+A deferred reduction is proven to take no more bytes and no more collectives than before, for all sizes of the symbols. Not deferred are:
+maxima and minima; sums of a size known only at run time, or into a narrower type, which would round each partial; sums through nodes of
+several groups, bodies or local maps; values to which the plan gives a layout. In training, a product whose other factor is trained makes
+a partial gradient for it, too: its bytes count, and one more collective is accepted if the bytes fall to a quarter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import bytes_moved, is_local
 from partc.compiler.layout.reshard import lower
 from partc.compiler.matching import output_ranks
-from partc.compiler.sharding.values.least_cut import ALWAYS, LeastCut
+from partc.compiler.sharding.values.max_flow import ALWAYS, FlowNetwork
 from partc.compiler.sharding.values.operands import input_layout_of, proven_divisors, replicated_on
 from partc.compiler.sharding.values.picked_rows import picked_rows
 from partc.compiler.sharding.values.value_versions import ValueVersions
@@ -66,7 +66,7 @@ class Cost:
         return Cost(self.bytes + other.bytes, self.count + other.count)
 
 
-def pass_sums(program: Targeted) -> Targeted:
+def defer_all_reduce(program: Targeted) -> Targeted:
     """Pass: fills in, per sharding, the axes over which a node is given partial sums and gives partial sums."""
     if not program.choices:
         return program
@@ -80,12 +80,12 @@ def pass_sums(program: Targeted) -> Targeted:
 
 
 @dataclass(frozen=True)
-class _Terms:
+class _PartialSums:
     """A kind of partial sums: those over the same ranks."""
 
     group: Group
     layout: Layout
-    """Of one of the values that are made so."""
+    """The layout of one of the values."""
 
 
 @dataclass
@@ -95,9 +95,9 @@ class _Passing:
     makers: list[NodeOnGroup] = field(default_factory=list)
     choices: dict[NodeOnGroup, NodeSharding] = field(default_factory=dict)
     operands: dict[NodeOnGroup, tuple[int, ...]] = field(default_factory=dict)
-    """Of nodes that could, the inputs that are terms or are kept."""
+    """By node that could: its inputs that are partial, or masked to one rank."""
     gradients: dict[NodeOnGroup, Cost] = field(default_factory=dict)
-    """Of products that could, what it costs to reduce the gradients of the other factors, which are terms then."""
+    """By product that could: the cost of reducing the gradients of its other factors, which become partial."""
     made: dict[ir.Value, Layout] = field(default_factory=dict)
 
 
@@ -119,23 +119,30 @@ class _Sums:
         alone = (self._alone(node) for node in program.model.graph)
         self.instances = [instance for instance in alone if instance is not None]
 
-    def sources(self) -> Iterator[_Terms]:
+    def sources(self) -> Iterator[_PartialSums]:
         """One kind of terms after the other, in the order of the first node that makes each."""
-        found: dict[tuple[Group, Layout], _Terms] = {}
+        found: dict[tuple[Group, Layout], _PartialSums] = {}
         for instance in self.instances:
-            for layout in self._made(instance).values():
+            for layout in self._layouts_of(instance).values():
                 if layout.partial:
-                    found.setdefault((instance.group, _kind(layout)), _Terms(instance.group, layout))
+                    found.setdefault((instance.group, _kind(layout)), _PartialSums(instance.group, layout))
         yield from found.values()
 
-    def place(self, terms: _Terms) -> None:
+    def place(self, terms: _PartialSums) -> None:
         """Decides on all nodes that could pass terms of this kind on."""
         found = self._passing(terms)
         if not found.choices:
             return
-        costs = {value: self._reduced(value, layout, terms.group) for value, layout in found.made.items()}
+        costs: dict[ir.Value, Cost] = {}
+        for value, layout in found.made.items():
+            # reduced on all ranks: that a reader needs less is not a gain of deferring
+            partial = ShardedValue(value, terms.group, layout)
+            reduced = ShardedValue(value, terms.group, Layout(layout.mesh, layout.cuts))
+            costs[value] = self._moved(value, [(partial, reduced)])
         costs |= {
-            value: self._now(value, found.made[value], one.group) for one in found.makers for value in self._made(one)
+            value: self._now(value, found.made[value], one.group)
+            for one in found.makers
+            for value in self._layouts_of(one)
         }
         for per_byte, per_move in ((1 << 20, 1), (1, 1 << 80)):
             extra = {value: self._weight(cost, per_byte, per_move) for value, cost in costs.items()}
@@ -145,11 +152,11 @@ class _Sums:
                     self._take(found, part, side)
             found = replace(found, choices={i: c for i, c in found.choices.items() if self.choices[i].passing == ()})
 
-    def _passing(self, terms: _Terms) -> _Passing:
+    def _passing(self, terms: _PartialSums) -> _Passing:
         found = _Passing()
         kind = _kind(terms.layout)
         for instance in self.instances:
-            made = self._made(instance)
+            made = self._layouts_of(instance)
             if instance.group != terms.group or not made:
                 continue
             reads, now = instance.node.inputs, self.choices[instance]
@@ -172,7 +179,7 @@ class _Sums:
         return found
 
     def _alone(self, node: ir.Node) -> NodeOnGroup | None:
-        """A node on the one group that runs it, if all that it makes are numbers of known sizes, in layouts that nobody asks for."""
+        """A node on the one group that runs it, if all outputs are numbers of known sizes in layouts that the plan does not request."""
         placed = self.program.placement[node]
         if len(placed.groups) != 1 or placed.follows or is_inside(node) or self.program.around[node]:
             return None
@@ -189,8 +196,8 @@ class _Sums:
         )
         return instance if fits else None
 
-    def _made(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
-        """What a node makes, in its layouts; nothing where these await anything but a sum, or differ in what they await."""
+    def _layouts_of(self, instance: NodeOnGroup) -> dict[ir.Value, Layout]:
+        """The layouts of a node's outputs; none if one is partial by another reduction than a sum, or they differ in their reductions."""
         choice, found = self.choices[instance], dict[ir.Value, Layout]()
         for k, value in enumerate(instance.node.outputs):
             if value.name:
@@ -205,7 +212,7 @@ class _Sums:
         return all(self._bytes(value) is not None for value in values)
 
     def _operands(self, instance: NodeOnGroup, choice: NodeSharding, found: _Passing) -> tuple[int, ...]:
-        """The inputs that are terms, or kept, where a node passes terms on; none where it cannot."""
+        """The inputs that are partial, or masked to one rank, where a node passes partial sums on; none where it cannot."""
         node, rule = instance.node, choice.rule
         rows = [tuple(k for k in row if k < len(node.inputs) and node.inputs[k]) for row in rule.partial_inputs]
         arriving = {k for row in rows for k in row if self._arrives(instance, choice, k, found)}
@@ -218,7 +225,7 @@ class _Sums:
         return ()
 
     def _gradients(self, instance: NodeOnGroup, choice: NodeSharding, operands: tuple[int, ...]) -> Cost:
-        """What it costs to reduce the gradients of the inputs that are no terms, of which each rank has a term."""
+        """The cost of reducing the gradients of the inputs that are not partial: each rank has a partial of those."""
         found = Cost()
         for k, value in enumerate(instance.node.inputs):
             whole = choice.input(k)
@@ -228,14 +235,14 @@ class _Sums:
         return found
 
     def _arrives(self, instance: NodeOnGroup, choice: NodeSharding, k: int, found: _Passing) -> bool:
-        """Whether an input could be terms just as they are made."""
+        """Whether an input could be taken partial, in the layout in which it is produced."""
         value = instance.node.inputs[k]
         if value is None or value not in found.made or choice.input(k) is None:
             return False
         return normal(choice.kept_as(k)) == found.made[value]
 
     def _readers(self, value: ir.Value, found: _Passing) -> Iterator[NodeOnGroup | None]:
-        """The nodes that could take a value's terms; None for each that cannot, and for the outside."""
+        """The readers that could take a value partial; None for each that cannot, and for an output of the model."""
         if value in self.ends:
             yield None
         producer = value.producer()
@@ -245,11 +252,6 @@ class _Sums:
             instance = NodeOnGroup(node, group)
             could = instance in found.choices and k in found.operands[instance]
             yield instance if could and self._arrives(instance, found.choices[instance], k, found) else None
-
-    def _reduced(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
-        """What it costs to reduce terms on all ranks that have them. Readers may want less: that is no gain of passing them on."""
-        reduced = ShardedValue(value, group, Layout(layout.mesh, layout.cuts))
-        return self._moved(value, [(ShardedValue(value, group, layout), reduced)])
 
     def _now(self, value: ir.Value, layout: Layout, group: Group) -> Cost:
         """The cost of today's reductions: each reader gets the reduced value."""
@@ -302,22 +304,22 @@ class _Sums:
 
     def _cheapest(self, found: _Passing, extra: Mapping[ir.Value, int], weights: tuple[int, int]) -> _Side:
         """The nodes that make terms, and of the values that they make those whose terms all readers take."""
-        cut = LeastCut[NodeOnGroup | ir.Value | str]()
-        cut.edge("source", "drain", 0)
+        network = FlowNetwork[NodeOnGroup | ir.Value | str]()
+        network.edge("source", "sink", 0)
         for instance in (*found.makers, *found.choices):
             if instance not in found.choices:
-                cut.edge("source", instance, ALWAYS)
+                network.edge("source", instance, ALWAYS)
             elif found.gradients[instance].count:
-                cut.edge(instance, "drain", self._weight(found.gradients[instance], *weights))
+                network.edge(instance, "sink", self._weight(found.gradients[instance], *weights))
             for value in instance.node.outputs:
                 if value in found.made:
-                    cut.edge(instance, value, extra[value])
+                    network.edge(instance, value, extra[value])
                     for reader in self._readers(value, found):
-                        cut.edge(value, "drain" if reader is None else reader, ALWAYS)
-        return cut.source_side("source", "drain")
+                        network.edge(value, "sink" if reader is None else reader, ALWAYS)
+        return network.source_side("source", "sink")
 
     def _connected(self, found: _Passing, side: _Side) -> Iterator[list[NodeOnGroup]]:
-        """Nodes that are to pass terms on, or make them for such, by what hangs together."""
+        """The nodes that pass partial sums on, or produce them for such, in connected components."""
         leads: dict[NodeOnGroup, NodeOnGroup] = {}
 
         def lead(one: NodeOnGroup) -> NodeOnGroup:
@@ -364,7 +366,7 @@ class _Sums:
         return least is not None and least >= 0
 
     def _take(self, found: _Passing, part: Iterable[NodeOnGroup], side: _Side) -> None:
-        """Has the nodes of a part pass terms on."""
+        """Makes the nodes of a component pass partial sums on."""
         for instance in part:
             if instance in found.choices:
                 there = frozenset(

@@ -184,7 +184,7 @@ def replicated_outputs(program: Sharded, versions: ValueVersions, outputs: list[
         if program.values[value].shape is None and home is not None and any(home.layout.cuts):
             law, remedy = how_lost(program, value, next(iter(unknown_dims(program, value)), None))
             told.append(
-                f"output '{value.name}' is delivered whole, for only what has a known shape can stay cut: {law}; {remedy}"
+                f"output '{value.name}' is gathered, for only a value of known shape can stay sharded: {law}; {remedy}"
             )
     return told
 
@@ -212,7 +212,7 @@ def _shard_numbers(version: ShardedValue, ranks: Ranks) -> list[tuple[int, ...]]
     return [tuple([row[place] for row in rows]) for place in places]
 
 
-def _made_apart(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
+def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedValue) -> bool:
     """Whether a rank makes both of two versions: one is a definition, the other is resharded from another one, on more ranks."""
     defs = versions.defs.get(one.value, [])
     made = {*defs, *(versions.canonical[home] for home in defs if home in versions.canonical)}
@@ -232,7 +232,8 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
         versions.names.update({home: name for home in defs if home.layout.is_replicated})
     for version in delivered:
         source = versions.definition_for(version) if defs else version
-        if _is_inside(version, source):
+        replicated = source.layout.is_replicated and version.layout.is_replicated
+        if replicated and not ranks_of(version.group) & ~ranks_of(source.group):
             versions.names[source] = versions.names[version] = name
     order = _by_claim(versions, value)
     for version in order:
@@ -240,16 +241,10 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
             continue
         wanted = _spellings(name, version)
         known = [one for one in order if one in versions.names]
-        apart = (one for one in known if not can_share(one, version) or _made_apart(versions, one, version))
+        apart = (one for one in known if not can_share(one, version) or _computes_both(versions, one, version))
         taken = {versions.names[one] for one in apart}
         free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
         versions.names[version] = next(free, None) or derived(wanted[-1], own | taken)
-
-
-def _is_inside(version: ShardedValue, source: ShardedValue) -> bool:
-    """Whether a version is whole, on some of the ranks on which its source is whole."""
-    replicated = source.layout.is_replicated and version.layout.is_replicated
-    return replicated and not ranks_of(version.group) & ~ranks_of(source.group)
 
 
 def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:

@@ -1,4 +1,4 @@
-"""A collective node as data: what it says, and which shape it makes of which. A lookup's is read in `lookup_node.py`.
+"""A collective node as data: its fields, and the law of its result's shape. Lookups are read in `lookup_node.py`.
 
     call = read_call(node, "rank_0000.onnx")
     result_shape(call, (4, 6), 3)          # what one of 3 ranks gets where each gives (4, 6)
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from partc.runtime.artifact.comm.collectives import COLLECTIVES, CollectiveOp, dynamic_ops
-from partc.runtime.artifact.comm.group_call import Call
+from partc.runtime.artifact.comm.group_call import GroupCall
 from partc.runtime.artifact.comm.lookup_node import LookupCall, lookup_call, lookup_problems, wrong_lookup
 from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS, LOOKUPS
 from partc.runtime.artifact.format import (
@@ -46,7 +46,7 @@ Span: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Shard:
+class PeerBox:
     """A box of a value that goes to `peer` or comes from it."""
 
     peer: int
@@ -54,7 +54,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class CollectiveCall(Call):
+class CollectiveCall(GroupCall):
     """A collective node; `source` is None where the rank gives nothing, `result` where it gets nothing.
 
     `axis` is the one axis that an op splits or joins, and of an op that does both (AllToAll) the one that it splits; `gives` and `takes`
@@ -69,8 +69,8 @@ class CollectiveCall(Call):
     axis: int = 0
     concat_axis: int = 0
     root: int = 0
-    gives: tuple[Shard, ...] = ()
-    takes: tuple[Shard, ...] = ()
+    gives: tuple[PeerBox, ...] = ()
+    takes: tuple[PeerBox, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -110,7 +110,7 @@ class CollectiveCall(Call):
 
     @property
     def leaves(self) -> bool:
-        """Whether bytes may still leave when the rank goes on, as those of a Send do."""
+        """Whether bytes may still be sent when the rank continues, as for a Send."""
         return self.kind.boxes or not self.made
 
     def renamed(self, names: Mapping[str, str], tag: int, path: str) -> Self:
@@ -180,7 +180,7 @@ def result_shape(call: CollectiveCall, shape: Shape, ranks: int) -> Shape:
 
 
 def wrong_end(call: CollectiveCall, is_root: bool) -> str:
-    """What is wrong with the ends of a call with a root, on the root or on another rank; empty where nothing is."""
+    """What is wrong with the operand and the result of a call with a root, on the root or another rank; empty if nothing is."""
     who, root = "its root" if is_root else "a rank that is not its root", call.kind.root
     if root == "takes" and bool(call.result) != is_root:
         return f"{who} {'gets nothing' if is_root else 'gets a result'}"
@@ -228,14 +228,14 @@ def _scaled(shape: Shape, axis: int, times: int, by: int) -> Shape:
     return (*shape[:axis], size // by, *shape[axis + 1 :])
 
 
-def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[Shard, ...]:
+def _shards(found: Mapping[str, AttributeProto], peers: str, boxes: str) -> tuple[PeerBox, ...]:
     if peers not in found:
         return ()
     rank = found[RANK].i
     numbers = list(found[boxes].ints) if boxes in found else []
     dims = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
     return tuple(
-        Shard(peer, tuple(dims[index * rank : (index + 1) * rank])) for index, peer in enumerate(found[peers].ints)
+        PeerBox(peer, tuple(dims[index * rank : (index + 1) * rank])) for index, peer in enumerate(found[peers].ints)
     )
 
 

@@ -1,4 +1,4 @@
-"""What the nodes have in common by which the ranks of a list communicate: collectives and lookups."""
+"""The base of collective and lookup nodes, by which the ranks of a list communicate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 
 @dataclass(frozen=True)
-class Call(ABC):
+class GroupCall(ABC):
     """One node: a `CollectiveCall` or a `LookupCall`."""
 
     LAW: ClassVar[str]

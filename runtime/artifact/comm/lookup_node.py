@@ -1,4 +1,4 @@
-"""A Pull or a Push as data: what the node says, and what keeps a rank from running it."""
+"""A Pull or a Push node as data, and the reasons why a rank cannot run one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
-from partc.runtime.artifact.comm.group_call import Call
+from partc.runtime.artifact.comm.group_call import GroupCall
 from partc.runtime.artifact.format import GIVERS, GROUP, OWNERS, PULL, ROW, ROWS, TAG
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.tensors.dtypes import Dtype
@@ -19,7 +19,7 @@ _NO_PART = "a rank takes part that has neither rows nor ids"
 
 
 @dataclass(frozen=True)
-class LookupCall(Call):
+class LookupCall(GroupCall):
     """A Pull or a Push node; a value that the rank does not have is None.
 
     Of a Pull `ids` go in and `operand` is the table; of a Push, which has no `ids`, `operand` are the rows that go, and `numbers` the ids
@@ -127,7 +127,7 @@ def wrong_lookup(call: LookupCall, dtype: Dtype | None, ranks: int, place: int) 
 
 
 def _contradicts_pull(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:
-    """What a rank's Pull lacks, or has beyond its part; `gives`: its Push gives rows back."""
+    """The operands or results that a rank's Pull lacks, or has in excess; `gives`: whether its Push sends rows back."""
     if owns != bool(call.operand):
         yield "an owner gives no table" if owns else "a rank that is not an owner gives a table"
     if not owns and not call.ids:
@@ -139,7 +139,7 @@ def _contradicts_pull(call: LookupCall, owns: bool, gives: bool) -> Iterator[str
 
 
 def _contradicts_push(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:
-    """What a rank's Push lacks, or has beyond its part."""
+    """The operands or results that a rank's Push lacks, or has in excess."""
     if owns and not (call.numbers and call.result):
         yield "an owner gets no ids and rows"
     elif not owns and (call.numbers or call.result):
@@ -151,7 +151,7 @@ def _contradicts_push(call: LookupCall, owns: bool, gives: bool) -> Iterator[str
 
 
 def _contradicts_request(call: LookupCall, owns: bool, gives: bool) -> Iterator[str]:
-    """Which values by which a Push knows its Pull a rank lacks, or has beyond its part."""
+    """Which of the values that link a Push to its Pull a rank lacks, or has in excess."""
     words = [word for word, so in (("an owner", owns), ("a giver", gives)) if so]
     role, due = " and ".join(words) or "neither owner nor giver", (owns, owns or gives, gives)
     for word, name, wanted in zip(("the ids asked of it", "counts", "places"), call.asked, due, strict=True):

@@ -216,21 +216,15 @@ def _infer(op: CollectiveOp) -> Callable[[Any], None]:
                 found.tensor_type.shape.dim.add()
         elif given.tensor_type.HasField("shape"):
             dims = given.tensor_type.shape.dim
-            changed = _changed(op, context, len(dims))
+            axes = [context.get_attribute(name).i % max(len(dims), 1) for name in (op.splits, op.joins) if name]
             for axis, dim in enumerate(dims):
                 made = found.tensor_type.shape.dim.add()
-                if axis not in changed:
+                if axes.count(axis) != 1:  # an axis that is split and joined again keeps its size
                     made.CopyFrom(dim)
         if context.get_num_outputs():
             context.set_output_type(place, found)
 
     return infer
-
-
-def _changed(op: CollectiveOp, context: Any, rank: int) -> set[int]:
-    """The axes whose size depends on the number of ranks: none where one is split and joined again."""
-    axes = [context.get_attribute(name).i % max(rank, 1) for name in (op.splits, op.joins) if name]
-    return set(axes) if len(set(axes)) == len(axes) else set()
 
 
 def _types() -> list[str]:

@@ -35,7 +35,7 @@ _KERNELS: Mapping[int, frozenset[str]] = {
         )
     ),
 }
-"""What onnxruntime 1.31 has CPU kernels for; sums of scattered elements excepted."""
+"""The ops with CPU kernels for 16 bits in onnxruntime 1.31, by type; scatters that add up are excepted."""
 
 
 def has_kernel(op_type: str, reduction: str, kind: int) -> bool:

@@ -66,14 +66,16 @@ def is_call(node: NodeProto) -> bool:
 
 def bodies_of(model: ModelProto) -> dict[str, Body]:
     """By name the bodies of a rank file."""
-    return {one.name: _body(one) for one in model.functions if one.domain == TASKS}
-
-
-def _body(function: FunctionProto) -> Body:
-    constants = {node.output[0]: _value(node) for node in function.node if _is_constant(node)}
-    for name, tensor in constants.items():
-        tensor.name = name
-    return Body(function, tuple(node for node in function.node if not _is_constant(node)), constants)
+    found: dict[str, Body] = {}
+    for function in model.functions:
+        if function.domain != TASKS:
+            continue
+        constants = {node.output[0]: _value(node) for node in function.node if _is_constant(node)}
+        for name, tensor in constants.items():
+            tensor.name = name
+        nodes = tuple(node for node in function.node if not _is_constant(node))
+        found[function.name] = Body(function, nodes, constants)
+    return found
 
 
 def _is_constant(node: NodeProto) -> bool:

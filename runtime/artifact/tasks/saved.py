@@ -4,8 +4,7 @@
     1F3 reads h.3, which it received, as 1B3      from 1F3 to 1B3
     2B3 makes d.3, 2W3 reads it                   from 2B3 to 2W3
 
-A sum of gradients, which goes from microbatch to microbatch, is no saved value, nor is what all microbatches read, nor the batch itself.
-"""
+Not saved values are: a sum of gradients, which goes from microbatch to microbatch; what all microbatches read; the batch itself."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def saved(row: Row, types: Mapping[str, tuple[str, Shape]]) -> Saved:
 
 
 def _is_saved(row: Row, uses: Sequence[int]) -> bool:
-    """Whether a value that these calls make and read is one of a single microbatch that a backward task reads."""
+    """Whether a value that these calls write and read belongs to a single microbatch and is read by a backward task."""
     tasks = [task for at in uses if (task := row.tasks[at]) is not None]
     return len({task.microbatch for task in tasks}) == 1 and any(task.kind is not Kind.FORWARD for task in tasks)
 

@@ -75,7 +75,7 @@ def region(box: Edges, shape: Sequence[int]) -> Region:
     for axis, ((begin, end, of), size) in enumerate(zip(box, shape, strict=True)):
         first, last = size * begin, size * end
         if first % of or last % of:
-            raise ValueError(f"axis {axis} of {size} has no whole part from {begin}/{of} to {end}/{of}")
+            raise ValueError(f"axis {axis} of {size} has no element edges at {begin}/{of} and {end}/{of}")
         begins.append(first // of)
         ends.append(last // of)
     return Region(tuple(begins), tuple(ends))

@@ -249,7 +249,7 @@ def _spans(header: dict[str, object]) -> Iterator[tuple[int, int, str]]:
 
 
 def is_shape(shape: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of sizes that a tensor may have."""
+    """Whether an object of JSON is a valid shape."""
     if not isinstance(shape, list) or len(shape) > _DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
         return False
     return bool(math.prod(max(dim, 1) for dim in shape) < _ELEMENTS)

@@ -143,7 +143,7 @@ OPTIONS = (*Data.model_fields,)
 
 
 def _mapping(said: object) -> object:
-    """A path alone as the mapping that it stands for."""
+    """The mapping that a single path stands for."""
     if isinstance(said, str | Path):
         return {"source": str(said)}
     if not isinstance(said, Mapping | Data) or said == {}:

@@ -56,7 +56,7 @@ def roc_auc(counts: Counts) -> float:
 
 @dataclass(frozen=True)
 class Formula:
-    """What makes a metric of its sums; `sums` says what they are, and `fits` tells how many there may be."""
+    """The function that computes a metric from its sums; `sums` describes them, and `fits` says whether there may be n of them."""
 
     number: Callable[[Counts], float]
     sums: str
@@ -203,16 +203,14 @@ class Totals:
             if name in self._formulas:
                 self._totals[name] = self._totals.get(name, 0.0) + array.astype(np.float64)
                 continue
-            weight = self._weight(name, outputs, records)
+            denominator = self._denominators.get(name, "")
+            if denominator in outputs:
+                weight = float(np.asarray(outputs[denominator]).item())
+            else:
+                weight = 1.0 if name in self._added or name in self._even else float(records)
             term = array.item() * weight if weight else 0.0
             self._totals[name] = self._totals.get(name, 0.0) + term
             self._weights[name] = self._weights.get(name, 0.0) + weight
-
-    def _weight(self, name: str, outputs: Mapping[str, Any], records: int) -> float:
-        denominator = self._denominators.get(name, "")
-        if denominator in outputs:
-            return float(np.asarray(outputs[denominator]).item())
-        return 1.0 if name in self._added or name in self._even else float(records)
 
     def take(self) -> dict[str, float]:
         """The numbers of all batches since the last time."""

@@ -1,4 +1,4 @@
-"""What the `training` section of a manifest names beside its programs: Python to run, files to read, a folder to write.
+"""The resources that a manifest's `training` section names: Python code to run, files to read, a folder to write.
 
 An artifact may be anybody's. So what its manifest names counts only where the user has said so: by the plan, by an option of the same
 meaning, or by trusting the artifact. By itself a manifest may name files to read and a folder for checkpoints inside of its own

@@ -56,11 +56,10 @@ def scalars(names: Sequence[str], step: int, hyper: Mapping[str, float]) -> dict
     """The scalars of a step, counted from 0: computed in float64, then rounded. `hyper` are an OptimizerRecord's, with the step's `lr`."""
     import numpy as np
 
-    return {name: np.float32(_scalar(name, step, hyper)) for name in names}
-
-
-def _scalar(name: str, step: int, hyper: Mapping[str, float]) -> float:
-    of, dot, scalar = name.rpartition(".")
-    return SCALARS[scalar](
-        step, {key.removeprefix(of + dot): value for key, value in hyper.items() if key.startswith(of + dot)}
-    )
+    found = {}
+    for name in names:
+        optimizer, dot, scalar = name.rpartition(".")
+        prefix = optimizer + dot
+        own = {key.removeprefix(prefix): number for key, number in hyper.items() if key.startswith(prefix)}
+        found[name] = np.float32(SCALARS[scalar](step, own))
+    return found

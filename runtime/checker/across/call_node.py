@@ -1,4 +1,4 @@
-"""A node of a group as the checks across ranks take it: a collective or a lookup, with its rank and what its file declares of it."""
+"""A collective or lookup node of one rank, with the types its file declares: the subject of the checks across ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partc.runtime.checker.graph.declared import ValueType
 from partc.runtime.errors import Violation
 
 AGAIN = "compile the model again"
-"""The remedy for what only a fault of the compiler, or an edited file, can be."""
+"""The remedy for problems that only a compiler fault or an edited file can cause."""
 
 
 @dataclass(frozen=True)

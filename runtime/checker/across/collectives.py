@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import lcm, prod
 
 from onnx import ModelProto
-from partc.runtime.artifact.comm.collective_node import CollectiveCall, Shard, contradictions, read_call, result_shape
+from partc.runtime.artifact.comm.collective_node import CollectiveCall, PeerBox, contradictions, read_call, result_shape
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, MANIFEST, Collective, Manifest, Shape
@@ -27,7 +27,7 @@ from partc.runtime.errors import ArtifactError, Violation
 def call_nodes(
     rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]
 ) -> tuple[list[CallNode], list[Violation]]:
-    """The collective nodes of a rank, in their order, and those that cannot be read."""
+    """The collective nodes of a rank in file order, and violations for those that cannot be read."""
     found: list[CallNode] = []
     problems: list[Violation] = []
     for node in model.graph.node:
@@ -52,7 +52,7 @@ def call_nodes(
 
 
 def _as_one_vector(types: Sequence[ValueType | None]) -> ValueType | None:
-    """The vector as which values of one type travel; None where a shape is not a fixed one, or the types differ."""
+    """The type of the one vector in which several values are sent; None if a shape is not fixed or the types differ."""
     shapes = [type[1] for type in types if type is not None and type[1] is not None]
     kinds = {type[0] for type in types if type is not None}
     numbers = [[dim for dim in shape if isinstance(dim, int)] for shape in shapes]
@@ -135,7 +135,7 @@ def _check_node(manifest: Manifest, node: CallNode, record: Collective, ranks: t
 
 
 def _result_type(call: CollectiveCall, given: ValueType, ranks: int) -> ValueType | None:
-    """The type of what comes of one of several values, whose shape is a fixed one; None where its shards are not equal."""
+    """The result type of one value of a coalesced collective, from its fixed shape; None if it does not divide into equal shards."""
     try:
         return given[0], list(result_shape(call, tuple(dim for dim in given[1] or () if isinstance(dim, int)), ranks))
     except ValueError:
@@ -244,7 +244,7 @@ def _check_pair(manifest: Manifest, giver: CallNode, taker: CallNode) -> Iterato
                 return
 
 
-def _size(shard: Shard, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
+def _size(shard: PeerBox, declared: ValueType | None, manifest: Manifest, sizes: Bindings) -> tuple[int, ...] | None:
     shape = numbers(declared[1], manifest, sizes) if declared is not None and declared[1] is not None else [None]
     if None in shape:
         return None

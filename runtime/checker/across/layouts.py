@@ -1,4 +1,4 @@
-"""Proves of each collective that it makes of one layout the other: what the manifest says of both is held against the nodes.
+"""Proves that each collective turns its layout before into its layout after: the manifest's two layouts are compared with the nodes.
 
 A layout gives every rank a shard and the number of its partial value (`rank_shards.py`). Of the ranks of a list, in its order, and
 the same along all other dims:
@@ -57,7 +57,7 @@ def check_layouts(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) -
 def _check_list(
     record: Collective, ranks: Sequence[int], nodes: Mapping[int, CallNode], given: Layout, made: Layout
 ) -> None:
-    """Raises ValueError where the ranks of a list do not bring the one layout to the other."""
+    """Raises ValueError if the nodes of a list's ranks do not turn the layout `given` into `made`."""
     if record.op == EXCHANGE:
         for rank in ranks:
             if rank in nodes:
@@ -73,7 +73,7 @@ def _check_list(
         for rank in ranks:
             if rank != ranks[call.root] and made.held[rank] != root:
                 raise ValueError(
-                    f"rank {rank} gets {_box(root.shard)} of the value, and is to have {_box(made.held[rank].shard)}"
+                    f"rank {rank} gets {_box(root.shard)} of the value, and should have {_box(made.held[rank].shard)}"
                 )
         return
     getting = [ranks[call.root]] if kind.root == "takes" else ranks
@@ -86,11 +86,12 @@ def _check_list(
         wanted = [_joined(shards, _place(call.join_axis, shards[0]))] * len(getting)
     if kind.splits:
         axis = _place(call.axis, shards[0])
-        parts = [_shard_along(shard, axis, at, len(ranks)) for at, shard in enumerate(shards)]
-        wanted = [_with(want, axis, part[axis]) for want, part in zip(wanted, parts, strict=True)]
+        for at, (first, last) in enumerate(shard[axis] for shard in shards):
+            step = (last - first) / len(ranks)
+            wanted[at] = _with(wanted[at], axis, (first + at * step, first + (at + 1) * step))
     for rank, want, have in zip(getting, wanted, after, strict=True):
         if want != have.shard:
-            raise ValueError(f"rank {rank} gets {_box(want)} of the value, and is to have {_box(have.shard)}")
+            raise ValueError(f"rank {rank} gets {_box(want)} of the value, and should have {_box(have.shard)}")
 
 
 def _check_reduction(
@@ -144,12 +145,6 @@ def _inside(shard: Shard, box: Sequence[tuple[int, int, int]]) -> Shard:
 
 def _place(axis: int, shard: Shard) -> int:
     return axis % len(shard) if shard else 0
-
-
-def _shard_along(shard: Shard, axis: int, at: int, count: int) -> Shard:
-    first, last = shard[axis]
-    step = (last - first) / count
-    return _with(shard, axis, (first + at * step, first + (at + 1) * step))
 
 
 def _joined(shards: Sequence[Shard], axis: int) -> Shard:

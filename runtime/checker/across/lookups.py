@@ -50,7 +50,7 @@ def wrong_operands(
     shapes: tuple[Shape, ...] = (None, None, [len(call.owners) + len(call.givers)], record.shape)
     for (name, declared), shape in zip((numbers, *asking), shapes, strict=True):
         if declared is not None and (declared[0] != "tensor(int64)" or not _fits(declared[1], shape, manifest)):
-            yield f"its numbers '{name}' are a {declared[0]} {declared[1]}, and are to be a tensor(int64) {shape or '[?]'}"
+            yield f"its numbers '{name}' are a {declared[0]} {declared[1]}, and should be a tensor(int64) {shape or '[?]'}"
     for (name, declared), shape in ((operand, [call.rows_of_owner, *row] if pulls else asked), (result, asked)):
         if declared is None:
             continue
@@ -95,7 +95,7 @@ def check_pushed(manifest: Manifest, calls: Mapping[int, Sequence[CallNode]]) ->
 def _differs(
     manifest: Manifest, records: Mapping[int, Collective], push: CallNode, pull: CallNode, pulls: dict[int, CallNode]
 ) -> str:
-    """Why rows of a Push do not belong to the ids of a Pull on one rank, or ""; `pulls` are those of the Pushes seen."""
+    """Why the rows of a Push do not match the ids of a Pull on one rank, or ""; `pulls` are those of the Pushes seen."""
     one, other = push.call, pull.call
     assert isinstance(one, LookupCall)
     assert isinstance(other, LookupCall)

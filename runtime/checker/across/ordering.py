@@ -137,12 +137,12 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
 
 
 def _check_sized(manifest: Manifest, rank: int, port: ValueInfoProto, record: Port) -> Iterator[Violation]:
-    """An input that is not fed, since only its sizes are read: they must follow from symbols of the inputs that are fed."""
+    """Violations of an input that is not fed because only its sizes are read: the symbols of fed inputs must determine them."""
     told = {dim for one in manifest.inputs if one.ranks for dim in one.shape or () if isinstance(dim, str)}
     type, shape = type_of(port.type)
     names = {name for dim in shape or () for name in symbols_in(dim, manifest.symbols)}
     if type != record.type or shape is None or not names <= told:
-        fact = f"it is {_text((type, shape))}, read for its sizes alone, and no input that is fed tells them"
+        fact = f"it is {_text((type, shape))}, read for its sizes alone, and no input that is fed determines them"
         yield Violation(manifest.program(rank), fact, f"graph input '{port.name}'")
 
 
@@ -256,7 +256,7 @@ def _check_rendezvous(
 def _members(
     programs: Mapping[int, Sequence[CommNode | CallNode]], manifest: Manifest
 ) -> dict[int, list[tuple[int, ...]]]:
-    """By rank, for each of its nodes, the ranks that must come to it; those of a list that have no such node need not."""
+    """By rank and communication node the ranks that must take part; a rank of the list without such a node need not."""
     there = {(_tag(node), rank) for rank, nodes in programs.items() for node in nodes}
     groups = {rank: manifest.groups_of(rank) for rank in programs}
     return {

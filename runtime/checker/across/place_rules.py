@@ -1,4 +1,4 @@
-"""What ops make of places and of partial values: one table per fact; ops in no table are unknown.
+"""How ops carry shard places and partial values: one table per fact; ops in no table are unknown.
 
 A value's places are by dim where the shards of some ranks begin in it, None along a dim of which that is not known.
 """
@@ -120,7 +120,7 @@ class Met:
 
 @dataclass(frozen=True)
 class Ruled:
-    """What a node does: places of what it makes, pairs of dims that meet in it, and the begins of dims that it sums over."""
+    """The effect of a node: the places of its outputs, the pairs of dims that meet in it, and the begins of dims that it sums over."""
 
     made: list[Places]
     meetings: list[tuple[Met, Met, int]]
@@ -185,7 +185,7 @@ def _by_axes(node: NodeProto, there: Sequence[Begins | None], model: ModelProto)
 def _broadcast(
     operands: Sequence[tuple[str, Places, Sizes | None]], rank: int
 ) -> tuple[list[Begins | None], list[tuple[Met, Met, int]]]:
-    """What is made of operands whose dims are counted from the last, and which meet; a dim of size 1 is repeated."""
+    """The effect of a broadcasting op: dims are aligned at the last and meet; a dim of size 1 is repeated."""
     met: list[list[Met]] = [[] for _ in range(rank)]
     for name, there, own in operands:
         if there is None or own is None or len(there) != len(own) or len(own) > rank:

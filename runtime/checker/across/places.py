@@ -50,8 +50,8 @@ _AGAIN = "compile the model again"
 _BOX = re.compile(r"\[([\d:, ]*)\]$")
 
 
-class Kind(Enum):
-    """Whether a value is known to be partial, or known not to be."""
+class Partiality(Enum):
+    """What is known of a value: that it is partial, or that it is not."""
 
     PARTIAL = "partial"
     WHOLE = "whole"
@@ -66,7 +66,7 @@ class _File:
     ranks: list[int]
     sizes: dict[str, Sizes]
     places: dict[str, Places] = field(default_factory=dict)
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, Partiality] = field(default_factory=dict)
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
@@ -92,7 +92,7 @@ class _Places:
         self.shifts: dict[tuple[object, ...], int] = {}
         self.nodes: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
         self.sums: dict[tuple[str, ...], set[int]] = {}
-        self.sent: dict[int, Kind | None] = {}
+        self.sent: dict[int, Partiality | None] = {}
         self.found: list[Violation] = []
         self.reported: set[tuple[object, ...]] = set()
 
@@ -125,18 +125,18 @@ class _Places:
         for tensor in file.model.graph.initializer:
             if (begins := _shard(tensor)) is not None:
                 file.places[tensor.name] = [(begin,) * len(file.ranks) for begin in begins]
-                file.kinds[tensor.name] = Kind.WHOLE
+                file.kinds[tensor.name] = Partiality.WHOLE
         for port in self.manifest.inputs:
             if {*file.ranks} <= {*port.ranks} and port.shape is not None:
                 whole = numbers(port.shape, self.manifest, self.symbols)
                 boxes = [port.box(rank) or [[0, 1, 1] for _ in whole] for rank in file.ranks]
                 file.places[port.name] = _begins(boxes, whole)
-                file.kinds[port.name] = Kind.WHOLE
+                file.kinds[port.name] = Partiality.WHOLE
         for record in self.manifest.state:
             if {*file.ranks} <= {*record.ranks}:
                 shards = [record.shard(rank) for rank in file.ranks]
                 file.places[record.value] = _begins(shards, list(record.shape))
-                file.kinds[record.value] = Kind.WHOLE
+                file.kinds[record.value] = Partiality.WHOLE
 
     def _place(self, file: _File, node: NodeProto) -> None:
         """Where the shards of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
@@ -219,7 +219,7 @@ class _Places:
     def _meet(
         self, key: tuple[object, ...], file: _File, node: NodeProto, fact: str, one: Begins | None, two: Begins | None
     ) -> None:
-        """Holds the distance of two shards on each rank against that on the first rank that was looked at."""
+        """Compares the distance of two shards on each rank with that on the first rank visited."""
         for rank, first, second in zip(file.ranks, one or (), two or (), strict=False):
             shift = self.shifts.setdefault(key, first - second)
             if shift != first - second and key not in self.reported:
@@ -239,14 +239,14 @@ class _Places:
             made = record.made if record is not None else None
             terms = made is None or any(made.mesh[axis] > 1 for axis, _ in made.partial)
             for name in filter(None, node.output):
-                self._know(kinds, name, None if made is None else Kind.PARTIAL if terms else Kind.WHOLE)
+                self._know(kinds, name, None if made is None else Partiality.PARTIAL if terms else Partiality.WHOLE)
         elif node.domain in ("", "ai.onnx"):
             makes = len(self.sums.get(_key(node), ())) > 1
-            term = makes or place_rules.passes_partial(node, lambda name: kinds.get(name) is Kind.PARTIAL)
+            term = makes or place_rules.passes_partial(node, lambda name: kinds.get(name) is Partiality.PARTIAL)
             for name in filter(None, node.output):
-                self._know(kinds, name, Kind.PARTIAL if term else None)
+                self._know(kinds, name, Partiality.PARTIAL if term else None)
 
-    def _know(self, kinds: dict[str, Kind], name: str, kind: Kind | None) -> None:
+    def _know(self, kinds: dict[str, Partiality], name: str, kind: Partiality | None) -> None:
         if kind is None:
             kinds.pop(name, None)
         else:
@@ -256,7 +256,7 @@ class _Places:
         """Partial values in places that take only reduced ones."""
         kinds = file.kinds
         for node in file.model.graph.node:
-            terms = [name for name in node.input if kinds.get(name) is Kind.PARTIAL]
+            terms = [name for name in node.input if kinds.get(name) is Partiality.PARTIAL]
             if not terms:
                 continue
             if node.domain == DOMAIN:
@@ -265,7 +265,7 @@ class _Places:
                 fact = f"it updates a tensor by '{terms[0]}', which is a partial sum that no collective has reduced"
             elif node.domain in ("", "ai.onnx"):
                 fact = place_rules.misuse(
-                    node, lambda name: kinds.get(name) is Kind.PARTIAL, lambda name: name in kinds
+                    node, lambda name: kinds.get(name) is Partiality.PARTIAL, lambda name: name in kinds
                 )
             else:
                 continue
@@ -274,7 +274,7 @@ class _Places:
         kept = {record.next for record in self.manifest.state if record.kind != "statistics"}
         for node in file.model.graph.node:
             for name in node.output:
-                if kinds.get(name) is Kind.PARTIAL and name in outputs | kept:
+                if kinds.get(name) is Partiality.PARTIAL and name in outputs | kept:
                     self._report(file, node, f"'{name}' is a partial sum that no collective has reduced")
 
     def _communicated_partial(self, node: NodeProto) -> str:
@@ -319,7 +319,7 @@ def _shard(tensor: TensorProto) -> list[int] | None:
 
 
 def _key(node: NodeProto) -> tuple[str, ...]:
-    """What one node is known by on all its ranks; groups without a rank in common may use a name for different values."""
+    """The key that identifies a node on all its ranks: disjoint groups may use one name for different values."""
     return (node.op_type, *node.output, "", *node.input)
 
 

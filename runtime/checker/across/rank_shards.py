@@ -1,4 +1,4 @@
-"""A layout of the manifest as what each rank has: a shard of the value, as fractions of its dims, and which partial value.
+"""A layout of the manifest, resolved by rank: the rank's shard as fractions of the dims, and the index of its partial value.
 
 mesh [2], cuts [[0], []] on ranks 4 and 5    rank 4 has [0 to 1/2, 0 to 1], rank 5 [1/2 to 1, 0 to 1]
 """

@@ -77,7 +77,7 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
             count, stated = read.microbatches, read.rows
         except (ArtifactError, OSError, UnicodeDecodeError) as error:
             yield Violation(text, str(error), help=_AGAIN)
-    wrong = [violation for one in found for violation in _wrong_cells(one, count)]
+    wrong = [violation for one in found for violation in _row_violations(one, count)]
     yield from wrong
     if wrong:
         return
@@ -88,12 +88,12 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
         yield from _reads_others(one, makers)
 
 
-def _wrong_cells(one: _File, count: int) -> Iterator[Violation]:
-    """The first cell of each law that the row breaks by itself."""
+def _row_violations(one: _File, count: int) -> Iterator[Violation]:
+    """One violation for each law that the row breaks by itself, at its first cell."""
     first: dict[Task, int] = {}
     told = set[str]()
 
-    def tell(law: str, at: int, fact: str) -> Iterator[Violation]:
+    def wrong_at(law: str, at: int, fact: str) -> Iterator[Violation]:
         if law not in told:
             told.add(law)
             yield one.wrong(at, fact, law)
@@ -101,26 +101,28 @@ def _wrong_cells(one: _File, count: int) -> Iterator[Violation]:
     for at, (call, task) in enumerate(zip(one.row.calls, one.row.tasks, strict=True)):
         if task is None:
             law = "the functions of tasks are F, B or W and a stage, such as F2"
-            yield from tell(law, at, f"'{call.cell}' is a call of '{call.node.op_type}'")
+            yield from wrong_at(law, at, f"'{call.cell}' is a call of '{call.node.op_type}'")
             continue
         if call.cell != str(task):
             law = "a task is named by its stage, kind and microbatch"
-            yield from tell(law, at, f"{task} is named '{call.cell}'")
+            yield from wrong_at(law, at, f"{task} is named '{call.cell}'")
         if task in first:
-            yield from tell(_ONCE, at, f"{task} appears twice, first in cell {first[task] + 1}")
+            yield from wrong_at(_ONCE, at, f"{task} appears twice, first in cell {first[task] + 1}")
         elif task.microbatch >= count:
-            yield from tell(f"the microbatches are 0 to {count - 1}", at, f"{task} is of microbatch {task.microbatch}")
+            yield from wrong_at(
+                f"the microbatches are 0 to {count - 1}", at, f"{task} is of microbatch {task.microbatch}"
+            )
         for kind in _KINDS[: _KINDS.index(task.kind)]:
             before = task._replace(kind=kind)
             if before.body in one.row.functions and before not in first:
-                yield from tell(_ORDER, at, f"{task} comes before {before}")
+                yield from wrong_at(_ORDER, at, f"{task} comes before {before}")
         first.setdefault(task, at)
     called = {(task.body, task.microbatch) for task in first}
     absent = [f"{name[1:]}{name[:1]}{k}" for name in one.row.functions for k in range(count) if (name, k) not in called]
     if absent:
         more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         fact = f"{' '.join(absent[:_SHOWN])}{more} {'is' if len(absent) == 1 else 'are'} missing"
-        yield from tell(_ONCE, len(one.row.cells), fact)
+        yield from wrong_at(_ONCE, len(one.row.cells), fact)
 
 
 def _unlike(files: Sequence[_File]) -> Iterator[Violation]:
@@ -178,7 +180,7 @@ def _body(cell: str) -> str:
 
 
 def _reads_others(one: _File, makers: Mapping[str, Task | None]) -> Iterator[Violation]:
-    """The first task that reads what is of another microbatch, and the first that does not go on with a sum."""
+    """The first task that reads a value of another microbatch, and the first that does not continue a sum of gradients."""
     by_function: dict[str, list[int]] = {}
     for at, call in enumerate(one.row.calls):
         by_function.setdefault(call.node.op_type, []).append(at)

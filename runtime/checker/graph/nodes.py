@@ -30,7 +30,7 @@ def _check_scope(file: str, graph: GraphProto, outer: set[str]) -> Iterator[Viol
     made.update(tensor.values.name for tensor in graph.sparse_initializer)
     results = [port.name for port in graph.output]
     return _check_nodes(
-        file, f"graph '{graph.name}'", graph.node, made, results, outer, "is made by no node of this rank"
+        file, f"graph '{graph.name}'", graph.node, made, results, outer, "is defined by no node of this rank"
     )
 
 
@@ -48,13 +48,13 @@ def _check_nodes(
     for node in nodes:
         for name in dict.fromkeys(node.input):
             if name and name not in made and name not in outer:
-                fact = f"its input '{name}' {'is made after it' if name in later else lost}"
+                fact = f"its input '{name}' {'is defined after it' if name in later else lost}"
                 yield Violation(file, fact, node_title(node), path_of(node))
         for body in graph_bodies(node):
             yield from _check_scope(file, body, made | outer)
         for name in node.output:
             if name and name in made:
-                yield Violation(file, f"its output '{name}' is made twice", node_title(node), path_of(node))
+                yield Violation(file, f"its output '{name}' is defined twice", node_title(node), path_of(node))
             if name:
                 made.add(name)
     for name in results:
@@ -117,7 +117,7 @@ def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:
         seen.add(owner)
         made, results = {*function.input}, list(function.output)
         for found in _check_nodes(
-            file, owner, function.node, made, results, set(), "is made by no node of the function"
+            file, owner, function.node, made, results, set(), "is defined by no node of the function"
         ):
             yield found if found.node == owner else replace(found, node=f"{owner}: {found.node}")
         imported = {entry.domain or "ai.onnx" for entry in function.opset_import}

@@ -25,7 +25,7 @@ from partc.runtime.errors import ArtifactError, Violation
 _AGAIN = "compile the model again"
 _SIZES = 2
 _LONG = 1 << 16
-"""The elements of a long vector; none that is a shape, or of which one is made, has so many."""
+"""The number of elements from which a vector counts as long: shapes, and values that shapes are computed from, are shorter."""
 _OPAQUE = ("If", "Loop", "Scan", "Optional", "OptionalGetElement", "SequenceAt", "SequenceMap")
 """Ops whose shapes onnx infers more reliably than the file states them."""
 
@@ -59,12 +59,12 @@ def _declared(model: ModelProto) -> dict[str, TypeProto]:
 def _outputs_of(
     model: ModelProto, declared: Mapping[str, TypeProto], stated: Mapping[str, TypeProto]
 ) -> dict[str, TypeProto]:
-    """The types of what nodes make. Where onnx loses a size, or says one that cannot be, what is declared is believed.
+    """The output types of nodes. Where onnx loses a size, or infers an impossible one, the declared type is used.
 
     `declared`: with dims as numbers; `stated`: as the file has them.
     """
     made = _inferred(model)
-    believed = _lost(model, stated, made)
+    believed = _undetermined(model, stated, made)
     if believed:
         made |= _inferred(model, believed)
     given = {name: type for name, type in declared.items() if name not in made}
@@ -118,7 +118,7 @@ def without_weights(model: ModelProto) -> ModelProto:
     return light
 
 
-def _lost(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
+def _undetermined(model: ModelProto, declared: Mapping[str, TypeProto], made: Mapping[str, TypeProto]) -> set[str]:
     """The declared values where onnx loses a size, such as slices that begin where a node says: what follows is inferred from these."""
     lost: set[str] = set()
     unknown: set[str] = set()
@@ -197,7 +197,7 @@ def _standard_ops() -> frozenset[str]:
 
 
 def _is_stated(node: NodeProto, model: ModelProto) -> bool:
-    """Whether what a node makes is taken as declared: it comes from other ranks, or onnx does not know the op, or knows too much."""
+    """Whether a node's outputs are taken as declared: received from other ranks, of an op unknown to onnx, or inferred wrongly by it."""
     if any((node.domain, node.op_type) == (one.domain, one.name) for one in model.functions):
         return False
     if node.op_type == "Split" and any(one.name == "num_outputs" for one in node.attribute):

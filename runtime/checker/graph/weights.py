@@ -23,8 +23,8 @@ _AGAIN = "compile the model again"
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor of a weights file: its name there, the shard that it is, its type and shape."""
+class _StoredShard:
+    """A tensor of a weights file: its name there, its shard, type and shape."""
 
     name: str
     shard: str
@@ -38,7 +38,7 @@ class _Weights:
 
     begin: int
     end: int
-    tensors: dict[tuple[int, int], list[_Stored]] | None
+    tensors: dict[tuple[int, int], list[_StoredShard]] | None
 
 
 def check_weights(
@@ -112,7 +112,7 @@ def _check_region(
 
 
 def _open(path: Path) -> _Weights | None:
-    """What a weights file holds; None where the file itself is already reported."""
+    """The contents of a weights file; None if the file itself is already reported."""
     try:
         if path.suffix != ".safetensors":
             return _Weights(0, path.stat().st_size, None)
@@ -121,10 +121,10 @@ def _open(path: Path) -> _Weights | None:
     except (OSError, ValueError):
         return None
     shards = cast(dict[str, str], header.pop(METADATA, {}))
-    tensors: dict[tuple[int, int], list[_Stored]] = {}
+    tensors: dict[tuple[int, int], list[_StoredShard]] = {}
     for name, entry in cast(dict[str, dict[str, Any]], header).items():
         first, last = entry["data_offsets"]
-        one = _Stored(name, shards.get(name, ""), str(entry.get("dtype", "")), entry.get("shape"))
+        one = _StoredShard(name, shards.get(name, ""), str(entry.get("dtype", "")), entry.get("shape"))
         tensors.setdefault((begin + first, begin + last), []).append(one)
     return _Weights(begin, end, tensors)
 

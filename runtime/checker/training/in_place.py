@@ -109,7 +109,7 @@ class _Rank:
         return Replaced(len(in_place), len(self.records) - len(in_place)), found
 
     def _function(self, at: int) -> FunctionProto | None:
-        """The function by which a node updates in place; None where it is an ordinary node, whose result is copied."""
+        """The function with which a node updates in place; None for an ordinary node, whose result is copied."""
         node = self.model.graph.node[at]
         function = self.functions.get((node.domain, node.op_type))
         if node.domain != OPTIMIZER or function is None:

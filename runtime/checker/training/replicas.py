@@ -56,7 +56,7 @@ class _Comparison:
         self.numbering = numbering
 
     def compare(self, holders: Sequence[Holder]) -> Iterator[Violation]:
-        """What of the copies of one shard is not proven equal."""
+        """Violations for the copies of one shard that are not proven equal."""
         (rank, record), *others = holders
         first = self._first_value(rank, record)
         for other, copy in others:
@@ -96,11 +96,10 @@ class _Comparison:
 
 
 def _text(node: NodeProto, other: NodeProto) -> str:
-    """The attributes of a node that another one has otherwise."""
+    """The attributes in which a node differs from another, as text."""
     theirs = {one.name: one.SerializeToString(deterministic=True) for one in other.attribute}
     different = [one for one in node.attribute if theirs.get(one.name) != one.SerializeToString(deterministic=True)]
-    return ", ".join(f"{one.name}={_value(one)}" for one in different) or "nothing of that"
-
-
-def _value(attribute: AttributeProto) -> str:
-    return f"{attribute.f:g}" if attribute.type == AttributeProto.FLOAT else str(helper.get_attribute_value(attribute))
+    values = (
+        f"{one.f:g}" if one.type == AttributeProto.FLOAT else str(helper.get_attribute_value(one)) for one in different
+    )
+    return ", ".join(f"{one.name}={value}" for one, value in zip(different, values, strict=True)) or "nothing of that"

@@ -29,16 +29,18 @@ _ANY = "*"
 
 
 def check_training(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
-    """What is wrong with the part `training` of a manifest, alone and beside the rank files."""
+    """Violations of a manifest's `training` section, by itself and against the rank files."""
     training = manifest.training
     if training is None:
         replaced = [one for one in manifest.state if one.kind == "parameter" and one.next]
         fact = f"'{replaced[0].next}' takes its place, and the manifest has no training" if replaced else ""
         return [Violation(MANIFEST, fact, f"state '{replaced[0].value}'", help=_AGAIN)] if replaced else []
+    schedule = training.settings.schedule
+    wrong_rate = above_base(schedule, training.optimizer.lr) if schedule is not None else None
     facts = [
         *_names(manifest, training),
         *_scalars(manifest, training),
-        *_schedule(training),
+        *([f"schedule: {wrong_rate.fact}"] if wrong_rate else ()),
         *(wrong_batch(training.settings.batch, manifest) if training.settings.batch is not None else ()),
     ]
     return [
@@ -88,7 +90,7 @@ def _names(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
 
 
 def _fits(shape: Shape, found: Formula) -> bool:
-    """Whether these may be the sums that a formula takes."""
+    """Whether a shape is that of a vector of as many sums as the formula takes."""
     return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and found.fits(shape[0])
 
 
@@ -106,15 +108,9 @@ def _scalars(manifest: Manifest, training: TrainingRecord) -> Iterator[str]:
         try:
             scalars([name], 0, hyper)
         except KeyError as error:
-            yield f"the scalar '{name}' is made of {error}, which the optimizer does not have"
+            yield f"the scalar '{name}' is computed from {error}, which the optimizer does not have"
     if len({*training.scalars}) < len(training.scalars):
         yield f"its scalars are {', '.join(training.scalars)}; each is listed once"
-
-
-def _schedule(training: TrainingRecord) -> Iterator[str]:
-    schedule = training.settings.schedule
-    if schedule is not None and (wrong := above_base(schedule, training.optimizer.lr)):
-        yield f"schedule: {wrong.fact}"
 
 
 def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int, ModelProto]) -> Iterator[Violation]:
@@ -125,7 +121,7 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
         for node in model.graph.node:
             if node.domain == OPTIMIZER:
                 lost = sorted({*node.input} & known.keys() - {*training.scalars} - state)
-                unlisted = [f"it reads '{name}', which is none of the training's scalars" for name in lost]
+                unlisted = [f"it reads '{name}', which is not a scalar of the training" for name in lost]
                 read = {known[name] for name in node.input if name in known and name not in state} - {_ANY}
                 wrong = [[*_other_numbers(node, of, own[of], read)] for of in own]
                 for fact in [*min(wrong, key=len), *unlisted]:
@@ -133,7 +129,7 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
 
 
 def _scalar_names(training: TrainingRecord) -> dict[str, str]:
-    """By scalar that the runtime can compute the optimizer whose it is; those that all share are of any."""
+    """By name of each scalar that the runtime can compute its optimizer; scalars that all optimizers share belong to any."""
     names = ("", *training.optimizer.others)
     return {
         scalar_name(of, scalar): _ANY if scalar_name(_ANY, scalar) == scalar else of
@@ -143,7 +139,7 @@ def _scalar_names(training: TrainingRecord) -> dict[str, str]:
 
 
 def _other_numbers(node: NodeProto, of: str, own: Mapping[str, float], read: Collection[str]) -> Iterator[str]:
-    """Why a node is not an update by an optimizer: wrong attributes, or scalars of another optimizer."""
+    """Why a node is not a valid update of an optimizer: wrong attributes, or another optimizer's scalars."""
     name = _title(of)
     for one in node.attribute:
         if (

@@ -127,7 +127,7 @@ def _check_slots(manifest: Manifest) -> Iterator[Violation]:
 
 
 def _is_of(slot: Sequence[int], parameter: Sequence[int]) -> bool:
-    """Whether a slot has a parameter's shape, but for dims that it has one element of: what is kept of a row or a column."""
+    """Whether a slot has its parameter's shape, except dims of size 1: the state of rows or columns."""
     return len(slot) == len(parameter) and all(one in (1, size) for one, size in zip(slot, parameter, strict=True))
 
 

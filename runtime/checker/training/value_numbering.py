@@ -118,7 +118,7 @@ class Numbering:
                 numbers[record.value] = self._number("state", record.tensor, str(record.shard(rank)))
 
     def _run(self) -> bool:
-        """Numbers everything; False where a rank waits for what never comes."""
+        """Numbers all values; False if a rank waits for a message that never comes."""
         places = dict.fromkeys(self.models, 0)
         moved = True
         while moved:

@@ -139,7 +139,7 @@ def _of_torch(file: TorchFile, records: list[StateRecord], weights_only: bool) -
 
 
 def _matched(source: Source, records: list[StateRecord]) -> tuple[dict[str, Callable[[], Array]], tuple[str, ...]]:
-    """By the name of each tensor of the records what makes it, and the unused names. CheckpointError has all that does not fit."""
+    """By tensor of the records the source to read it from, and the unused names. CheckpointError lists all that does not fit."""
     wanted = {one.tensor for one in records}
     unused = [name for name in source.shapes if name not in wanted]
     problems: list[str] = []
@@ -170,14 +170,14 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
 
 
 def _as(read: Callable[[], Array], record: StateRecord) -> Array:
-    """What is read, in the record's type and shape."""
+    """The source's tensor in the record's type and shape."""
     dtype = dense(record.type)
     assert dtype is not None
     return np.ascontiguousarray(read().reshape(record.shape).astype(dtype.numpy, copy=False))
 
 
 def _first(record: StateRecord) -> Array:
-    """What an optimizer keeps before its first step."""
+    """The value of an optimizer's tensor before the first step."""
     dtype = dense(record.type)
     assert dtype is not None
     assert isinstance(record.initial, float)

@@ -86,7 +86,7 @@ def read_torch(path: Path) -> TorchFile:
 
 
 def parsed(path: Path, content: object) -> TorchFile:
-    """What nested data holds; CheckpointError where there are no weights in it."""
+    """The weights, optimizer state and step in nested data; CheckpointError if it has no weights."""
     held: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
 
     def weights_in(found: object) -> dict[str, Tensor]:
@@ -107,26 +107,22 @@ def parsed(path: Path, content: object) -> TorchFile:
     beside = held if model_key else {}
     optimizer_key = next((key for key in _OPTIMIZER if isinstance(beside.get(key), Mapping)), "")
     step_key = next((key for key in _STEP if isinstance(beside.get(key), int)), "")
+    optimizer = beside.get(optimizer_key)
+    if optimizer is not None:  # torch numbers the parameters; other formats have made texts of the numbers
+        state = {int(key) if str(key).isdecimal() else key: one for key, one in optimizer.get("state", {}).items()}
+        optimizer = {**optimizer, "state": state}
     prefix = next((one for one in _WRAPPERS if all(name.startswith(one) for name in weights)), "")
     return TorchFile(
         path,
         held,
         {name.removeprefix(prefix): one for name, one in weights.items()},
-        _numbered(beside.get(optimizer_key)),
+        optimizer,
         beside.get(step_key),
         model_key,
         optimizer_key,
         step_key,
         prefix,
     )
-
-
-def _numbered(optimizer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The optimizer's state by numbers where other formats have made texts of these."""
-    if optimizer is None:
-        return None
-    state = {int(key) if str(key).isdecimal() else key: one for key, one in optimizer.get("state", {}).items()}
-    return {**optimizer, "state": state}
 
 
 def write_torch(path: Path, content: object) -> None:

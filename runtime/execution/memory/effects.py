@@ -31,7 +31,7 @@ from ...program.steps import (
 )
 from ...program.value_table import Storage
 from ..collective_plans import AnyCollective, scratch_name
-from .roles import Kind, Role
+from .roles import ActionKind, Role
 
 if TYPE_CHECKING:
     from ..rank_program import RankProgram
@@ -57,11 +57,11 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
     """What an action does; `works` are the collectives that go on beside others."""
     steps = program.steps
     match role.kind:
-        case Kind.DROPPED:
+        case ActionKind.DROPPED:
             return Effects(f"end of '{role.name}'", sets=_uses([role.name]), frees=True)
-        case Kind.FREED:
+        case ActionKind.FREED:
             return Effects(f"end of '{role.name}'", sets=_uses([freed_name(role.name)]), frees=True)
-        case Kind.SENT:
+        case ActionKind.SENT:
             step = steps[role.index]
             # memory of a value's own is kept by the message itself
             given = [step.value] if isinstance(step, Send) else []
@@ -71,7 +71,7 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
                 f"end of the {steps[role.index]}",
                 checks=_uses([name for name in given if program.values.storage.get(name, Storage.SLOT) in _PLACED]),
             )
-        case Kind.STEPS:
+        case ActionKind.STEPS:
             found = [_of_step(steps[index], program, works) for index in role.steps]
             if len(found) == 1:
                 return found[0]
@@ -81,7 +81,7 @@ def effects_of(role: Role, program: RankProgram, works: Mapping[int, AnyCollecti
 
 
 def at_the_end(program: RankProgram) -> Iterator[Effects]:
-    """What is done when the step's actions are: kept tensors are replaced, and outputs are given."""
+    """The effect of the step's end: the state's tensors are replaced, and outputs are returned."""
     for kept, made in (*program.replacement.copies, *program.replacement.always):
         yield Effects(f"replacement of '{kept}'", _uses([made]), _uses([kept]))
     yield Effects("end of the step, which gives the outputs", _uses(program.outputs))
@@ -141,7 +141,7 @@ def _finished(text: str, step: WaitCollective, works: Mapping[int, AnyCollective
 
 
 def _in_place(step: Collective) -> dict[str, str]:
-    """What a collective may make where it reads: of one size, and with no other operand beside it."""
+    """By operand of a collective the result that may take its place: of equal size, and without another operand."""
     call = step.call
     if call.in_one_buffer:
         return dict(call.parts)

@@ -61,13 +61,13 @@ class Freed:
             fill(arena)
 
     def after_step(self, index: int) -> Iterator[tuple[str, Placed]]:
-        """What is needed no more once a step is done."""
+        """The values that nothing needs after a step, with their places."""
         yield from (
             (life.name, self.places[life.name]) for life in self._dying.get(index, ()) if not self._leaving[life.name]
         )
 
     def after_send(self, send: int, now: int) -> Iterator[tuple[str, Placed]]:
-        """What is needed no more once what a step sent has left, which is waited for before the step `now`."""
+        """The values that are free once a step's sends have left, with their places; the step `now` waits for the sends."""
         for life in self._sent.get(send, ()):
             leaving = self._leaving[life.name]
             leaving.discard(send)

@@ -139,17 +139,12 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
                 one.loading = program.loading(target)
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
-                if _evaluates(artifact):
+                training = artifact.manifest.training
+                if training is not None and training.settings.test is not None:  # else none of its steps is run
                     one.evaluation += arenas.get(target, 0) + one.inside - before
                 one.inside = before
     segments = [step for step in main.file.steps if isinstance(step, Segment)]
     return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
-
-
-def _evaluates(artifact: Artifact) -> bool:
-    """Whether the plan of a training names what to evaluate on; else the program is there, and no step of it."""
-    training = artifact.manifest.training
-    return training is not None and training.settings.test is not None
 
 
 class _Program:
@@ -269,7 +264,7 @@ class _Program:
         return found
 
     def _place_in(self, names: Mapping[str, str], suffix: str, name: str) -> Place | None:
-        """The same of a value by its name in a session; what stays inside of a task has the suffix of the task's microbatch."""
+        """As `_place`, by a value's name in a session; a value inside a task has the suffix of the task's microbatch."""
         return self._place(names.get(name, name + suffix))
 
     def _place(self, name: str) -> Place | None:

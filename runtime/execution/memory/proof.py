@@ -96,7 +96,7 @@ class _Memory:
                 self._put(place, place.held)
 
     def follow(self, one: Effects) -> Iterator[str]:
-        """What is wrong with an action, which is then done."""
+        """The violations of an action, whose effect then takes place."""
         checks = [(self.places[name], coming) for name, coming in one.checks if name in self.places]
         sets = [(self.places[name], coming) for name, coming in one.sets if name in self.places]
         if one.in_place and sets:
@@ -125,12 +125,12 @@ class _Memory:
                 yield self._twice(one, place, "reads")
 
     def _came(self, one: Effects, place: _Place) -> bool:
-        """Whether what a collective reads has become what it makes, in its place."""
+        """Whether a collective's operand has already become its result, in place."""
         other = self._instead(one, place)
         return other is not None and self._has(other, -other.held)
 
     def _instead(self, one: Effects, place: _Place) -> _Place | None:
-        """What an action makes of what it reads, in its place."""
+        """The place of the result that an action writes over an operand, if both are the same bytes; else None."""
         other = self.places.get(one.in_place.get(place.name, ""))
         return other if other is not None and (place.begin, place.end) == (other.begin, other.end) else None
 
@@ -160,7 +160,7 @@ class _Memory:
         return f"{said} and {name} share{bytes}: {writer} writes {name} before {one.text} needs {said}"
 
     def _twice(self, one: Effects, place: _Place, does: str) -> str:
-        """Why an action that makes or reads a value must not make another one."""
+        """Why an action that writes or reads a value must not write another one."""
         parts = [part for part in range(place.begin, place.end) if abs(self.held[part]) != place.held]
         name = _described(self.names[abs(self.held[parts[0]])])
         return f"{_described(place.name)} and {name} share{self._bytes(place, parts)}: {one.text} {does} the one and makes the other"

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from ...devices.device_memory import Placed
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """See above."""
 
     STEPS = auto()
@@ -27,7 +27,7 @@ class Kind(Enum):
 class Role:
     """An action: the steps that it does, or the step behind which it stands. `name`: the value that ends, `place` its memory."""
 
-    kind: Kind
+    kind: ActionKind
     steps: tuple[int, ...]
     name: str = ""
     place: Placed | None = None

@@ -1,4 +1,4 @@
-"""What symbols reach of a rank's program: the values, promises and steps that are others where a symbol has another size."""
+"""The part of a rank's program that depends on symbols: values, promises and steps that change when a symbol's size does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reach:
 
 
 def reached(program: RankProgram, changed: Set[str]) -> Reach | None:
-    """What symbols reach; None where a step that it concerns cannot be changed."""
+    """The dependents of symbols; None if one of them is a step that cannot be changed."""
     values, symbols = program.values, program.binder.manifest.symbols
     names = dict.fromkeys(name for name, shape in values.shapes.items() if _has(shape, symbols, changed))
     tags = [tag for tag, promise in program.messages.promises.items() if _has(promise, symbols, changed)]

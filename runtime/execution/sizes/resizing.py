@@ -1,4 +1,4 @@
-"""A step plan takes other sizes: what the new sizes reach lies and is bound anew, within the memory that each place has; all else stays.
+"""Changes a step plan to other sizes: values that depend on them are placed and bound anew, within each place's memory.
 
 A plan's places hold values of the sizes for which it was made, so that smaller ones fit where they are, and what was proven of the
 places holds. What does not fit, or runs on several targets at the same time, is planned anew.
@@ -6,7 +6,7 @@ places holds. What does not fit, or runs on several targets at the same time, is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ...program.session_values import bind_tensor
 from ...program.steps import Segment
@@ -18,7 +18,7 @@ from .reach import reached
 
 
 def resize(plan: StepPlan, bindings: Bindings) -> bool:
-    """Makes `plan` one for these bindings; False, and it is as it was, where it must be made anew."""
+    """Changes `plan` to these bindings; returns False and leaves it unchanged if a new plan must be made."""
     program, symbols = plan.program, plan.program.binder.manifest.symbols
     if plan.lanes is not None:
         return False
@@ -34,9 +34,11 @@ def resize(plan: StepPlan, bindings: Bindings) -> bool:
     kept = {name: tensor.shape for name, tensor in program.state.tensors.items()}
     works = plan_collectives(reach.moved, plan.values, kept, promises, shapes, plan.transport, plan.wire)
     names = [name for name in shapes if shapes[name] != plan.shapes.get(name)]
-    scratch = [(scratch_name(tag, "out"), work.packed) for tag, work in works.items()]
-    scratch += [(scratch_name(tag, "in"), work.landing) for tag, work in works.items()]
-    if not all(size <= plan.capacity[place] for place, size in [*scratch, *_sizes(plan, names, shapes)]):
+    aliases = program.arenas.aliases
+    needed = [(aliases.get(name, name), plan.values.dtype(name).bytes_of(shapes[name])) for name in names]
+    needed += [(scratch_name(tag, "out"), work.packed) for tag, work in works.items()]
+    needed += [(scratch_name(tag, "in"), work.landing) for tag, work in works.items()]
+    if not all(size <= plan.capacity[place] for place, size in needed):
         return False
     plan.bindings = bindings
     plan.shapes.update(shapes)
@@ -52,12 +54,6 @@ def resize(plan: StepPlan, bindings: Bindings) -> bool:
         else:
             plan.replace(index, step)
     return True
-
-
-def _sizes(plan: StepPlan, names: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> Iterable[tuple[str, int]]:
-    """The place of each value, and the bytes that it takes there."""
-    aliases = plan.program.arenas.aliases
-    return [(aliases.get(name, name), plan.values.dtype(name).bytes_of(shapes[name])) for name in names]
 
 
 def _bind(plan: StepPlan, index: int, names: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""The step plans of a program, by sizes: the last few that there were, and what becomes of sizes that none of them has."""
+"""The step plans of a program by sizes: a cache of the most recent ones, and how plans for new sizes are made."""
 
 from __future__ import annotations
 

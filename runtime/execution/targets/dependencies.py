@@ -47,7 +47,7 @@ def meet(one: Access, two: Access) -> bool:
 
 def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
     """What each action waits for. Memory is divided at every end of a range; of each part the last accesses by lane are known."""
-    cells = _Cells(accesses)
+    cells = _Intervals(accesses)
     written = np.zeros((lanes, cells.count), np.int64)
     touched = np.zeros((lanes, cells.count), np.int64)
     known = np.zeros((lanes, lanes), np.int64)
@@ -78,7 +78,7 @@ def waits_of(accesses: Sequence[Access], lanes: int) -> list[Waits]:
     return found
 
 
-class _Cells:
+class _Intervals:
     """The parts into which the ends of all ranges divide memory, and one for each name."""
 
     def __init__(self, accesses: Sequence[Access]) -> None:

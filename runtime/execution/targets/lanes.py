@@ -21,7 +21,7 @@ from ...program.memory_plan import Lifetime
 from ...program.steps import Collective, Copy, LookUp, PostRecv, Segment, Send, Update, WaitRecv
 from ...program.value_table import Storage
 from ..collective_plans import scratch_name
-from ..memory.roles import Kind, Role
+from ..memory.roles import ActionKind, Role
 from ..rank_program import RankProgram
 from .dependencies import Access, Range, waits_of
 from .workers import Action, LaneFailed, LanePlan, Workers
@@ -59,15 +59,15 @@ class Accesses:
     def of(self, role: Role) -> Access:
         """What an action accesses."""
         match role.kind:
-            case Kind.STEPS:
+            case ActionKind.STEPS:
                 accesses = [self._of_step(index) for index in role.steps]
                 reads, writes = ([one for access in accesses for one in some(access)] for some in (_reads, _writes))
                 return Access(accesses[0].lane, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)))
-            case Kind.SENT:
+            case ActionKind.SENT:
                 return self._of_end(role.index)
-            case Kind.DROPPED:
+            case ActionKind.DROPPED:
                 return Access(self.lane(role.index), (), self._ranges([role.name]))
-            case Kind.FREED:
+            case ActionKind.FREED:
                 assert role.place is not None
                 begin, size = role.place.pointer, role.place.dtype.bytes_of(role.place.shape)
                 # What lies on the host is filled by the lane that has read it last, so that no other one waits.
@@ -172,7 +172,7 @@ class Lanes:
         write, buffer, offset = SLOT.pack_into, board.buffer, board.offset
         at = IDLE
 
-        def tell(index: int) -> None:
+        def show(index: int) -> None:
             nonlocal at
             at = index
             write(buffer, offset, step, index)
@@ -180,7 +180,7 @@ class Lanes:
         if program.targets.workers is None:
             program.targets.workers = Workers(len(self.order.lanes), str(program.rank))
         try:
-            program.targets.workers.run(self.order, self._actions, tell, self._while_waiting, self._interrupt)
+            program.targets.workers.run(self.order, self._actions, show, self._while_waiting, self._interrupt)
         except LaneFailed as failed:
             raise self._error(failed.index, failed.cause) from failed.cause
         except RankError:

@@ -145,7 +145,7 @@ class SessionCalls:
                 move(made, slot)
 
     def _placed(self, name: str, value: Placed) -> Placed:
-        """A copy of a value, in new memory where another one by its name would lie."""
+        """A copy of a value in new memory, on the device on which a value of that name lies."""
         memory = self.program.arenas.memories.get(self.values.targets.get(name, ""))
         place = new_place(memory, value.dtype, value.shape)
         move(value, place)

@@ -22,7 +22,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @top_k.gradient
 def _(g: GradientBuilder, dy: str | None, _: str | None, x: str, k: str) -> str | None:
-    """dX = dY put back where the largest were, zeros elsewhere."""
+    """dX = dY scattered to the positions of the largest elements, zeros elsewhere."""
     axis = axis_of(g.node, g.rank(x), -1)
     return dy and like(g, str(g.ScatterElements(g.zeros(x), g.output(1), dy, axis=axis)), x)
 

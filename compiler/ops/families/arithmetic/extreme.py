@@ -1,4 +1,4 @@
-"""The extreme of what may be sharded, where a gradient flows: the value of one op, and the gradient by what all ranks know.
+"""Maxima and minima over sharded dims, with their gradient: decomposed so that ranks reduce the extreme and the number of equal elements.
 
 A rank that has a shard cannot tell from its own extreme whether it is the global one, nor how many elements share it. So a model that
 trains on several ranks has the extreme in parts (`rewrite/extremes.py`): the extreme itself and the number of elements that

@@ -65,7 +65,7 @@ def _(node: ir.Node) -> Rule | None:
 
 @fused_matmul.gradient
 def _(g: GradientBuilder, dy: str, a: str, b: str) -> Sequence[str | None]:
-    """dA = alpha dY Bt, dB = alpha At dY of the matrices as they are multiplied, put back as they were given."""
+    """dA = alpha dY Bt, dB = alpha At dY of the transposed operands, transposed back."""
     alpha = g.attribute("alpha", 1.0)
     dy = dy if alpha == 1.0 else g.Mul(dy, g.constant(alpha, dy))
     found = _products(g, dy, _turned(g, a, "A"), _turned(g, b, "B"))
@@ -145,7 +145,10 @@ def _(node: ir.Node) -> Rule | None:
     spread = {letter for letter, there in sizes.items() if not all(same(dim, there[0]) for dim in there[1:])}
     diagonal = {letter for part in parts for letter in part if part.count(letter) > 1}
     unsure = {letter for letter in spread if sum(not isinstance(dim, int) for dim in sizes[letter])}
-    shown = [_spread(part, dims(value) or (), spread - unsure) for part, value in zip(parts, node.inputs, strict=True)]
+    shown = []
+    for part, value in zip(parts, node.inputs, strict=True):
+        ones = {letter for letter, dim in _named(part, dims(value) or ()) if letter in spread - unsure and dim == 1}
+        shown.append("".join(WHOLE if letter in ones else letter for letter in part))
     return rule(node, f"{','.join(shown)}->{right}", replicated="".join(sorted(diagonal | unsure)))
 
 
@@ -212,12 +215,6 @@ def _named(part: str, shape: tuple[Dim, ...]) -> list[tuple[str, Dim]]:
     """The letters of an operand with their dims; those of an ellipsis are left out."""
     head, _, tail = part.partition("*")
     return [*zip(head, shape, strict=False), *(zip(tail, shape[len(shape) - len(tail) :], strict=True) if tail else ())]
-
-
-def _spread(part: str, shape: tuple[Dim, ...], spread: set[str]) -> str:
-    """The operand's letters, with `.` for a dim of 1 that broadcasts."""
-    ones = {letter for letter, dim in _named(part, shape) if letter in spread and dim == 1}
-    return "".join(WHOLE if letter in ones else letter for letter in part)
 
 
 def _points(value: ir.Value | None, letter: str) -> str | None:

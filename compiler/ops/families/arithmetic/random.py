@@ -31,7 +31,7 @@ def _(node: ir.Node) -> Rule | None:
 
 
 def seeded(local: Local) -> None:
-    """The node with its own seed, or with one that its output's name gives it."""
+    """The node with its own seed, or with one derived from its output's name."""
     seed = zlib.crc32(local.outputs[0].encode()) % LARGEST_SEED
     if "seed" in local.node.attributes:
         local.same()

@@ -90,7 +90,7 @@ def _(node: ir.Node) -> Rule | None:
 
 def _keeping_dims(reduction: Reduction) -> Callable[..., str]:
     def gradient(g: GradientBuilder, dy: str, x: str, axes: str | None = None) -> str:
-        return reduction(g, _kept(g, dy, x, axes), x, axes)
+        return reduction(g, _with_unit_dims(g, dy, x, axes), x, axes)
 
     return gradient
 
@@ -120,7 +120,7 @@ def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY where X is the extreme; equal ones share it."""
     if _is_noop(g, axes):
         return dy
-    chosen = g.mask(g.Equal(x, _kept(g, g.output(0), x, axes)), x)
+    chosen = g.mask(g.Equal(x, _with_unit_dims(g, g.output(0), x, axes)), x)
     known = _axes(g, x, axes)
     along = axes if known is None else g.constant(np.array(known, np.int64))
     noop = int(known is None and g.attribute("noop_with_empty_axes", 0))
@@ -138,7 +138,7 @@ def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
 @_keeping_dims
 def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY X / Y, and 0 where Y is."""
-    norm = _kept(g, g.output(0), x, axes)
+    norm = _with_unit_dims(g, g.output(0), x, axes)
     zero = g.constant(0, norm)
     share = g.Where(g.Equal(norm, zero), zero, g.Div(dy, norm))
     return g.Mul(share, x)
@@ -155,14 +155,14 @@ def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
 @_keeping_dims
 def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY / exp(Y)."""
-    return g.Expand(g.Div(dy, g.Exp(_kept(g, g.output(0), x, axes))), g.shape_of(x))
+    return g.Expand(g.Div(dy, g.Exp(_with_unit_dims(g, g.output(0), x, axes))), g.shape_of(x))
 
 
 @reduce_log_sum_exp.gradient
 @_keeping_dims
 def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY exp(X - Y)."""
-    return g.Mul(dy, g.Exp(g.Sub(x, _kept(g, g.output(0), x, axes))))
+    return g.Mul(dy, g.Exp(g.Sub(x, _with_unit_dims(g, g.output(0), x, axes))))
 
 
 @reduce_product.gradient
@@ -171,7 +171,7 @@ def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
     """dX = dY Y / X, where no factor is 0."""
     if _is_noop(g, axes):
         return dy
-    return g.Div(g.Mul(dy, _kept(g, g.output(0), x, axes)), x)
+    return g.Div(g.Mul(dy, _with_unit_dims(g, g.output(0), x, axes)), x)
 
 
 def _reduced(
@@ -225,7 +225,7 @@ def _axes(g: GradientBuilder, x: str, axes: str | None) -> list[int] | None:
     return sorted(int(axis) % rank for axis in given) if given else list(range(rank))
 
 
-def _kept(g: GradientBuilder, y: str, x: str, axes: str | None) -> str:
+def _with_unit_dims(g: GradientBuilder, y: str, x: str, axes: str | None) -> str:
     """A result with a dim of 1 in the place of every one that was reduced."""
     if g.attribute("keepdims", 1):
         return y

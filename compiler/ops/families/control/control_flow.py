@@ -23,7 +23,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import Bodies, Cotangents
 from partc.compiler.autodiff.subgraph import Body
-from partc.compiler.ops.node import Dim, same
+from partc.compiler.ops.node import same
 from partc.compiler.ops.registry import op
 
 _WHY = "its bodies are run as they are"
@@ -153,9 +153,12 @@ class _Turns:
         self._check_shapes(ends)
         totals = [body.add("Add", [sums[name], made[name]], f"sum{at}.next") for at, name in enumerate(inside.wanted)]
 
+        slices: _Slices = {body.inputs[k]: (name, _Along()) for k, name in zip(self.kept, kept, strict=True)}
+        slices |= {body.inputs[first + k]: (_input(g, first + k), along) for k, along in enumerate(self.elements)}
+        slices |= {at_out[at]: (dy, self.outs[at]) for at, dy in given.items()}
         turns = _Backwards(
             starts=self._starts(dys, moving, inside.wanted),
-            slices=self._slices(kept, first) | {at_out[at]: (dy, self.outs[at]) for at, dy in given.items()},
+            slices=slices,
             ports=[*at_state.values(), *sums.values()],
             results=[*(made[body.inputs[k]] for k in moving), *totals],
             primals=[*(_input(g, k) for k in moving), *inside.wanted],
@@ -166,18 +169,12 @@ class _Turns:
         return [one for at, one in enumerate(found) if at not in unread]
 
     def _starts(self, dys: Sequence[str | None], moving: Sequence[int], wanted: Sequence[str]) -> list[str]:
-        """What the cotangents of states begin with, and the sums of what is read from around."""
+        """The initial values of the states' cotangents, and of the sums for values read from the graph around."""
         g = self.g
         return [
             *(dys[self.states.index(k)] or g.zeros(_input(g, k)) for k in moving),
             *(g.zeros(name) for name in wanted),
         ]
-
-    def _slices(self, kept: Sequence[str], first: int) -> _Slices:
-        """The tensors that the turns of the forward pass saw one slice of: what was kept, and the elements."""
-        g, inputs = self.g, self.body.inputs
-        stored = {inputs[k]: (name, _Along()) for k, name in zip(self.kept, kept, strict=True)}
-        return stored | {inputs[first + k]: (_input(g, first + k), along) for k, along in enumerate(self.elements)}
 
     def _scan(self, turns: _Backwards) -> Cotangents:
         """The turns as a Scan."""
@@ -254,7 +251,8 @@ class _Turns:
         """The states of all turns must lie in one tensor."""
         for at, (k, end) in enumerate(ends.items()):
             begin, after = (self.body.scope.value(name).shape for name in (self.body.inputs[k], end))
-            if begin is None or after is None or not _all_same(begin.dims, after.dims):
+            known = begin is not None and after is not None and len(begin) == len(after)
+            if not known or not all(map(same, begin or (), after or ())):
                 shapes = f"it begins as {begin}, and a turn makes {after} of it"
                 raise NoGradient(
                     f"state {at} of {self.g.node.op_type} may change its shape from turn to turn: {shapes}"
@@ -287,7 +285,3 @@ def _input(g: GradientBuilder, k: int) -> str:
 def _like(g: GradientBuilder, k: int) -> ir.Value:
     value = g.scope.value(_input(g, k))
     return ir.Value(type=value.type, shape=value.shape)
-
-
-def _all_same(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
-    return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))

@@ -29,7 +29,7 @@ ALONG = "#"
 
 
 @dataclass(frozen=True)
-class Collective:
+class LocalCollective:
     """What a collective does with `dim` (and `to`): by how many ranks it divides the one and multiplies the other."""
 
     dual: str
@@ -42,16 +42,16 @@ class Collective:
 SPREAD = "Spread"
 """What is the same on all ranks anyway, as each rank's own: nothing forwards, an AllReduce of the cotangents backwards."""
 COLLECTIVES = {
-    "AllReduce": Collective("AllReduce", same=True),
-    "AllGather": Collective("ReduceScatter", multiplies=True, same=True),
-    "ReduceScatter": Collective("AllGather", divides=True),
-    "AllToAll": Collective("AllToAll", divides=True, multiplies=True),
-    "Broadcast": Collective("Reduce", same=True),
-    "Reduce": Collective("Broadcast"),
-    "Gather": Collective("Scatter", multiplies=True),
-    "Scatter": Collective("Gather", divides=True),
-    "SendRecv": Collective("SendRecv"),
-    "Spread": Collective("AllReduce", same=True),
+    "AllReduce": LocalCollective("AllReduce", same=True),
+    "AllGather": LocalCollective("ReduceScatter", multiplies=True, same=True),
+    "ReduceScatter": LocalCollective("AllGather", divides=True),
+    "AllToAll": LocalCollective("AllToAll", divides=True, multiplies=True),
+    "Broadcast": LocalCollective("Reduce", same=True),
+    "Reduce": LocalCollective("Broadcast"),
+    "Gather": LocalCollective("Scatter", multiplies=True),
+    "Scatter": LocalCollective("Gather", divides=True),
+    "SendRecv": LocalCollective("SendRecv"),
+    "Spread": LocalCollective("AllReduce", same=True),
 }
 
 

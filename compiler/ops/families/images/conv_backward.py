@@ -23,7 +23,7 @@ TO_THE_END = np.iinfo(np.int64).max
 
 
 def spread(g: GradientBuilder, dy: str, w: str, x: str, windows: Windows, group: int) -> str:
-    """What windows made, spread over an image of the size of `x`: a transposed convolution.
+    """The transposed convolution: scatters what windows made over an image of the size of `x`.
 
     Where the image is larger than all windows together, the rest is zero; where only a run tells, the largest rest is made and cut.
     Of small images, for each of which a transposed convolution would read the whole weight, all are one product.
@@ -154,7 +154,7 @@ def _by_columns(g: GradientBuilder, x: str, dy: str, size: Sequence[int], window
 
 
 def columns_of(g: GradientBuilder, x: str, windows: Windows) -> str:
-    """What every place of the kernel sees of each channel by itself, as channels."""
+    """By channel the elements that each place of the kernel sees, as further channels (im2col)."""
     places = math.prod(windows.kernel)
     one_hot = g.constant(np.eye(places).reshape(places, 1, *windows.kernel), x)
     single = g.reshape(x, [-1, 1, *[0] * len(windows.kernel)])

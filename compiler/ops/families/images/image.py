@@ -79,12 +79,12 @@ def _(g: GradientBuilder, dy: str, x: str, image: str, block: str) -> str:
     """dX = what every place of every window sees of dY."""
     kernel = g.known(block)
     if kernel is None:
-        raise NoGradient("Col2Im with windows whose size only a run tells")
+        raise NoGradient("Col2Im with windows whose size is known only at run time")
     windows = windows_of(g, dy, dy, tuple(int(size) for size in kernel))
     return shaped(g, columns_of(g, dy, windows), x)
 
 
-op("NonMaxSuppression", why="how many boxes it selects only a run tells", stops_gradient=True, host=(2, 3, 4))
+op("NonMaxSuppression", why="how many boxes it selects is known only at run time", stops_gradient=True, host=(2, 3, 4))
 
 
 op("ImageDecoder", why="one image at a time", stops_gradient=True)

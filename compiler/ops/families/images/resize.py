@@ -66,11 +66,18 @@ def _(
     for k, axis in enumerate(counted(one, rank) for one in g.attribute("axes") or range(rank)):
         scale = None if by is None else float(by[k])
         if _repeats(g.node) and _is_integer(before[axis], after[axis], scale):
-            times[axis] = _times(before[axis], after[axis], scale)
+            first, last = before[axis], after[axis]
+            if scale is not None:
+                times[axis] = int(scale)
+            elif isinstance(first, int) and isinstance(last, int):
+                times[axis] = last // first
         elif scale != 1 and (scale or not same(before[axis], after[axis])):
             left.append((k, axis))
     for k, axis in left:
-        matrix = _resizing(g, dy, x, axis, _taken(g, scales, g.constant([k])) if scales and not sizes else None)
+        factor = None
+        if scales and not sizes:
+            factor = g.constant(by[[k]]) if by is not None else str(g.Gather(scales, g.constant([k])))
+        matrix = _resizing(g, dy, x, axis, factor)
         dims = list(g.shape(dy) or ())
         dims[axis] = before[axis]
         if axis == rank - 2:
@@ -101,19 +108,6 @@ def _resizing(g: GradientBuilder, dy: str, x: str, axis: int, scale: str | None)
     return str(matrix) if g.dtype(x) == dtype else str(g.Cast(matrix, to=g.dtype(x)))
 
 
-def _times(before: Dim, after: Dim, scale: float | None) -> int:
-    """How many pixels are made of one, where their number grows by an integer."""
-    if scale is not None:
-        return int(scale)
-    return after // before if isinstance(before, int) and isinstance(after, int) else 1
-
-
-def _taken(g: GradientBuilder, of: str, place: str) -> str:
-    """One of the numbers of a vector, as a vector."""
-    known, at = g.known(of), g.known(place)
-    return g.constant(known[at]) if known is not None and at is not None else str(g.Gather(of, place))
-
-
 def _scales(node: ir.Node) -> tuple[float, ...] | None:
     """The scales where they are given and known."""
     given = node.attributes.get_floats("scales")
@@ -126,7 +120,7 @@ def _scales(node: ir.Node) -> tuple[float, ...] | None:
 
 
 def _repeats(node: ir.Node) -> bool:
-    """Whether pixels are only repeated when their number grows by an integer, so that none takes from beyond its shard."""
+    """Whether growth by an integer factor only repeats pixels, so that no pixel depends on elements beyond its shard."""
     if node.attributes.get_string("mode", "nearest") != "nearest":
         return False
     if node.op_type == "Upsample" or opset_of(node) < 11:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
-from partc.compiler.ops.node import Dim, dims, operand
+from partc.compiler.ops.node import dims, operand
 from partc.compiler.ops.rule import WHOLE
 
 SPATIAL = "hwdefgijk"
@@ -115,11 +115,8 @@ def separate_windows(node: ir.Node, kernel: Sequence[int] | None, *, transposed:
         return WHOLE * rank
     found = ""
     for k, size in enumerate(shape[2:]):
-        reach = (kernel[k] - 1) * dilations[k] + 1
-        fits = reach == strides[k] if transposed else reach <= strides[k] and _divides(strides[k], size)
+        reach, stride = (kernel[k] - 1) * dilations[k] + 1, strides[k]
+        divides = stride == 1 or (isinstance(size, int) and size % stride == 0)
+        fits = reach == stride if transposed else reach <= stride and divides
         found += SPATIAL[k] if fits and pads[k] == pads[k + rank] == padding[k] == 0 else WHOLE
     return found
-
-
-def _divides(stride: int, size: Dim) -> bool:
-    return stride == 1 or (isinstance(size, int) and size % stride == 0)

@@ -42,18 +42,13 @@ def _(node: ir.Node) -> Rule | None:
     free = [letter for letter in LETTERS if letter != ROW]
     before, after = "".join(free[:axis]), "".join(free[axis : rank - 1])
     indices = "".join(free[rank - 1 : rank - 1 + count])
+    is_table = row == ROW and axis == 0 and all(isinstance(dim, int) and dim for dim in dims(node.inputs[0]) or ())
     return Rule(
         (before + row + after, indices),
         (before + indices + after,),
         reduce={ROW: "sum"} if row == ROW else {},
-        looked_up=row if row == ROW and _is_table(node) else "",
+        looked_up=ROW if is_table else "",
     )
-
-
-def _is_table(node: ir.Node) -> bool:
-    """Whether rows of known shape are looked up along the first axis."""
-    data = dims(node.inputs[0])
-    return data is not None and axis_of(node, len(data), 0) == 0 and all(isinstance(dim, int) and dim for dim in data)
 
 
 @gather.gradient

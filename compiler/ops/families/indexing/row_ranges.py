@@ -23,7 +23,7 @@ _NO_BOUND = 1 << 40
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Names of scalars: how many rows there are globally and in this rank's shard, and the first of the shard."""
 
     total: str
@@ -42,7 +42,7 @@ class Found:
     safe: str
 
 
-def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
+def rows_of(local: Local, k: int, axis: int, letter: str) -> RowRange:
     """The rows of operand `k` along a sharded axis: constants where the extent is known, else nodes that read it."""
     name, shards, index = local.inputs[k], local.num_shards(letter), local.index(letter)
     shape = local.global_shapes.get(name)
@@ -50,7 +50,7 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
     if isinstance(total, int):
         here = total // shards
         end = _NO_BOUND if index == shards - 1 else here
-        return Rows(
+        return RowRange(
             integer(local, f"{letter}.rows", total),
             integer(local, f"{letter}.here", here),
             integer(local, f"{letter}.offset", index * here),
@@ -58,7 +58,7 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
         )
     extents = local.emit("Shape", [name], f"{letter}.shape")
     length = local.emit("Gather", [extents, integer(local, f"{letter}.axis", axis)], f"{letter}.here")
-    return Rows(
+    return RowRange(
         local.emit("Mul", [length, integer(local, f"{letter}.shards", shards)], f"{letter}.rows"),
         length,
         local.emit("Mul", [length, integer(local, f"{letter}.shard", index)], f"{letter}.offset"),
@@ -66,20 +66,20 @@ def rows_of(local: Local, k: int, axis: int, letter: str) -> Rows:
     )
 
 
-def look_up(local: Local, indices: str, rows: Rows, letter: str) -> Found:
+def look_up(local: Local, indices: str, rows: RowRange, letter: str) -> Found:
     """Where `indices`, of int64, lie in this rank's shard."""
     zero = integer(local, f"{letter}.zero", 0)
 
-    def made(op_type: str, inputs: list[str], word: str) -> str:
+    def emit(op_type: str, inputs: list[str], word: str) -> str:
         return local.emit(op_type, inputs, f"{letter}.{word}")
 
-    from_end = made("Less", [indices, zero], "from_end")
-    counted = made("Where", [from_end, made("Add", [indices, rows.total], "added"), indices], "counted")
-    relative = made("Sub", [counted, rows.offset], "relative")
-    before = made("Less", [relative, zero], "before")
-    below = made("Less", [relative, rows.end], "below")
-    present = made("And", [made("Not", [before], "begun"), below], "present")
-    return Found(relative, present, made("Where", [present, relative, zero], "safe"))
+    from_end = emit("Less", [indices, zero], "from_end")
+    counted = emit("Where", [from_end, emit("Add", [indices, rows.total], "added"), indices], "counted")
+    relative = emit("Sub", [counted, rows.offset], "relative")
+    before = emit("Less", [relative, zero], "before")
+    below = emit("Less", [relative, rows.end], "below")
+    present = emit("And", [emit("Not", [before], "begun"), below], "present")
+    return Found(relative, present, emit("Where", [present, relative, zero], "safe"))
 
 
 def masked(local: Local, values: str, present: str, dtype: ir.DataType, output: str) -> str:

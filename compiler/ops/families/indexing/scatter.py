@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import like
-from partc.compiler.ops.families.indexing.row_ranges import OLDEST_OPSET, Rows, look_up, rows_of, summable
+from partc.compiler.ops.families.indexing.row_ranges import OLDEST_OPSET, RowRange, look_up, rows_of, summable
 from partc.compiler.ops.families.shapes.concat import but_axes
 from partc.compiler.ops.local_shapes import as_int64, integers
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, opset_of, rank_of, same
@@ -219,7 +219,7 @@ def _local_scatter(local: Local) -> None:
     local.give("Slice", [written, begin, end, integers(local, "axes", [axis])], local.outputs[0])
 
 
-def _first_component(local: Local, indices: str, rank: int, rows: Rows) -> str:
+def _first_component(local: Local, indices: str, rank: int, rows: RowRange) -> str:
     """Indices of several components whose first is counted from the shard's begin."""
     depth = (dims(local.node.inputs[1]) or (0,))[-1]
     assert isinstance(depth, int)

@@ -11,7 +11,6 @@ backward pass instead of being kept, which for long sequences would be the large
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,10 @@ def _(node: ir.Node) -> Rule | None:
     if query is None or key is None:
         return None
     flat = len(query) == 3
-    queries, keys = _head_counts(node, query, key)
+    if flat:  # the heads lie in the hidden dim
+        queries, keys = (node.attributes.get_int(name, 0) for name in ("q_num_heads", "kv_num_heads"))
+    else:
+        queries, keys = (dim if isinstance(dim, int) else 0 for dim in (query[1], key[1]))
     shared = one_letter(queries, keys, () if flat else (query[1], key[1]))
     h, k = ("h", shared) if shared else (WHOLE, WHOLE)
     windows = any(name in node.attributes for name in ("left_window_size", "right_window_size"))
@@ -144,13 +146,6 @@ def fewer_heads(local: Local) -> None:
     local.same(**changed)
 
 
-def _head_counts(node: ir.Node, query: Sequence[Dim], key: Sequence[Dim]) -> tuple[int, int]:
-    """How many heads queries and keys have, 0 where only a run tells: attributes where they lie in the hidden dim, else a dim."""
-    if len(query) == 3:
-        return node.attributes.get_int("q_num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
-    return (query[1] if isinstance(query[1], int) else 0), (key[1] if isinstance(key[1], int) else 0)
-
-
 def one_letter(queries: int, keys: int, extents: tuple[Dim, ...]) -> str:
     """The letter of the keys' heads: that of the queries', `.` for a single head; empty where heads cannot be sharded."""
     if queries and keys:
@@ -199,7 +194,9 @@ def _plain(
     elif mask:
         scores = str(g.Add(scores, mask))
     if allowed:
-        scores = str(g.Where(allowed, scores, g.constant(_lowest(g, query), query)))
+        # the most negative finite score: -inf would make a fully masked row NaN
+        lowest = -65504.0 if g.dtype(query) == ir.DataType.FLOAT16 else -3e38
+        scores = str(g.Where(allowed, scores, g.constant(lowest, query)))
     precision = ir.DataType(g.attribute("softmax_precision", g.dtype(query).value))
     if precision != g.dtype(query):
         scores = str(g.Cast(scores, to=precision))
@@ -253,11 +250,6 @@ def _dim(g: GradientBuilder, x: str, axis: int) -> Dim:
     if shape is None:
         raise NoGradient(f"the rank of {x!r} is not known")
     return shape[axis]
-
-
-def _lowest(g: GradientBuilder, x: str) -> float:
-    """Most negative finite score; -inf would make a fully masked row NaN."""
-    return -65504.0 if g.dtype(x) == ir.DataType.FLOAT16 else -3e38
 
 
 def _keep_here(g: GradientBuilder, early: int, place: int, made: set[str | None]) -> None:

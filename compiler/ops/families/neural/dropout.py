@@ -90,7 +90,7 @@ placed_dropout = op(
     factors="*,_,_->*,*",
     linear="joint",
     partial=(0,),
-    remarks="masks follow from global places; linear only where the mask is no output",
+    remarks="masks follow from global places; linear only where the mask is not an output",
 )
 
 
@@ -144,7 +144,7 @@ def _(local: Local) -> None:
 
 
 def _parted(shape: Shape) -> int:
-    """How many dims are rows: so many that rows and columns together are fewest. The same however the tensor is sharded.
+    """The number of leading dims that count as rows, chosen to minimize rows plus columns, whatever the sharding.
 
     The first dim counts as a symbol, so that a batch of a fixed size has the masks of a dynamic one.
     """
@@ -183,8 +183,8 @@ def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
     if dim == local.node.attributes.get_int(RECORDS_DIM, -1):
         if local.pieces != local.num_shards(letter):
             length = _length(local, dim, size, extents)
-            return _places_in_pieces(local, dim, index, local.num_shards(letter), length)
-        begin, limit = _span_of_part(local, dim, index, size, extents)
+            return _dealt_places(local, dim, index, local.num_shards(letter), length)
+        begin, limit = _microbatch_span(local, dim, index, size, extents)
     elif size is not None:
         begin = integer(local, f"d{dim}.begin", index * size)
         limit = integer(local, f"d{dim}.limit", (index + 1) * size)
@@ -201,7 +201,7 @@ def _places(local: Local, dim: int, size: int | None, extents: str) -> str:
     return local.emit("Cast", [places], f"d{dim}.numbers", to=_UINT32)
 
 
-def _span_of_part(local: Local, dim: int, index: int, size: int | None, extents: str) -> tuple[str, str]:
+def _microbatch_span(local: Local, dim: int, index: int, size: int | None, extents: str) -> tuple[str, str]:
     """Begin and end of this rank's records of a part among those of the whole batch."""
     parts = local.node.attributes.get_int(PARTS, 1)
     length = _length(local, dim, size, extents)
@@ -216,7 +216,7 @@ def _length(local: Local, dim: int, size: int | None, extents: str) -> str:
     return local.emit("Gather", [extents, integer(local, f"d{dim}.dim", dim)], f"d{dim}.size", axis=0)
 
 
-def _places_in_pieces(local: Local, dim: int, index: int, shards: int, length: str) -> str:
+def _dealt_places(local: Local, dim: int, index: int, shards: int, length: str) -> str:
     """The places among the whole batch of this rank's records of a part, which has a share of every piece of the batch.
 
     With q records of each piece, the r-th of part k is at r + k q + (r / q) (parts - 1) q.

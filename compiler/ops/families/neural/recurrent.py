@@ -1,4 +1,4 @@
-"""Recurrent networks: sequences of the batch are independent, everything else is replicated."""
+"""Recurrent networks: the batch dim may be sharded, everything else is replicated."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _(
     known = numbers(g, pads, "pads")
     widths = g.constant(np.array(known, np.int64)) if known is not None else vector(g, str(pads))
     if mode == "constant":
-        dx = like(g, str(g.Pad(dy, _cut_off(g, widths, padded, rank))), x)
+        dx = like(g, str(g.Pad(dy, _cropping(g, widths, padded, rank))), x)
         if not value or not g.wants(2):
             return dx
         rest = g.Sub(g.ReduceSum(dy, keepdims=0), g.ReduceSum(dx, keepdims=0))
@@ -92,8 +92,8 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((letters, WHOLE), (letters,))
 
 
-def _cut_off(g: GradientBuilder, widths: str, axes: Sequence[int], rank: int) -> str:
-    """Pads that take away what these pads of some axes add."""
+def _cropping(g: GradientBuilder, widths: str, axes: Sequence[int], rank: int) -> str:
+    """The negative pads that crop what the pads of some axes add."""
     known, count = g.known(widths), len(axes)
     if known is not None:
         pads = np.zeros((2, rank), np.int64)

@@ -112,7 +112,7 @@ def _spread(g: GradientBuilder, dy: str, x: str, axis: int, begin: str, step: st
 
 
 def _lengths(g: GradientBuilder, dy: str, x: str, axes: tuple[int, ...]) -> str:
-    """The extents of `dy`: read from it where those of `x` are dynamic, since what is inferred of a clamped end may be wrong."""
+    """The extents of `dy`: read at run time if those of `x` are dynamic, since the inferred end of a clamped slice may be wrong."""
     whole = g.shape(x) or ()
     if all(isinstance(whole[axis], int) for axis in axes):
         return extents(g, dy, axes)

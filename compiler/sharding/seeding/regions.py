@@ -22,13 +22,13 @@ from partc.compiler.layout.layout import Layout, Mesh, primes
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec, is_named
-from partc.compiler.sharding.seeding.region_layouts import Joint, corresponding, cut_layout, names_of, numbers_of
+from partc.compiler.sharding.seeding.region_layouts import Joint, corresponding, layout_of_spec, names_of, numbers_of
 from partc.compiler.sharding.seeding.strategy import WrongStrategy, assign_integers, from_names, refined, shared_axes
 from partc.runtime.artifact import format as fmt
 
 
 @dataclass
-class Region:
+class RegionMatch:
     """One match of a rule: the path of a module or node, and the nodes inside."""
 
     path: str
@@ -37,7 +37,7 @@ class Region:
 
 
 @dataclass
-class Call:
+class RegionCall:
     """One call of a region: its nodes, its arguments and results, and how each is to be sharded."""
 
     nodes: list[ir.Node]
@@ -45,7 +45,7 @@ class Call:
     results: list[ir.Value | None]
 
 
-class _Written(NamedTuple):
+class _ModelOperands(NamedTuple):
     """Operands, None for one that is absent or that the training has taken out."""
 
     inputs: list[ir.Value | None]
@@ -67,8 +67,8 @@ def line_of(rule: ShardingRule) -> str:
     return PurePath(rule.where).name
 
 
-class RegionCuts:
-    """Fills what regions are given into choices and `given`; `problems` gets what is wrong."""
+class RegionShardings:
+    """Writes the shardings that rules give regions into `choices` and `given`, and appends every violation to `problems`."""
 
     def __init__(
         self, program: Placed, choices: Mapping[NodeOnGroup, NodeSharding], given: Pinned, problems: list[Problem]
@@ -85,15 +85,15 @@ class RegionCuts:
                     yield NodeOnGroup(node, group)
 
     def is_constant(self, value: ir.Value) -> bool:
-        """Whether a value is a parameter, or made of such alone."""
+        """Whether a value is a parameter, or computed from parameters alone."""
         producer = value.producer()
         return value.is_initializer() or (producer is not None and producer in self.constants)
 
-    def problem(self, region: Region, fact: str, law: str = "", help: str = "") -> None:
+    def problem(self, region: RegionMatch, fact: str, law: str = "", help: str = "") -> None:
         """Adds what is wrong with a region's rule, at its line."""
         self.problems.append(Problem(region.rule.where, f"sharding of '{region.path}': {fact}", law, help))
 
-    def cut(self, region: Region) -> None:
+    def cut(self, region: RegionMatch) -> None:
         """Applies the region's rule: the shards of its inputs, its parameters and its outputs."""
         rule = region.rule
         parameters = self._parameters(region)
@@ -118,14 +118,14 @@ class RegionCuts:
                 self._arriving(region, group, joint, parameters)
                 self._leaving(region, instances, joint, leaving)
 
-    def _calls(self, region: Region) -> Iterator[Call]:
+    def _calls(self, region: RegionMatch) -> Iterator[RegionCall]:
         rule = region.rule
         if not rule.calls:
-            yield Call(region.nodes, list(self._enter(region)), list(self._leave(region)))
+            yield RegionCall(region.nodes, list(self._enter(region)), list(self._leave(region)))
         for call in rule.calls:
             arguments = [self.values.get(name) for name in call.arguments]
             results = [self.values.get(name) for name in call.results]
-            yield Call(self._between(arguments, results, region.nodes), arguments, results)
+            yield RegionCall(self._between(arguments, results, region.nodes), arguments, results)
 
     def _between(
         self, arguments: Sequence[ir.Value | None], results: Sequence[ir.Value | None], inside: Sequence[ir.Node]
@@ -143,7 +143,7 @@ class RegionCuts:
             waiting += self.program.reads[producer]
         return [node for node in inside if node in found]
 
-    def _one_node(self, region: Region, call: Call | None) -> ir.Node | None:
+    def _one_node(self, region: RegionMatch, call: RegionCall | None) -> ir.Node | None:
         """The node that a region, or a call of it, means: its only one, or that of its path where training gave it further parts."""
         own = [node for node in region.nodes if self.program.paths[node] == region.path]
         if own and WRITTEN in own[0].meta:
@@ -151,16 +151,15 @@ class RegionCuts:
         nodes = own or [node for node in (call.nodes if call else region.nodes) if node not in self.follows]
         return nodes[0] if len(nodes) == 1 else None
 
-    def _enter(self, region: Region) -> Sequence[ir.Value | None]:
+    def _enter(self, region: RegionMatch) -> Sequence[ir.Value | None]:
         """The inputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are made outside.
 
-        What a training adds, as the number of the step, is none of them: the plan's author does not know of it.
-        """
+        Inputs that the training adds, such as the step number, are left out: the plan's author does not know of them."""
         inside, training = set(region.nodes), self.program.training
         added = {value for value in self.program.model.graph.inputs if training and value.name in training.scalars}
         node, count = self._one_node(region, None), len(region.rule.inputs or ())
         own = [] if node is None else [value for value in node.inputs if value not in added]
-        written = self._written(region)
+        written = self._operands_in_model(region)
         operands = (own, _present(own), written.inputs, _present(written.inputs))
         if (given := next((each for each in operands if each and len(each) == count), None)) is not None:
             return given
@@ -173,13 +172,15 @@ class RegionCuts:
             )
         )
 
-    def _leave(self, region: Region) -> Sequence[ir.Value | None]:
+    def _leave(self, region: RegionMatch) -> Sequence[ir.Value | None]:
         """The outputs of a region of the plan: an op's own tensors if the rule lists as many, else the values that are read outside."""
         inside = set(region.nodes)
         node, count = self._one_node(region, None), len(region.rule.outputs or ())
         own = [] if node is None else list(node.outputs)
         if (
-            given := next((one for one in (own, self._written(region).outputs) if one and len(one) == count), None)
+            given := next(
+                (one for one in (own, self._operands_in_model(region).outputs) if one and len(one) == count), None
+            )
         ) is not None:
             return given
         return [
@@ -190,8 +191,8 @@ class RegionCuts:
             if any(use.node not in inside for use in out.uses()) or out.is_graph_output()
         ]
 
-    def _written(self, region: Region) -> _Written:
-        """What the region's node read and made in the model, where a rewrite or a training has made something else of it."""
+    def _operands_in_model(self, region: RegionMatch) -> _ModelOperands:
+        """The operands and results that the region's node has in the model, if a rewrite or the training has changed the node."""
         training = self.program.training
         told = training.written.get(region.path) if training is not None else None
         told = next(
@@ -202,11 +203,11 @@ class RegionCuts:
             ),
             told,
         )
-        return _Written(*([self.values.get(name) for name in names] for names in told or ((), ())))
+        return _ModelOperands(*([self.values.get(name) for name in names] for names in told or ((), ())))
 
     def _paired(
         self,
-        region: Region,
+        region: RegionMatch,
         cuts: Sequence[ShardSpec | None] | None,
         values: Sequence[ir.Value | None],
         verb: str,
@@ -239,8 +240,8 @@ class RegionCuts:
         made = (out for node in graph for out in node.outputs)
         return {value.name or "": value for value in (*made, *graph.initializers.values(), *graph.inputs)}
 
-    def _as_operands(self, region: Region, node: ir.Node, call: Call) -> bool:
-        """Cuts a region's one node as an op; False where what the region is given are not the node's own operands."""
+    def _as_operands(self, region: RegionMatch, node: ir.Node, call: RegionCall) -> bool:
+        """Shards the one node of a region by its op's strategy; False if the rule's entries are not the node's own operands."""
         at = corresponding(node.inputs, call.arguments)
         if any(k is None and argument is not None for k, argument in zip(at, call.arguments, strict=True)):
             return False
@@ -253,7 +254,7 @@ class RegionCuts:
                 self._operands(region, instance, cuts)
         return True
 
-    def _operands(self, region: Region, instance: NodeOnGroup, cuts: Sequence[ShardSpec | None]) -> None:
+    def _operands(self, region: RegionMatch, instance: NodeOnGroup, cuts: Sequence[ShardSpec | None]) -> None:
         choice = self.choices[instance]
         try:
             if any(cut is not None and is_named(cut) for cut in cuts):
@@ -276,7 +277,7 @@ class RegionCuts:
 
     def _entering(
         self,
-        region: Region,
+        region: RegionMatch,
         instances: Sequence[NodeOnGroup],
         joint: Joint,
         entering: Sequence[tuple[ir.Value, ShardSpec]],
@@ -288,7 +289,7 @@ class RegionCuts:
                     self.given.inputs[reader] = (layout, line_of(region.rule))
 
     def _arriving(
-        self, region: Region, group: Group, joint: Joint, parameters: Sequence[tuple[ir.Value, ShardSpec]]
+        self, region: RegionMatch, group: Group, joint: Joint, parameters: Sequence[tuple[ir.Value, ShardSpec]]
     ) -> None:
         for value, cut in parameters:
             if layout := self._layout(region, joint, cut, value, group):
@@ -296,21 +297,23 @@ class RegionCuts:
 
     def _leaving(
         self,
-        region: Region,
+        region: RegionMatch,
         instances: Sequence[NodeOnGroup],
         joint: Joint,
         leaving: Sequence[tuple[ir.Value, ShardSpec]],
     ) -> None:
         for value, cut in leaving:
             for instance in instances:
-                if value.producer() is instance.node and (layout := self._made(region, instance, joint, cut, value)):
+                if value.producer() is instance.node and (
+                    layout := self._output_layout(region, instance, joint, cut, value)
+                ):
                     key = instance, list(instance.node.outputs).index(value)
                     self.given.outputs[key] = (layout, region.rule.where)
 
-    def _made(
-        self, region: Region, instance: NodeOnGroup, joint: Joint, cut: ShardSpec, value: ir.Value
+    def _output_layout(
+        self, region: RegionMatch, instance: NodeOnGroup, joint: Joint, cut: ShardSpec, value: ir.Value
     ) -> Layout | None:
-        """The layout of what leaves: as the op of its own makes it, if that is the cut, else as the region's values lie together."""
+        """The layout of a region's output: that of the op which computes it if it has the given shards, else that of the joint layouts."""
         choice = self.choices[instance]
         made = choice.output(list(instance.node.outputs).index(value))
         if made is not None and choice.axes and not is_named(cut):
@@ -319,7 +322,7 @@ class RegionCuts:
                 return Layout(made.mesh, made.cuts)
         return self._layout(region, joint, cut, value, instance.group)
 
-    def _parameters(self, region: Region) -> list[tuple[ir.Value, ShardSpec]]:
+    def _parameters(self, region: RegionMatch) -> list[tuple[ir.Value, ShardSpec]]:
         weights = self.program.model.graph.initializers
         found: list[tuple[ir.Value, ShardSpec]] = []
         for name, cut in region.rule.parameters.items():
@@ -332,9 +335,11 @@ class RegionCuts:
             self.problem(region, f"no parameter '{name}'", help=f"the nearest names are {near}")
         return found
 
-    def _layout(self, region: Region, joint: Joint, cut: ShardSpec, value: ir.Value, group: Group) -> Layout | None:
+    def _layout(
+        self, region: RegionMatch, joint: Joint, cut: ShardSpec, value: ir.Value, group: Group
+    ) -> Layout | None:
         try:
-            return joint.layout(value, cut) or cut_layout(self.program, cut, value, group)
+            return joint.layout(value, cut) or layout_of_spec(self.program, cut, value, group)
         except ValueError as error:
             self.problem(region, f"'{value.name}': {error}")
             return None

@@ -1,4 +1,4 @@
-"""How the borders of local maps are cut on the plan's mesh, and what is between them: not at all.
+"""The shardings of local maps on the plan's mesh: Enter and Leave as their specs say, the nodes between them unsharded.
 
 spec ((tp,), ()) of an Enter on tp=4:   dim 0 in 4 shards; inside, a value is what one rank has
 """
@@ -32,7 +32,7 @@ from partc.compiler.sharding.seeding.strategy import refined
 
 
 def seed_local_maps(program: Placed, choices: dict[NodeOnGroup, NodeSharding]) -> list[Problem]:
-    """Fixes the sharding of all nodes of local maps: borders as their specs say, nodes between them not at all."""
+    """Fixes the sharding of all nodes of local maps: Enter and Leave as their specs say, the nodes between them unsharded."""
     problems: list[Problem] = []
     for node in program.model.graph:
         if not is_inside(node):
@@ -54,11 +54,11 @@ def seed_local_maps(program: Placed, choices: dict[NodeOnGroup, NodeSharding]) -
             if node.domain != OWN:
                 choice.rule = replicated_rule(node)
             elif not problems:
-                _cut(program, node, group, choice)
+                _shard(program, node, group, choice)
     return list(dict.fromkeys(problems))
 
 
-def _cut(program: Placed, node: ir.Node, group: Group, choice: NodeSharding) -> None:
+def _shard(program: Placed, node: ir.Node, group: Group, choice: NodeSharding) -> None:
     choice.mesh, named = refined(program.plan.axes_of(group))
     line = node.metadata_props.get(LINE, "")
     if is_border(node):
@@ -76,7 +76,7 @@ def _cut(program: Placed, node: ir.Node, group: Group, choice: NodeSharding) -> 
 
 
 def _wrong_group(program: Placed, node: ir.Node, group: Group) -> Iterator[Problem]:
-    """A local map runs where all of its axes are."""
+    """Problems of a local map whose group lacks ranks of one of its axes."""
     axes = dict(program.plan.axes_of(group))
     wanted = axes_named(node)
     sizes = dict(program.plan.mesh)

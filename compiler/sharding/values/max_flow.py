@@ -1,8 +1,8 @@
-"""The cheapest way to part a directed graph in two, a source's side and a drain's: the least cut.
+"""Minimum cut of a directed graph between a source and a sink, by maximum flow (Dinic's algorithm).
 
-The cost of a parting is the sum of the costs of the edges from the source's side to the drain's. Of all that are cheapest, the one with the
-fewest nodes on the source's side is given; it is among those of every other. Found by pushing flow along the shortest ways that have
-room (Dinic), until none is left: then the least cut is what can be reached from the source.
+The cost of a cut is the sum of the costs of the edges from the source's side to the sink's. Of all minimum cuts the one with the fewest
+nodes on the source's side is returned; its nodes are on that side in every other one. Flow is pushed along shortest augmenting paths until
+there is none: the source's side is then what the source still reaches over edges with remaining capacity.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ALWAYS = 1 << 200
 """The cost of an edge that is never cut."""
 
 
-class LeastCut(Generic[Node]):
-    """Edges are added by `edge`; `source_side` then gives the cut."""
+class FlowNetwork(Generic[Node]):
+    """A directed graph with capacities: `edge` adds to it, `source_side` cuts it."""
 
     def __init__(self) -> None:
         self._numbers: dict[Node, int] = {}
@@ -34,9 +34,9 @@ class LeastCut(Generic[Node]):
         self._target += (there, here)
         self._room += (cost, 0)
 
-    def source_side(self, source: Node, drain: Node) -> set[Node]:
-        """The nodes that the least cut leaves with the source."""
-        begin, end = self._number(source), self._number(drain)
+    def source_side(self, source: Node, sink: Node) -> set[Node]:
+        """The nodes on the source's side of the minimum cut."""
+        begin, end = self._number(source), self._number(sink)
         while (levels := self._levels(begin))[end] >= 0:
             left = [iter(edges) for edges in self._edges]
             while self._push(begin, end, levels, left):
