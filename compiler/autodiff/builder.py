@@ -6,13 +6,14 @@ g.MatMul(dy, g.mT(b))     emits a Transpose and a MatMul, and gives the name of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ops.node import Dim, single
+from partc.runtime.spellings import counted, first_free
 
 Name = str | None
 
@@ -48,7 +49,7 @@ class GradientBuilder:
             raise AttributeError(op_type)
 
         def emit(*inputs: Name, outputs: int = 1, **attributes: Any) -> Any:
-            base = self._free(op_type)
+            base = self._first_free(f"{self._path}.grad.{op_type}", self.scope.values.__contains__)
             names = [base] if outputs == 1 else [f"{base}.{k}" for k in range(outputs)]
             given = {key: _attribute(value) for key, value in attributes.items() if value is not None}
             arguments = [one or "" for one in inputs]
@@ -97,11 +98,12 @@ class GradientBuilder:
         flat = array.ravel()
         text = "_".join(str(one) for one in flat[:6].tolist()) + ("_" if array.ndim else "")
         wanted = f"{self._path}.grad.{array.dtype}_{text}"
-        name, at, known = self.scope.derived(wanted), 1, self.scope.constants
-        while name in known and not (known[name].shape == array.shape and np.array_equal(known[name], array)):
-            at += 1
-            name = self.scope.derived(f"{wanted}{at}")
-        return self.scope.constant(name, array)
+        known = self.scope.constants
+
+        def is_another(name: str) -> bool:
+            return name in known and not (known[name].shape == array.shape and np.array_equal(known[name], array))
+
+        return self.scope.constant(self._first_free(wanted, is_another), array)
 
     def dtype(self, x: str) -> ir.DataType:
         """The type of a value's elements."""
@@ -189,12 +191,9 @@ class GradientBuilder:
         rank = self.rank(x)
         return self.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
-    def _free(self, op_type: str) -> str:
-        name, at = self.scope.derived(f"{self._path}.grad.{op_type}"), 1
-        while name in self.scope.values:
-            at += 1
-            name = self.scope.derived(f"{self._path}.grad.{op_type}{at}")
-        return name
+    def _first_free(self, name: str, is_taken: Callable[[str], bool]) -> str:
+        """The first of `name`, `name2`, `name3` and so on, each with strokes where another value has it, that is not taken."""
+        return first_free(self.scope.derived(name), is_taken, map(self.scope.derived, counted(name, 2)))
 
 
 def extend(node: ir.Node, outputs: Mapping[int, str]) -> ir.Node:

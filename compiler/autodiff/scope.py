@@ -17,8 +17,8 @@ from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.ir.values import derived
 from partc.compiler.ops.node import same
+from partc.runtime.spellings import first_free
 
 OPSETS = {"": 21, "com.microsoft": 1}
 _SIZED_BY_A_VALUE = {"Split": 1, "Squeeze": 1}
@@ -72,7 +72,7 @@ class Scope:
 
     def derived(self, name: str) -> str:
         """The name, with strokes where another value has it."""
-        return derived(name, self.reserved)
+        return first_free(name, self.reserved.__contains__)
 
     def value(self, name: str) -> ir.Value:
         """The value of a name; one of which nothing is known where the name is new."""

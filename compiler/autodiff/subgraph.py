@@ -16,6 +16,7 @@ from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.graph import captured_by
 from partc.compiler.ops.registry import draws
+from partc.runtime.spellings import first_free
 
 Outer = Callable[[ir.Value], ir.Value]
 
@@ -34,15 +35,20 @@ class Body:
 
     @staticmethod
     def of(
-        g: GradientBuilder, graph: ir.Graph, names: Mapping[str, str], prefix: str, inputs: Sequence[ir.Value]
+        g: GradientBuilder, graph: ir.Graph, names: Mapping[str, str], path: str, inputs: Sequence[ir.Value]
     ) -> Body:
         """A body of the node that `g` differentiates; `names` of what it reads from around, `inputs` what is known of its own.
+
+        What it makes is called after `path`, with strokes where other values are called after it.
 
         An input that is a constant becomes a node. Raises NoGradient where doing the body again would not give the same.
         """
         around, own = dict[str, ir.Value](), dict[str, ir.Value]()
-        while any(name.startswith(prefix) for name in g.scope.reserved):
-            prefix = f"{prefix[:-1]}'."
+
+        def is_taken(path: str) -> bool:
+            return any(name.startswith(f"{path}.") for name in g.scope.reserved)
+
+        prefix = f"{first_free(path, is_taken)}."
         scope = Scope(reserved=frozenset(_named(prefix, name) for name in _names(graph)), known=g.scope.known)
 
         def outer(value: ir.Value) -> ir.Value:

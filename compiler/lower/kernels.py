@@ -17,7 +17,6 @@ import onnx_ir as ir
 from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.programs import Compute, Op, RankProgram, Value, added, with_values
 from partc.compiler.ir.value_info import ValueInfo
-from partc.compiler.ir.values import derived
 from partc.runtime.artifact.format import CUDA
 from partc.runtime.artifact.graph.half_kernels import has_kernel
 
@@ -50,7 +49,6 @@ class _Fitting:
         self.known: dict[Value, ir.DataType | None] = {one: one.of.dtype for one in there if one.of is not None}
         self.known |= {one: ir.DataType.from_numpy(one.constant.dtype) for one in there if one.constant is not None}
         self.known |= dict.fromkeys(program.scalars, ir.DataType.FLOAT)
-        self.names = {*map(str, there)}
         self.read: dict[tuple[Value, str], Value] = {}
 
     def step(self, step: Op) -> Sequence[Op]:
@@ -89,11 +87,9 @@ class _Fitting:
         return kind is not None and has_kernel(node.op_type, reduction, kind)
 
     def _new(self, value: Value, word: str) -> Value:
-        name = derived(f"{value}.{word}", self.names)
-        self.names.add(name)
-        found = Value(name)
+        found = value.untyped(f".{word}")
         if value.of is not None:
-            found.of = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
+            found.of = ir.Value(name=str(found), type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
             found.shape = value.shape
             self.values[found.of] = ValueInfo("tensor(float)", value.shape, 4)
         self.known[found] = ir.DataType.FLOAT

@@ -20,11 +20,11 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Annotated
 from partc.compiler.ir.value_info import Shape, SymbolInfo
-from partc.compiler.ir.values import derived
 from partc.compiler.ops.rule import Rule
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.flow import Flow
 from partc.compiler.sharding.local_in_time import local_in_time
+from partc.runtime.spellings import first_free
 
 _SHOWN = 3
 
@@ -181,7 +181,7 @@ def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str
 
 def _free(work: Rewriting[Annotated], name: str) -> str:
     """The name of what is made for a microbatch: ranks' local forms take the plain words."""
-    return derived(f"{name}.of_microbatch", work.before.own_names)
+    return first_free(f"{name}.of_microbatch", work.before.own_names.__contains__)
 
 
 def _put(

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.value_info import Array, Dim, ValueInfo
-from partc.compiler.ir.values import derived
+from partc.runtime.spellings import first_free
 
 T = TypeVar("T", bound=Typed)
 
@@ -32,7 +32,7 @@ class Rewriting(Generic[T]):
 
     def free(self, name: str) -> str:
         """The name, with strokes where the model has it already; it is taken from then on."""
-        found = derived(name, self._names)
+        found = first_free(name, self._names.__contains__)
         self._names.add(found)
         return found
 

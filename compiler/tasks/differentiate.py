@@ -33,7 +33,7 @@ from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.training import Training
-from partc.compiler.ir.values import ValueTable, derived
+from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.kept import operand
@@ -50,6 +50,7 @@ from partc.compiler.tasks.row_gradients import Rows, RowTerm, named_rows
 from partc.compiler.tasks.tables import find_tables
 from partc.compiler.training.loss_scale import STATE, seed_nodes
 from partc.compiler.training.loss_scale import number as scalar
+from partc.runtime.spellings import first_free
 
 _RANK_LOST = (
     "write the model without that op, or freeze the parameter under `train: parameters:`; an EmbeddingBag, which torch exports as a Loop, "
@@ -88,7 +89,7 @@ def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Val
     found: dict[ir.Value, ir.Value] = {}
     for value, info in program.values.items():
         if value.name and value.dtype is not None and value.dtype.is_floating_point():
-            name = derived(f"{value.name}.grad", program.own_names)
+            name = first_free(f"{value.name}.grad", program.own_names.__contains__)
             found[value] = values.add(ir.Value(name=name, type=value.type, shape=value.shape), info)
     return found
 

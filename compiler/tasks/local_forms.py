@@ -15,7 +15,6 @@ from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.ir.values import derived
 from partc.compiler.layout.layout import shards_along
 from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering
@@ -23,6 +22,7 @@ from partc.compiler.lower.kept import operand
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
+from partc.runtime.spellings import first_free
 
 
 class _Shards(dict[str, int]):
@@ -97,7 +97,7 @@ class _Operands:
         def handle(value: Value | None) -> str:
             if value is None:
                 return ""
-            return handles.setdefault(value, derived(str(value), {*handles.values()}))
+            return handles.setdefault(value, first_free(str(value), {*handles.values()}.__contains__))
 
         read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
         made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]

@@ -24,7 +24,6 @@ from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, facts_of, ranks_of
 from partc.compiler.ir.value_info import Array, Shape
-from partc.compiler.ir.values import derived
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Placed
 from partc.compiler.lower.kept import operand
@@ -33,6 +32,7 @@ from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_forms import renamed
+from partc.runtime.spellings import first_free
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ class NodeGradients:
         node, values = instance.node, [*self._operands(instance, form), *self._made(instance, form)]
         there, seeds = dict(form.values), dict[str, str]()
         for out, dy in dys.items():
-            handle = derived(str(dy), {*there} if there.get(str(dy)) is not dy else ())
+            handle = str(dy)
+            if there.get(handle) is not dy:
+                handle = first_free(handle, there.__contains__)
             there[handle], seeds[form.handle(out)] = dy, handle
         nodes, own = form.nodes, node.domain == OWN and is_differentiable(node)
         if own:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ from onnxscript import nn
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.training.trainable import TRAINABLE, trainable_names
+from partc.runtime.spellings import counted, first_free
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 _NAMED = 3
@@ -60,7 +62,9 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
             continue
         own = [name]
         for module in list(readers)[1:]:
-            own.append(_free(f"{module}.{name.rpartition('.')[2]}", f"{name}.{module}", taken))
+            wanted, other = f"{module}.{name.rpartition('.')[2]}", f"{name}.{module}"
+            own.append(first_free(wanted, taken.__contains__, chain([other], counted(f"{other}.", 2))))
+            taken.add(own[-1])
         found.append(Shared(name, tuple(readers), tuple(own), of_file and _repeats(weights[name])))
     return found
 
@@ -162,12 +166,3 @@ def _repeats(value: ir.Value) -> bool:
     return bool(
         (flat[:64] == flat[0]).all() and (flat == flat[0]).all() and np.isfinite(flat[:1].astype(np.float64)).all()
     )
-
-
-def _free(wanted: str, other: str, taken: set[str]) -> str:
-    name, count = wanted if wanted not in taken else other, 1
-    while name in taken:
-        count += 1
-        name = f"{other}.{count}"
-    taken.add(name)
-    return name

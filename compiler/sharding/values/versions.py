@@ -8,6 +8,7 @@ layout, `h@[2, 1]`, unless the model has a value of that name. A partial definit
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
@@ -15,12 +16,12 @@ from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.program import Sharded
 from partc.compiler.ir.sharded import Ranks, ShardedValue, facts_of, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ir.values import derived
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout, shards_along
 from partc.compiler.layout.mesh import normal
 from partc.compiler.sharding.values.operands import input_layout_of, is_derived, output_layout_of, replicated_on
 from partc.compiler.sharding.values.value_versions import ValueVersions
+from partc.runtime.spellings import first_free, stroked
 
 
 def find_versions(program: Sharded, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> ValueVersions:
@@ -242,8 +243,11 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
         known = [one for one in order if one in versions.names]
         apart = (one for one in known if not can_share(one, version) or _made_apart(versions, one, version))
         taken = {versions.names[one] for one in apart}
-        free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
-        versions.names[version] = next(free, None) or derived(wanted[-1], own | taken)
+
+        def is_taken(one: str, taken: Collection[str] = taken) -> bool:
+            return one in taken or (one != allowed and (one in own or one in fed))
+
+        versions.names[version] = first_free(wanted[0], is_taken, chain(wanted[1:], stroked(wanted[-1])))
 
 
 def _is_inside(version: ShardedValue, source: ShardedValue) -> bool:

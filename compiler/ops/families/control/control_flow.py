@@ -42,7 +42,7 @@ def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangen
     wanted, path = list(inside.wanted), _path(g)
     branches = []
     for name in ("then_branch", "else_branch"):
-        body = Body.of(g, g.node.attributes[name].as_graph(), inside.names, f"{path}.grad.{name}.", [])
+        body = Body.of(g, g.node.attributes[name].as_graph(), inside.names, f"{path}.grad.{name}", [])
         cotangents = {out: dy for out, dy in zip(body.outputs, dys, strict=True) if dy}
         made = body.gradient(cotangents, wanted)
         branches.append(ir.AttrGraph(name, body.graph(name, [], [made[one] for one in wanted])))
@@ -71,7 +71,7 @@ def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangen
             else [dim for at, dim in enumerate(value.shape) if at != one.axis % len(value.shape)]
         )
         known.append(ir.Value(type=value.type, shape=None if dims is None else ir.Shape(dims)))
-    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body.", known)
+    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body", known)
     turns = _Turns(g, body, list(range(states)), list(range(states)), elements, along("output", outs), 0)
     return turns.gradient(dys, inside)
 
@@ -84,7 +84,7 @@ def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangen
     turn = ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     going = ir.Value(type=ir.TensorType(ir.DataType.BOOL), const_value=ir.tensor(np.array(True)))
     known = [turn, going, *(_like(g, k) for k in states)]
-    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body.", known)
+    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body", known)
     return _Turns(g, body, [0, *states], states, [], outs, 1).gradient(dys, inside)
 
 
