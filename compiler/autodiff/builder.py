@@ -12,6 +12,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.scope import Scope
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ops.node import Dim, single
 from partc.runtime.spellings import counted, first_free
 
@@ -68,14 +69,14 @@ class GradientBuilder:
     def output(self, k: int) -> str:
         """The node's output `k`; where the node does not make it, it is asked to."""
         if k < len(self.node.outputs) and self.node.outputs[k].name:
-            return str(self.node.outputs[k].name)
+            return name_of(self.node.outputs[k])
         if k not in self.kept:
             self.kept[k] = self.scope.derived(f"{self._path}.output{k}")
             extended = extend(self.node, self.kept)
             copy = self.scope.node(
                 extended.op_type,
-                ["" if value is None else str(value.name) for value in extended.inputs],
-                [value.name or "" for value in extended.outputs],
+                [*map(operand_name, extended.inputs)],
+                [*map(operand_name, extended.outputs)],
                 list(extended.attributes.values()),
                 extended.domain,
             )
@@ -144,7 +145,7 @@ class GradientBuilder:
         static = self.static(x)
         if static is not None:
             return self.constant(np.array(static, np.int64))
-        if x not in {str(value.name) for value in (*self.node.inputs, *self.node.outputs) if value is not None}:
+        if x not in map(operand_name, (*self.node.inputs, *self.node.outputs)):
             return self.Shape(x)
         name = self.scope.derived(f"{x}.shape")
         if name not in self.scope.values:
@@ -200,7 +201,7 @@ def extend(node: ir.Node, outputs: Mapping[int, str]) -> ir.Node:
     """The node with further outputs, by index; the node itself where there are none."""
     if not outputs:
         return node
-    names = [value.name or "" for value in node.outputs]
+    names = [*map(operand_name, node.outputs)]
     names += [""] * (max(outputs) + 1 - len(names))
     for k, name in outputs.items():
         names[k] = name

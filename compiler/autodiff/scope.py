@@ -16,6 +16,7 @@ from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
+from partc.compiler.ir.graph import operand_name
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.ops.node import same
 from partc.runtime.spellings import first_free
@@ -50,7 +51,7 @@ class Scope:
     ) -> None:
         """Takes in values of the forward program; `shapes` are those of the shards, where these differ."""
         for value in values:
-            name = value.name or ""
+            name = operand_name(value)
             if name in self.values or not name:
                 continue
             shape = (shapes or {}).get(name)
@@ -88,7 +89,7 @@ class Scope:
     def add(self, node: ir.Node, *, early: bool = False) -> None:
         """Takes a node in, and infers what it makes."""
         for out in node.outputs:
-            self.values[out.name or ""] = out
+            self.values[operand_name(out)] = out
         self.infer(node)
         (self.early if early else self.nodes).append(node)
 

@@ -122,9 +122,8 @@ class RankTexts:
             cut = "".join(strategies(self.program, source, part.rank)) if itself else ""
             again = f"   Recomputed: {step.again}" if step.again else ""
             path = self.program.paths.get(source, names.label(step))
-            inputs = [None if value is None else names[value] for value in step.inputs]
             lines = [
-                f"  {op_text(step.node, '  ', inputs, names.of(step.outputs))}{cut}{target}",
+                f"  {op_text(step.node, '  ', names.of(step.inputs), names.of(step.outputs))}{cut}{target}",
                 f"      : {signature}",
                 f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "") + again,
             ]

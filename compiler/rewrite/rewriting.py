@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.value_info import Array, Dim, ValueInfo
 from partc.runtime.spellings import first_free
@@ -97,7 +98,7 @@ class Rewriting(Generic[T]):
     def take_place(self, new: ir.Value, old: ir.Value, at: ir.Node) -> None:
         """All readers of `old` read `new`; an output of the graph keeps its name by an Identity in front of `at`."""
         if old.is_graph_output():
-            leaving = self.like(old, old.name or "")
+            leaving = self.like(old, name_of(old))
             self.put(at, "Identity", [new], [leaving], ".output")
             for k, output in enumerate(self.graph.outputs):
                 if output is old:

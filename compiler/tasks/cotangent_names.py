@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import ShardedValue, facts_of
@@ -50,7 +51,7 @@ class CotangentNames:
 
     def spellings(self, instance: NodeOnGroup, version: ShardedValue, layout: Layout) -> list[str]:
         """The names that a node's contribution in a layout may have, in order: the next one where one is taken."""
-        primal = str(version.value.name) if version.layout.partial else str(self._at[version])
+        primal = name_of(version.value) if version.layout.partial else str(self._at[version])
         end = PARTIAL if layout.partial else ""
         path = f"{primal}.grad.{self._program.paths[instance.node]}"
         alone = self._contributions.get(self._whole(version), 0) <= 1 and len(self._readers.get(version.value, ())) <= 1

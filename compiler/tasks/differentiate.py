@@ -28,7 +28,7 @@ from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import PINNED
+from partc.compiler.ir.graph import PINNED, name_of
 from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
@@ -181,7 +181,7 @@ class Backward:
         values |= {
             name: self.job.beside(group, seed, name.removeprefix("seed"))
             for node in made.nodes
-            for name in (out.name or "" for out in node.outputs)
+            for name in (name_of(out) for out in node.outputs)
             if name not in values
         }
         for name, array in made.constants.items():

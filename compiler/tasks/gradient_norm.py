@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.constants import RankConstant
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, ranks_of, split
@@ -36,7 +37,7 @@ class UpdateWriter:
     def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: dict[str, Value]) -> None:
         """Writes nodes over values by handle; those of what they make are added."""
         for value in (value for node in nodes for value in node.outputs if value.name):
-            name = str(value.name)
+            name = name_of(value)
             made = values[name] if name in values else values.setdefault(name, self.job.value(ranks, name))
             if value.type is not None:
                 self._declare(ranks, made, value)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
 from partc.compiler.ir.constants import Constant
+from partc.compiler.ir.graph import name_of, operands_of
 from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
@@ -104,7 +105,7 @@ class _Operands:
         inputs = [handle(operand(comm, instance, k)) for k in range(len(node.inputs))]
         outputs = [handle(table.at[version]) if version.value.name else "" for version in made]
         captured = {
-            value.name or "": handle(table.at[replicated_on(value, instance.group)]) for value in program.around[node]
+            name_of(value): handle(table.at[replicated_on(value, instance.group)]) for value in program.around[node]
         }
         listed = dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True))
         there = {name: version for name, version in listed.items() if version is not None and name}
@@ -150,8 +151,7 @@ def _sets(
 
 def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
     """The node itself where its operands have their own names, else a copy with the names that they have here."""
-    own = [value.name or "" if value is not None else "" for value in node.inputs]
-    if own == inputs and [value.name or "" for value in node.outputs] == outputs:
+    if operands_of(node) == (tuple(inputs), tuple(outputs)):
         return node
     return ir.Node(
         node.domain,

@@ -19,6 +19,7 @@ from partc.compiler.autodiff.engine import Backward as Found
 from partc.compiler.autodiff.engine import RowGradient, differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.local_form import LocalForm, over_values
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Compute, Value
@@ -61,7 +62,7 @@ class NodeGradient:
     @cached_property
     def made(self) -> set[str]:
         """The places of what the backward nodes make."""
-        return {out.name or "" for node in self.found.nodes for out in node.outputs}
+        return {name_of(out) for node in self.found.nodes for out in node.outputs}
 
     @cached_property
     def constants(self) -> dict[str, Array]:
@@ -255,9 +256,9 @@ class NodeGradients:
         """The shapes of values of the forward pass, on ranks that do not have them yet; all get a place in `values`."""
         tail: list[Placed] = []
         for node in one.found.early:
-            name = node.outputs[0].name or ""
+            name = name_of(node.outputs[0])
             assert node.inputs[0] is not None
-            given = values[node.inputs[0].name or ""]
+            given = values[name_of(node.inputs[0])]
             if given not in self._shapes:
                 self._shapes[given] = self.job.value(
                     ranks, *[one.places.text(text) for text in (name, f"{name}.primal")]

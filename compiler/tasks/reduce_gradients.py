@@ -16,6 +16,7 @@ from typing import cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import TaskKind, Value
 from partc.compiler.ir.sharded import Ranks, ShardedValue, ranks_of
@@ -213,10 +214,10 @@ class GradientReduction:
         """Reshards a cotangent to another layout or group; the value there. `only`: nothing is added to it there."""
         if version == target:
             return given
-        job, primal = comm.job, str(target.value.name).removesuffix(".grad")
-        final = sum_spellings(wanted or str(target.value.name), target)
+        job, primal = comm.job, name_of(target.value).removesuffix(".grad")
+        final = sum_spellings(wanted or name_of(target.value), target)
         if not only:
-            final = brought_spellings(str(given), wanted or str(target.value.name), target)
+            final = brought_spellings(str(given), wanted or name_of(target.value), target)
         if version.group != target.group:
             # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a value of its own.
             here = ranks_of(version.group)
@@ -237,7 +238,7 @@ class GradientReduction:
     ) -> Value:
         if len(terms) == 1:
             return terms[0]
-        spellings = sum_spellings(wanted or str(version.value.name), version, final=final)
+        spellings = sum_spellings(wanted or name_of(version.value), version, final=final)
         made = comm.job.value(version.group, *spellings)
         return self._emit(comm, version, "Add" if len(terms) == 2 else "Sum", terms, made)
 

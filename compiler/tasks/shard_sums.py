@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
@@ -53,15 +54,15 @@ class ShardSums:
             elif before is None:
                 self.known.setdefault(one.parameter, []).append(self._summed(one, step, values))
             elif step.total is not step.terms:
-                values[str(step.total.name)] = self._brought(one, step, *before[sums.index(step)])
+                values[name_of(step.total)] = self._brought(one, step, *before[sums.index(step)])
 
     def _summed(self, one: Gradient, step: ShardSum, values: dict[str, Value]) -> tuple[ShardedValue, Value]:
         """Adds terms up over the shards along the dims of a sum; the sum, and its value."""
-        group, layout, name = one.home.group, self._layout(one, step), str(step.total.name)
+        group, layout, name = one.home.group, self._layout(one, step), name_of(step.total)
         local = tuple(step.terms.shape or ())
         shape = ir.Shape([size * layout.num_shards(dim) for dim, size in enumerate(local) if isinstance(size, int)])
         value = typed(self.comm.values, self.program.symbols, ir.Value(name=name, type=step.terms.type, shape=shape))[0]
-        total = terms = values[str(step.terms.name)]
+        total = terms = values[name_of(step.terms)]
         if step.total is not step.terms:
             total = values[name] = self.comm.job.value(group, name)
             axes = tuple(axis for dim in step.dims for axis in one.share.layout.cuts[dim])
@@ -76,7 +77,7 @@ class ShardSums:
         target = ShardedValue(first.value, one.home.group, normal(self._layout(one, step)))
         if target == first:
             return total
-        made = self.comm.job.value(ranks_of(first.group) | ranks_of(target.group), str(step.total.name))
+        made = self.comm.job.value(ranks_of(first.group) | ranks_of(target.group), name_of(step.total))
         return reshard(self.comm, first, total, target, made, _cause(one, step))
 
     def _layout(self, one: Gradient, step: ShardSum) -> Layout:

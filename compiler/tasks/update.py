@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import ShardedValue
@@ -92,7 +93,7 @@ class Updates(UpdateWriter):
         for value, following in self.training.statistics.items():
             for home in self.versions.defs.get(value, ()):
                 made = None if following is None else self._replacing(home, following)
-                self._keep(home, self.at[home], made, value.name or "", "statistics")
+                self._keep(home, self.at[home], made, name_of(value), "statistics")
 
     def _sizes(self, one: Gradient) -> tuple[int, ...]:
         """The shape of what a rank updates of a parameter, which is known."""

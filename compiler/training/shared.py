@@ -20,6 +20,7 @@ import onnx_ir as ir
 from onnxscript import nn
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, trainable_names
 from partc.runtime.spellings import counted, first_free
 
@@ -53,8 +54,8 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
     paths = paths if paths is not None else node_paths(model)
     weights = model.graph.initializers
     of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())
-    taken = {*weights, *(value.name or "" for value in model.graph.inputs)}
-    taken |= {value.name or "" for node in model.graph for value in node.outputs}
+    taken = {*weights, *(name_of(value) for value in model.graph.inputs)}
+    taken |= {operand_name(value) for node in model.graph for value in node.outputs}
     found = []
     for name in names:
         readers = _readers(weights[name], paths) if name in weights else {}

@@ -13,6 +13,7 @@ from itertools import chain
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Sharded
 from partc.compiler.ir.sharded import Ranks, ShardedValue, facts_of, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
@@ -107,7 +108,7 @@ def _as_begun(program: Sharded, versions: ValueVersions) -> None:
     graph, lying = program.model.graph, {} if step is None else step.lying
     inputs = graph.inputs if program.training and program.kind is not ProgramKind.EVALUATION else ()
     for value in (*inputs, *graph.initializers.values()):
-        there = {ShardedValue(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
+        there = {ShardedValue(value, *key): name for key, name in lying.get(name_of(value), {}).items()}
         if there and versions.uses.get(value):
             names = {home: name for home in versions.defs[value] if (name := _name_there(home, there))}
             chosen = names if len(names) == len(versions.defs[value]) else there
@@ -226,7 +227,7 @@ def _made_apart(versions: ValueVersions, one: ShardedValue, other: ShardedValue)
 
 def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
     """Names the versions of a value: none as another value of the model (`own`), or as a scalar that a training step is `fed`."""
-    name = value.name or ""
+    name = name_of(value)
     allowed = "" if name in fed and not value.is_graph_input() else name
     defs, delivered = versions.defs.get(value, []), versions.delivered.get(value, ())
     if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import Bodies, Cotangents
 from partc.compiler.autodiff.subgraph import Body
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ops.node import Dim, same
 from partc.compiler.ops.registry import op
 
@@ -229,8 +230,8 @@ class _Turns:
             if name in node.attributes:
                 changed[name] = ir.AttrInt64s(name, [*node.attributes[name].as_ints(), *[0] * len(names)])
         attributes = [changed.get(one.name, one) for one in node.attributes.values()]
-        outputs = [value.name or "" for value in node.outputs]
-        operands = ["" if value is None else str(value.name) for value in node.inputs]
+        outputs = [operand_name(value) for value in node.outputs]
+        operands = [operand_name(value) for value in node.inputs]
         inside.forward = g.scope.node(node.op_type, operands, [*outputs, *names], attributes)
         inside.forward.name = node.name
         for k, made in zip(self.kept, inside.forward.outputs[len(outputs) :], strict=True):
@@ -239,7 +240,7 @@ class _Turns:
             if one.shape is not None:
                 turns = ir.SymbolicDim(None)
                 made.shape = ir.Shape([turns, *one.shape.dims])
-            g.scope.values[str(made.name)] = made
+            g.scope.values[name_of(made)] = made
         return names
 
     def _element(self, name: str, along: _Along) -> ir.Value:
@@ -281,7 +282,7 @@ def _path(g: GradientBuilder) -> str:
 def _input(g: GradientBuilder, k: int) -> str:
     value = g.node.inputs[k]
     assert value is not None
-    return str(value.name)
+    return name_of(value)
 
 
 def _like(g: GradientBuilder, k: int) -> ir.Value:
