@@ -1,12 +1,16 @@
 """The first free spelling of a name."""
 
-import itertools
+from collections.abc import Iterator
+from itertools import chain, islice
 
-from partc.runtime.spellings import counted, first_free, stroked
+from partc.runtime.spellings import first_free, numbered, stroked
 
 
-def test_a_free_name_is_kept() -> None:
-    assert first_free("h", {"x"}.__contains__) == "h"
+def test_a_free_name_is_kept_and_no_other_spelling_asked_for() -> None:
+    def others(name: str) -> Iterator[str]:
+        raise AssertionError(name)
+
+    assert first_free("h", {"x"}.__contains__, others) == "h"
 
 
 def test_a_taken_name_gets_as_many_strokes_as_make_it_free() -> None:
@@ -15,20 +19,16 @@ def test_a_taken_name_gets_as_many_strokes_as_make_it_free() -> None:
 
 
 def test_other_spellings_are_tried_in_order() -> None:
-    others = itertools.chain(["a.h"], counted("a.h.", 2))
-    assert first_free("h", {"h", "a.h", "a.h.2"}.__contains__, others) == "a.h.3"
+    taken = {"h", "a.h", "a.h.2"}
+    assert first_free("h", taken.__contains__, lambda _: chain(["a.h"], numbered("a.h", ".", 2))) == "a.h.3"
 
 
 def test_spellings_that_are_left_go_on_where_they_were() -> None:
-    left = counted("Relu_")
-    assert [first_free("Relu", {"Relu", "Relu_2"}.__contains__, left) for _ in range(3)] == [
-        "Relu_1",
-        "Relu_3",
-        "Relu_4",
-    ]
+    left, taken = numbered("Relu"), {"Relu", "Relu_2"}
+    assert [first_free("Relu", taken.__contains__, lambda _: left) for _ in range(3)] == ["Relu_1", "Relu_3", "Relu_4"]
 
 
 def test_spellings() -> None:
-    assert [*itertools.islice(stroked("h"), 2)] == ["h'", "h''"]
-    assert [*itertools.islice(counted("s.", 0), 3)] == ["s.0", "s.1", "s.2"]
-    assert [*itertools.islice(counted("{0}_%s"), 1)] == ["{0}_%s1"]
+    assert [*islice(stroked("h"), 2)] == ["h'", "h''"]
+    assert [*islice(numbered("Relu"), 2)] == ["Relu_1", "Relu_2"]
+    assert [*islice(numbered("s", ".", 0), 2)] == ["s.0", "s.1"]

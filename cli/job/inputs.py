@@ -25,7 +25,7 @@ from partc.runtime.data.npy import BROKEN, Archive, read_array, reason
 from partc.runtime.errors import UsageError
 from partc.runtime.execution.symbol_bindings import smallest
 from partc.runtime.files.regular import fault
-from partc.runtime.spellings import counted
+from partc.runtime.spellings import numbered
 
 Value = Array | list[Array] | None
 
@@ -93,7 +93,7 @@ class InputReader:
             return ()
 
     def _items(self, name: str) -> list[str]:
-        return [*takewhile(self.members.__contains__, counted(f"{name}.", 0))]
+        return [*takewhile(self.members.__contains__, numbered(name, ".", 0))]
 
     def _load(self, name: str) -> Array:
         path, member = self.members[name]

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ops.node import Dim, single
-from partc.runtime.spellings import counted, first_free
+from partc.runtime.spellings import first_free, numbered
 
 Name = str | None
 
@@ -194,7 +194,7 @@ class GradientBuilder:
 
     def _first_free(self, name: str, is_taken: Callable[[str], bool]) -> str:
         """The first of `name`, `name2`, `name3` and so on, each with strokes where another value has it, that is not taken."""
-        return first_free(self.scope.derived(name), is_taken, map(self.scope.derived, counted(name, 2)))
+        return first_free(self.scope.derived(name), is_taken, lambda _: map(self.scope.derived, numbered(name, "", 2)))
 
 
 def extend(node: ir.Node, outputs: Mapping[int, str]) -> ir.Node:

@@ -45,7 +45,8 @@ class Names(dict[Value, str]):
         for value, calls in inside.items():
             self._give(value, calls)
         for value in self._places:
-            self._give(value)
+            if value not in self:
+                self._give(value)
 
     def __missing__(self, value: Value) -> str:
         return str(value)

@@ -123,7 +123,7 @@ class RankTexts:
             again = f"   Recomputed: {step.again}" if step.again else ""
             path = self.program.paths.get(source, names.label(step))
             lines = [
-                f"  {op_text(step.node, '  ', names.of(step.inputs), names.of(step.outputs))}{cut}{target}",
+                f"  {op_text(step.node, '  ', names.shown(step.inputs), names.shown(step.outputs))}{cut}{target}",
                 f"      : {signature}",
                 f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "") + again,
             ]

@@ -38,7 +38,7 @@ class _Digest(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
 
-Stored = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+Stored = tuple[str | None, int, tuple[int, ...], tuple[int, ...]]
 """A shard of a weight: its name and the identity of its tensor, into how many shards its dims are cut, and which of them it is."""
 
 
@@ -186,14 +186,8 @@ def shard_text(held: RankTensor) -> str:
 
 def stored(held: RankTensor) -> Stored:
     """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
-    layout = held.version.layout
-    value = held.version.value
-    return (
-        name_of(value),
-        id(value.const_value),
-        layout.shards,
-        layout.shard(held.index),
-    )
+    value, layout = held.version.value, held.version.layout
+    return value.name, id(value.const_value), layout.shards, layout.shard(held.index)
 
 
 def shard_of(held: RankTensor) -> ir.TensorProtocol:

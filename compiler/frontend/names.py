@@ -23,7 +23,7 @@ import onnx_ir as ir
 from partc.compiler.frontend.functions import CALLS
 from partc.compiler.ir.graph import OWN_NAME, nodes_of
 from partc.runtime.errors import one_line
-from partc.runtime.spellings import counted, first_free
+from partc.runtime.spellings import first_free, numbered
 
 ONNXSCRIPT_SCOPES = "pkg.onnxscript.name_scopes"
 TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
@@ -157,9 +157,14 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
         if node.name:
             names[node] = _Name("", node.name, given=True)
             continue
-        spellings = unnamed.setdefault(node.op_type, counted(f"{node.op_type}_", 0))
-        names[node] = _Name("", first_free(next(spellings), given.__contains__, spellings), given=False)
+        names[node] = _Name(
+            "", _next_free(unnamed.setdefault(node.op_type, numbered(node.op_type, begin=0)), given), False
+        )
     return names
+
+
+def _next_free(spellings: Iterator[str], taken: set[str]) -> str:
+    return first_free(next(spellings), taken.__contains__, lambda _: spellings)
 
 
 def _within_calls(node: ir.Node, name: _Name) -> _Name:
@@ -270,8 +275,8 @@ def free_name(name: str, taken: set[str], left: dict[str, Iterator[str]] | None 
 
     `left`: by name the spellings that are left of it, for those who ask for one name many times.
     """
-    others = counted(f"{name}_")
-    found = first_free(name, taken.__contains__, others if left is None else left.setdefault(name, others))
+    spellings = numbered if left is None else lambda name: left.setdefault(name, numbered(name))
+    found = first_free(name, taken.__contains__, spellings)
     taken.add(found)
     return found
 

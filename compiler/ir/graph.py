@@ -28,14 +28,18 @@ def name_of(one: ir.Value | ir.Node) -> str:
 
     The loader has given each of a model its own (`frontend/names.py`), and passes name what they make: ValueError where one did not.
     """
-    if not one.name:
+    name = one.name
+    if not name:
         raise ValueError(f"no pass has given a name to {one!r}")
-    return one.name
+    return name
 
 
 def operand_name(value: ir.Value | None) -> str:
     """The name of what a node reads or makes, '' for an operand that is absent: of outputs these are values, whose name is empty."""
-    return "" if value is None or value.name == "" else name_of(value)
+    if value is None:
+        return ""
+    name = value.name
+    return name_of(value) if name is None else name
 
 
 class Operands(NamedTuple):

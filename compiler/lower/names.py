@@ -7,12 +7,13 @@ ranks 2-3 may have the same one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Ranks
 from partc.compiler.lower.job import Job
-from partc.runtime.spellings import counted, first_free
+from partc.runtime.spellings import first_free, numbered
 
 
 def names_of(job: Job) -> dict[Value, str]:
@@ -21,10 +22,12 @@ def names_of(job: Job) -> dict[Value, str]:
     taken: dict[str, Ranks] = {}
     for value, ranks in job.created.items():
         first = job.derived(value.hint if value.base is None else f"{names.get(value.base) or value.base}{value.hint}")
-        others = chain(map(job.derived, value.others), counted(f"{first}.", 2))
 
         def is_taken(name: str, ranks: Ranks = ranks) -> bool:
             return name in job.reserved or bool(taken.get(name, 0) & ranks)
+
+        def others(first: str, value: Value = value) -> Iterable[str]:
+            return chain(map(job.derived, value.others), numbered(first, ".", 2))
 
         name = names[value] = first_free(first, is_taken, others)
         taken[name] = taken.get(name, 0) | ranks

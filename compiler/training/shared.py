@@ -22,7 +22,7 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, trainable_names
-from partc.runtime.spellings import counted, first_free
+from partc.runtime.spellings import first_free, numbered
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 _NAMED = 3
@@ -63,11 +63,17 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
             continue
         own = [name]
         for module in list(readers)[1:]:
-            wanted, other = f"{module}.{name.rpartition('.')[2]}", f"{name}.{module}"
-            own.append(first_free(wanted, taken.__contains__, chain([other], counted(f"{other}.", 2))))
+            own.append(_own_name(name, module, taken))
             taken.add(own[-1])
         found.append(Shared(name, tuple(readers), tuple(own), of_file and _repeats(weights[name])))
     return found
+
+
+def _own_name(name: str, module: str, taken: set[str]) -> str:
+    """What a module's own copy of a weight is called: as if the module had made it, or after the weight and the module."""
+    other = f"{name}.{module}"
+    spellings = chain([other], numbered(other, ".", 2))
+    return first_free(f"{module}.{name.rpartition('.')[2]}", taken.__contains__, lambda _: spellings)
 
 
 def parameter_sizes(model: ir.Model, paths: Mapping[ir.Node, str] | None = None) -> list[int]:

@@ -7,7 +7,7 @@ layout, `h@[2, 1]`, unless the model has a value of that name. A partial definit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import onnx_ir as ir
@@ -240,7 +240,7 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
     for version in order:
         if version in versions.names:
             continue
-        wanted = _spellings(name, version)
+        first, *others = _spellings(name, version)
         known = [one for one in order if one in versions.names]
         apart = (one for one in known if not can_share(one, version) or _made_apart(versions, one, version))
         taken = {versions.names[one] for one in apart}
@@ -248,7 +248,10 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
         def is_taken(one: str, taken: Collection[str] = taken) -> bool:
             return one in taken or (one != allowed and (one in own or one in fed))
 
-        versions.names[version] = first_free(wanted[0], is_taken, chain(wanted[1:], stroked(wanted[-1])))
+        def spellings(_: str, others: Sequence[str] = others) -> Iterable[str]:
+            return chain(others, stroked(others[-1]))
+
+        versions.names[version] = first_free(first, is_taken, spellings)
 
 
 def _is_inside(version: ShardedValue, source: ShardedValue) -> bool:
