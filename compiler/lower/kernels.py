@@ -60,9 +60,11 @@ class _Fitting:
             self.known.setdefault(value, kind)
         read, made = sorted({one for one in step.inputs if one is not None}, key=str), step.makes
         halves = [one for one in (*read, *made) if self.known.get(one) in _HALVES]
-        if not halves or bodies(node) or all(self._has_kernel(node, self.known[one]) for one in halves):
+        if not halves or bodies(node) or CUDA in (step.target, self.targets.get(step.source)):
             return [step]
-        if CUDA in (step.target, self.targets.get(step.source)):
+        reduction = str(node.attributes.get_string("reduction", "none"))
+        kinds = [kind for one in halves if (kind := self.known[one]) is not None]
+        if all(has_kernel(node.op_type, reduction, kind) for kind in kinds):
             return [step]
         self.changed = True
         before: list[Op] = []
@@ -81,10 +83,6 @@ class _Fitting:
                 new[one] = self._new(one, "unrounded")
                 after.append(self._cast(step, new[one], one, kind))
         return [*before, with_values(step, new), *after]
-
-    def _has_kernel(self, node: ir.Node, kind: ir.DataType | None) -> bool:
-        reduction = str(node.attributes.get_string("reduction", "none"))
-        return kind is not None and has_kernel(node.op_type, reduction, kind)
 
     def _new(self, value: Value, word: str) -> Value:
         found = value.untyped(f".{word}")

@@ -40,7 +40,9 @@ class CotangentNames:
         self._readers: dict[ir.Value, set[ir.Node]] = {}
         for node in flowing(program.reads, program.training):
             for group in program.placement[node].groups:
-                for version in _read(program, NodeOnGroup(node, group)):
+                operands = [k for k, value in enumerate(node.inputs) if value is not None]
+                read = {input_layout_of(program, NodeOnGroup(node, group), k) for k in operands}
+                for version in read | {replicated_on(value, group) for value in program.around[node]}:
                     whole = self._whole(version)
                     self._contributions[whole] = self._contributions.get(whole, 0) + 1
                     self._readers.setdefault(version.value, set()).add(node)
@@ -74,11 +76,3 @@ def brought_spellings(name: str, cotangent: str, version: ShardedValue) -> list[
     primal, _, path = name.removesuffix(PARTIAL).partition(".grad")
     source = path.removeprefix(".") or ("reduced" if f"{primal}.grad" == cotangent else primal)
     return [f"{cotangent}.{source}", f"{cotangent}.{source}@{facts_of(version.group).text}"]
-
-
-def _read(program: Targeted, instance: NodeOnGroup) -> set[ShardedValue]:
-    """What a node on a group reads, by itself or in its bodies, that has a cotangent."""
-    values = enumerate(instance.node.inputs)
-    found = {input_layout_of(program, instance, k) for k, value in values if value is not None}
-    found |= {replicated_on(value, instance.group) for value in program.around[instance.node]}
-    return found

@@ -157,7 +157,11 @@ class Backward:
         seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
         parts = 1 if loss.name in training.records.summed else training.rules.accumulate
-        number = (self._shards() if training.rules.loss.per_rank_mean else 1) / parts
+        shards = 1
+        if training.rules.loss.per_rank_mean:
+            arriving = [home for value in self.program.model.graph.inputs for home in self.versions.defs.get(value, ())]
+            shards = max((home.layout.num_shards(0) for home in arriving if home.layout.cuts), default=1)
+        number = shards / parts
         shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
         made = self.job.value(group, "loss.seed")
         self.job.declare(group, made, self.cotangents[loss], tuple(shape))
@@ -190,11 +194,6 @@ class Backward:
         kept = State(state, replicated_on(given[0], group), None, STATE, "scale", initial=scale.first)
         self.job.kept.add(group, state, kept)
         self.comm.append(group, *over_values(made.nodes, None, values))
-
-    def _shards(self) -> int:
-        """The number of shards in which the batch arrives."""
-        defs = [home for value in self.program.model.graph.inputs for home in self.versions.defs.get(value, ())]
-        return max((home.layout.num_shards(0) for home in defs if home.layout.cuts), default=1)
 
     def _node(self, instance: NodeOnGroup) -> None:
         """Differentiates a node on a group, where a cotangent of an output comes and a parameter changes an input."""

@@ -11,7 +11,7 @@ from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import Compute, Value
-from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, ranks_of, split
+from partc.compiler.ir.sharded import Group, Ranks, ranks_of, split
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.lower.comm import computed
@@ -63,6 +63,7 @@ class GradientNorm(UpdateWriter):
     def of(self, gradients: Sequence[Gradient]) -> Value:
         """Computes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
         terms: dict[Group, dict[str, list[Value]]] = {}
+        """By group, and by the group of which each list holds one shard, the squares of gradients."""
         seen: set[ir.Value] = set()
         for one in gradients:
             if one.parameter in seen:
@@ -73,7 +74,10 @@ class GradientNorm(UpdateWriter):
             self.target = self.program.update_targets.get(one.parameter, "")
             self._add_squares(group, one, squares)
             self.target = ""
-            terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(squares)
+            shards = one.share.holders
+            apart = len(shards) == len(one.share.group)  # every rank has a shard of its own
+            holding = "" if apart else self.comm.group(tuple(ranks for _, ranks in shards))
+            terms.setdefault(group, {}).setdefault(holding, []).append(squares)
         counted: list[tuple[Ranks, Value]] = []
         for group, by_holders in terms.items():
             for holders, squared in by_holders.items():
@@ -107,11 +111,6 @@ class GradientNorm(UpdateWriter):
             self._emit(first, "Mul", [root, inverse], norm)
         value = typed(self.values, self.program.symbols, number_type(str(norm)))[0]
         self.job.outputs.add(first, norm, replicated_on(value, first))
-
-    def _holding(self, home: ShardedValue) -> str:
-        """The group whose lists hold one shard each; "" where every rank has a shard of its own."""
-        holders = home.holders
-        return "" if len(holders) == len(home.group) else self.comm.group(tuple(ranks for _, ranks in holders))
 
     def _add_squares(self, group: Group, one: Gradient, made: Value) -> None:
         """Writes the sum of a gradient's squares, a float32 as all norms are."""

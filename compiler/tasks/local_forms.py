@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.constants import Constant
 from partc.compiler.ir.graph import name_of, operands_of
 from partc.compiler.ir.local_form import LocalForm
@@ -69,10 +69,13 @@ def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalFo
         found.append((form, asked, [group[index] for index in alike]))
         those = {*alike}
         left = [index for index in left if index not in those]
-    if choice is not None and (
-        merged := by_place([(one, ranks) for one, _, ranks in found], _sets(choice, found, group, comm))
-    ):
-        return [(merged, group)]
+    if choice is not None:
+        letters = dict.fromkeys(letter for _, asked, _ in found for letter in asked)
+        axes = tuple(axis for letter in letters for axis in choice.axes[letter])
+        # The sets of ranks that differ in what the rule has asked for, each in the order of shards.
+        sets = comm.subgroups(choice.mesh, axes, group)
+        if merged := by_place([(one, ranks) for one, _, ranks in found], sets):
+            return [(merged, group)]
     return [(form, tuple(ranks)) for form, _, ranks in found]
 
 
@@ -136,17 +139,6 @@ def _form(
     local = Local(node, rule, cut, shards, *names, operands.whole, operands.local, pieces=operands.pieces)
     rule.local(local)
     return operands.form(local.nodes, local.constants), shards.asked
-
-
-def _sets(
-    choice: NodeSharding,
-    found: Sequence[tuple[LocalForm, Mapping[str, int], list[int]]],
-    group: Group,
-    comm: CommLowering,
-) -> tuple[tuple[Group, ...], str]:
-    """The sets of ranks that differ in what a rule has asked for, each in the order of shards."""
-    asked = dict.fromkeys(letter for _, letters, _ in found for letter in letters)
-    return comm.subgroups(choice.mesh, tuple(axis for letter in asked for axis in choice.axes[letter]), group)
 
 
 def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:

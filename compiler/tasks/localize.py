@@ -116,7 +116,8 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
     for version in sorted(uses, key=lambda version: -len(version.group)):
         if version in done:
             continue
-        there = next((one for one in known if one in done and _has(one, version)), None)
+        here = {*version.group}
+        there = next((one for one in known if one in done and here <= {*one.group} and can_share(one, version)), None)
         if there is None:
             source, derived = versions.definition_for(version), version in versions.derived
             comm.values.bind(version, reshard(comm, source, at[source], version, at[version], uses[version], derived))
@@ -125,8 +126,3 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
         else:
             comm.values.bind(version, at[there])
         done.add(version)
-
-
-def _has(there: ShardedValue, wanted: ShardedValue) -> bool:
-    """Whether the ranks of `wanted` hold the same shards of it as part of `there`."""
-    return set(wanted.group) <= set(there.group) and can_share(there, wanted)

@@ -89,7 +89,10 @@ class GradientReduction:
         target = ShardedValue(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.at[main]}.grad"
         if self.training.low_messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in given):
-            low = self._low(target.value)
+            cotangent, kind = target.value, ir.TensorType(ir.DataType.BFLOAT16)
+            low = ir.Value(name=f"{cotangent.name}.bfloat16", type=kind, shape=cotangent.shape)
+            info = self.comm.values[cotangent]
+            self.comm.values.add(low, replace(info, type=type_text(kind), item_bytes=2))
             target, wanted = ShardedValue(low, main.group, share.layout), f"{wanted}.bfloat16"
             given = {
                 ShardedValue(low, one.group, one.layout): [self._rounded(one, low, self._sum(self.comm, one, terms))]
@@ -173,13 +176,6 @@ class GradientReduction:
             other = self._brought(self.update, target, given, wanted, f"{self.at[home]}.grad")
             own = self._own(wanted, other, f"{self.at[home]}.grad")
             self.gradients.append(Gradient(value, home, own, home))
-
-    def _low(self, cotangent: ir.Value) -> ir.Value:
-        """A value for a parameter's gradient in bfloat16."""
-        kind = ir.TensorType(ir.DataType.BFLOAT16)
-        value = ir.Value(name=f"{cotangent.name}.bfloat16", type=kind, shape=cotangent.shape)
-        info = self.comm.values[cotangent]
-        return self.comm.values.add(value, replace(info, type=type_text(kind), item_bytes=2))
 
     def _rounded(self, version: ShardedValue, low: ir.Value, given: Value) -> Value:
         """Rounds a term of a gradient to bfloat16, behind the sum over all parts of a batch."""

@@ -124,7 +124,10 @@ class Updates(UpdateWriter):
         home, group, tensor = self.at[one.home], one.home.group, tensor_of(one.parameter)
         shared = one.share != one.home
         shape = self.values.local_shape(one.share) or ()
-        shard = self._share(one) if shared else home
+        shard = home
+        if shared:
+            cause = f"update of '{one.parameter.name}'"
+            shard = reshard(self.comm, one.home, home, one.share, self.job.beside(group, home, ".share"), cause)
         kind = one.parameter.type
 
         def typed_as(value: Value, ones: Sequence[int] = ()) -> ir.Value:
@@ -194,12 +197,6 @@ class Updates(UpdateWriter):
         listed = typed(self.values, self.program.symbols, ir.Value(name=name, type=one.parameter.type, shape=whole))[0]
         return ShardedValue(listed, one.share.group, normal(without_dims(one.share.layout, dims)))
 
-    def _share(self, one: Gradient) -> Value:
-        """Slices each rank's share of a parameter out of the version that it holds."""
-        home = self.at[one.home]
-        wanted = self.job.beside(one.home.group, home, ".share")
-        return reshard(self.comm, one.home, home, one.share, wanted, f"update of '{one.parameter.name}'")
-
     def _gather(self, one: Gradient, made: Value) -> Value:
         """Gathers the next parameter from the shares that ranks have updated."""
         after = self.job.beside(one.home.group, self.at[one.home], ".next")
@@ -246,7 +243,10 @@ class Updates(UpdateWriter):
         self._declare(everyone, self.scale, number_type())
         self._factor(total)
         if self.training.rules.guarded:
-            self._guard(total)
+            # An output of every rank, which is not finite where any gradient is not.
+            value = typed(self.values, self.program.symbols, number_type(str(total)))[0]
+            self.job.declare(everyone, total, value, ())
+            self.job.outputs.add(everyone, total, replicated_on(value, tuple(range(self.job.size))))
         scale = self.training.scale
         if scale is not None and scale.dynamic:
             state, steps = self.job.number(STATE), self.job.number(STEPS)
@@ -302,9 +302,3 @@ class Updates(UpdateWriter):
             listed = typed(self.values, self.program.symbols, number(str(value), kind))[0]
             self.job.kept.drop(value)
             self._keep(replicated_on(listed, everyone), value, following, name, "scale", initial=initial)
-
-    def _guard(self, total: Value) -> None:
-        """Makes the sum of all squares an output of every rank: it is not finite where any gradient is not."""
-        value = typed(self.values, self.program.symbols, number_type(str(total)))[0]
-        self.job.declare(self.job.everyone, total, value, ())
-        self.job.outputs.add(self.job.everyone, total, replicated_on(value, tuple(range(self.job.size))))
