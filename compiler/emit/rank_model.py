@@ -149,7 +149,7 @@ class RankModels:
 
     def _add_ports(self, graph: onnx.GraphProto, part: RankProgram) -> None:
         """The inputs and outputs, with what is kept from step to step, and the types of all else."""
-        inputs = [*(held.value for held in part.inputs), *(one.value for one in part.kept)]
+        inputs = [*[held.value for held in part.inputs], *[one.value for one in part.kept]]
         graph.input.extend(map(self._type, inputs))
         for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.kept), strict=True):
             if target:

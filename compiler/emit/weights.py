@@ -181,7 +181,7 @@ def shard_text(held: RankTensor) -> str:
     name = name_of(held.version.value)
     if tensor is None or not any(layout.cuts):
         return name
-    return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy()))}]"
+    return f"{name}[{', '.join([f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy())])}]"
 
 
 def stored(held: RankTensor) -> Stored:

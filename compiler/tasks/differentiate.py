@@ -29,9 +29,9 @@ from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import PINNED, name_of
-from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.ir.training import Training
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
@@ -178,22 +178,19 @@ class Backward:
             self.job.constant(group, seed, np.full(shape, number * factor, kind.numpy()))
             return
         state = self.job.number(STATE)
-        made = seed_nodes(STATE, "seed", number, shape, kind)
         given = typed(self.values, self.program.symbols, scalar(STATE, ir.DataType.FLOAT))
-        values = {STATE: state, "seed": seed}
-        values |= {name: self.job.beside(group, seed, name.removeprefix("seed")) for name in made.constants}
-        values |= {
-            name: self.job.beside(group, seed, name.removeprefix("seed"))
-            for node in made.nodes
-            for name in (name_of(out) for out in node.outputs)
-            if name not in values
-        }
-        for name, array in made.constants.items():
-            self.job.constant(group, values[name], array)
+        values = StandIns()
+        own = values.of(seed, ir.TensorType(kind), ir.Shape(shape))
+        made = seed_nodes(values.of(state), own, np.full(shape, number, np.float32))
+        for one in (*made.constants, *(out for node in made.nodes for out in node.outputs)):
+            if one not in values:
+                values[one] = self.job.beside(group, seed, name_of(one).removeprefix(name_of(own)))
+        for one, array in made.constants.items():
+            self.job.constant(group, values[one], array)
         self.job.declare(group, state, *given)
         kept = State(state, replicated_on(given[0], group), None, STATE, "scale", initial=scale.first)
         self.job.kept.add(group, state, kept)
-        self.comm.append(group, *over_values(made.nodes, None, values))
+        self.comm.append(group, *values.ops(made.nodes))
 
     def _node(self, instance: NodeOnGroup) -> None:
         """Differentiates a node on a group, where a cotangent of an output comes and a parameter changes an input."""

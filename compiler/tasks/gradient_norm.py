@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.graph import name_of
-from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.ir.sharded import Group, Ranks, ranks_of, split
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.lower.comm import computed
@@ -34,14 +34,14 @@ class UpdateWriter:
         self._declare(ranks, made, number_type())
         self._write(ranks, computed(op_type, given, [made], None, None, **attributes))
 
-    def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: dict[str, Value]) -> None:
-        """Writes nodes over values by handle; those of what they make are added."""
+    def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: StandIns) -> None:
+        """Writes nodes over values; what they make besides is added to these."""
         for value in (value for node in nodes for value in node.outputs if value.name):
-            name = name_of(value)
-            made = values[name] if name in values else values.setdefault(name, self.job.value(ranks, name))
+            if value not in values:
+                values[value] = self.job.value(ranks, name_of(value))
             if value.type is not None:
-                self._declare(ranks, made, value)
-        self._write(ranks, *over_values(nodes, None, values))
+                self._declare(ranks, values[value], value)
+        self._write(ranks, *values.ops(nodes))
 
     def _write(self, ranks: Group | Ranks, *steps: Compute) -> None:
         self.comm.append(ranks, *(replace(step, target=self.target) for step in steps))

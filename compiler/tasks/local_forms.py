@@ -101,7 +101,9 @@ class _Operands:
         def handle(value: Value | None) -> str:
             if value is None:
                 return ""
-            return handles.setdefault(value, first_free(str(value), {*handles.values()}.__contains__))
+            if value not in handles:
+                handles[value] = first_free(str(value), {*handles.values()}.__contains__)
+            return handles[value]
 
         read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
         made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]

@@ -54,7 +54,7 @@ def localize(program: Targeted) -> Localized:
             comm.declare(home, comm.values.at[home])
             job.inputs.add(home.group, comm.values.at[home], home)
         _make_versions(versions, comm, value, done)
-    comm.pieces = pieces_of(program, (home for _, home, _ in job.inputs))
+    comm.pieces = pieces_of(program, [home for _, home, _ in job.inputs])
     for value in graph.initializers.values():
         _make_versions(versions, comm, value, done)
     forms: dict[NodeOnGroup, tuple[tuple[LocalForm, Group], ...]] = {}
@@ -78,7 +78,7 @@ def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, 
         write_forward(comm, instance)
         return ()
     keep_operands(comm, instance)
-    return tuple((_put(comm, instance, form, ranks), ranks) for form, ranks in local_forms(comm, instance))
+    return tuple([(_put(comm, instance, form, ranks), ranks) for form, ranks in local_forms(comm, instance)])
 
 
 def _put(comm: CommLowering, instance: NodeOnGroup, form: LocalForm, ranks: Group) -> LocalForm:
@@ -98,8 +98,8 @@ def _put(comm: CommLowering, instance: NodeOnGroup, form: LocalForm, ranks: Grou
     job.append(new, form.ops)
     for name, constant in form.constants.items():
         job.constant(new, values[name], constant)
-    versions = (output_layout_of(comm.program, instance, k) for k in range(len(node.outputs)))
-    for version in (one for one in versions if one.value.name):
+    for k in [k for k, out in enumerate(node.outputs) if out.name]:
+        version = output_layout_of(comm.program, instance, k)
         job.declare(new, comm.values.at[version], comm.values.local_value(version), comm.values.local_shape(version))
     return form
 
