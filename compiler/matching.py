@@ -10,7 +10,7 @@ from typing import Literal
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.declared import Declared
-from partc.compiler.ir.graph import OWN_NAME
+from partc.compiler.ir.graph import OWN_NAME, name_of
 from partc.compiler.ir.program import Annotated, Loaded
 from partc.compiler.ir.sharded import Group
 from partc.compiler.plan.groups import Frame, group_of, ranks_text
@@ -255,10 +255,10 @@ def output_ranks(program: Loaded) -> tuple[dict[ir.Value, tuple[tuple[int, ...] 
     decided: dict[ir.Value, tuple[tuple[int, ...] | None, bool]] = dict.fromkeys(outputs, ((0,), False))
     for rule in program.plan.outputs:
         matches = compile_pattern(rule.pattern).matches
-        hit = [value for value in outputs if matches(value.name or "")]
+        hit = [value for value in outputs if matches(name_of(value))]
         decided.update(dict.fromkeys(hit, (rule.ranks, rule.sharded)))
         if not hit:
-            problems.append(_nothing(rule.pattern, rule.where, [value.name or "" for value in outputs], "output"))
+            problems.append(_nothing(rule.pattern, rule.where, [name_of(value) for value in outputs], "output"))
     return decided, problems
 
 
@@ -281,7 +281,7 @@ def _inside(program: Loaded, pattern: str) -> Iterator[tuple[ir.Node, str, ir.No
             if attribute.type != ir.AttributeType.GRAPH:
                 continue
             for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
-                name = inner.name or ""
+                name = name_of(inner)
                 if any(map(matches, (name, str(inner.meta.get(OWN_NAME) or name), f"{path}.{name}"))):
                     yield node, attribute.name, inner
 

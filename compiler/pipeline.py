@@ -26,7 +26,7 @@ from partc.compiler.frontend.huggingface.safetensors_files import CONFIG
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Known, Source
 from partc.compiler.garbage_collection import uncollected
-from partc.compiler.ir.graph import OWN_NAME, is_inside
+from partc.compiler.ir.graph import OWN_NAME, is_inside, name_of
 from partc.compiler.ir.program import Complete, Loaded, Lowered
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.lower import lower
@@ -167,7 +167,7 @@ def start(
 def _arriving(source: Source, plan: Plan) -> Dataset:
     """How inputs arrive: as the plan says, else as the model does."""
     said = plan.dataset if plan.dataset.where or source.declared.dataset is None else source.declared.dataset
-    own = [value.name or "" for value in source.model.graph.inputs]
+    own = [name_of(value) for value in source.model.graph.inputs]
     loss = plan.train.loss if plan.train is not None and plan.train.loss.type != "output" else None
     labels = [loss.labels] if loss is not None and loss.labels not in own else []
     return in_order(said, [*own, *labels], len(own))

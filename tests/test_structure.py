@@ -19,6 +19,7 @@ FOR_THE_COMPILER = (
     "partc.runtime.data.npy",
     "partc.runtime.files",
     "partc.runtime.options",
+    "partc.runtime.spellings",
     "partc.runtime.units",
 )
 """What the compiler knows of the runtime: the contract, the checker of what was written, how

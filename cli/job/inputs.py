@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from partc.runtime.data.npy import BROKEN, Archive, read_array, reason
 from partc.runtime.errors import UsageError
 from partc.runtime.execution.symbol_bindings import smallest
 from partc.runtime.files.regular import fault
+from partc.runtime.spellings import numbered
 
 Value = Array | list[Array] | None
 
@@ -91,10 +93,7 @@ class InputReader:
             return ()
 
     def _items(self, name: str) -> list[str]:
-        found: list[str] = []
-        while f"{name}.{len(found)}" in self.members:
-            found.append(f"{name}.{len(found)}")
-        return found
+        return [*takewhile(self.members.__contains__, numbered(name, ".", 0))]
 
     def _load(self, name: str) -> Array:
         path, member = self.members[name]

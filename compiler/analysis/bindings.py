@@ -12,6 +12,7 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.input_dims import identifier
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Loaded
 from partc.compiler.ir.value_info import SymbolInfo
 from partc.compiler.plan.pattern import nearest
@@ -30,7 +31,7 @@ def bind_inputs(program: Loaded) -> dict[str, SymbolInfo]:
     problems = _input_problems(graph, plan)
     names = _Names(graph, _promises(program))
     for value in graph.inputs:
-        rule = plan.dims.inputs.get(value.name or "")
+        rule = plan.dims.inputs.get(name_of(value))
         if value.shape is None and rule and isinstance(value.type, ir.TensorType | None):
             value.shape = ir.Shape([None] * len(rule.dims))
         if value.shape is None or (rule and len(rule.dims) != len(value.shape)):
@@ -50,7 +51,7 @@ def promised(program: Loaded) -> dict[str, Facts]:
     promises, found = _promises(program), dict[str, Facts]()
     for value in graph.inputs:
         dims = value.shape.dims if value.shape is not None else ()
-        rule = plan.dims.inputs.get(value.name or "")
+        rule = plan.dims.inputs.get(name_of(value))
         asked = rule.dims if rule and len(rule.dims) == len(dims) else (None,) * len(dims)
         for axis, (dim, said) in enumerate(zip(dims, asked, strict=True)):
             if isinstance(dim, int):
@@ -138,7 +139,7 @@ def _promises(program: Loaded) -> dict[str, SymbolInfo]:
 
 def _input_problems(graph: ir.Graph, plan: Plan) -> list[Problem]:
     problems = []
-    by_name = {value.name or "": value for value in graph.inputs}
+    by_name = {name_of(value): value for value in graph.inputs}
     for name, rule in plan.dims.inputs.items():
         value = by_name.get(name)
         if value is None:

@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
+from partc.compiler.ir.graph import name_of
 from partc.compiler.plan.rules import BatchDim
 
 OF_PIECES = "partc.of_pieces"
@@ -37,7 +38,7 @@ def batch_dims(graph: ir.Graph, labels: str = "", said: Mapping[str, BatchDim] |
     later = {_name(dim) for some in dims.values() for dim in some[1:]}
     found: dict[ir.Value, int] = {}
     for value in graph.inputs:
-        own = said.get(value.name or "")
+        own = said.get(name_of(value))
         at = own.dim if own is not None else 0 if value.shape is None else _along(dims.get(value, ()), batch, later)
         if at is not None and (value.shape is None or at < len(value.shape)):
             found[value] = at
@@ -68,7 +69,7 @@ def contradictions(graph: ir.Graph, dims: BatchDims, count: int, where: str) -> 
 
 def wrong_batch_dims(graph: ir.Graph, said: Mapping[str, BatchDim]) -> Iterator[Problem]:
     """Problems of the plan's `batch_dims`: inputs that do not exist, and dims that an input does not have."""
-    inputs = {str(value.name): value for value in graph.inputs}
+    inputs = {name_of(value): value for value in graph.inputs}
     for name, one in said.items():
         if name not in inputs:
             yield Problem(
@@ -90,7 +91,7 @@ def _batch(
     dims: Mapping[ir.Value, tuple[int | ir.SymbolicDim, ...]], labels: str, said: Mapping[str, BatchDim]
 ) -> int | ir.SymbolicDim | None:
     for value, some in dims.items():
-        own = said.get(value.name or "")
+        own = said.get(name_of(value))
         if own is not None and own.dim is not None and own.dim < len(some):
             return some[own.dim]
     given = [value for value in dims if value.name not in said]

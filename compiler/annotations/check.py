@@ -20,6 +20,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import annotation_keys as keys
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Annotated, Typed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import SymbolInfo
@@ -128,7 +129,7 @@ class _Check:
         seen: set[ir.Value] = set()
         for mark in marks.marks:
             value = mark.spec.value
-            operands = [one.name or "" for one in (*node.inputs, *node.outputs) if one is not None and one.name]
+            operands = [name_of(one) for one in (*node.inputs, *node.outputs) if one is not None and one.name]
             if value is None or not value.name:
                 self.problems.append(
                     Problem(where, "a spec names no tensor", "it names an input or output of the node")

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import annotation_keys as keys
+from partc.compiler.ir.graph import name_of
 from partc.compiler.plan.groups import Axes
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import OutputRule, Plan
@@ -166,7 +167,7 @@ def _outputs(model: ir.Model, where: str) -> list[OutputRule]:
         said = keys.mapping(keys.decode(value.metadata_props, keys.DELIVERED), keys.DELIVERED)
         if said:
             ranks = None if said.get("ranks") is None else keys.integers(said["ranks"], keys.DELIVERED)
-            rules.append(OutputRule(literal_pattern(value.name or ""), ranks, where, bool(said.get("cut"))))
+            rules.append(OutputRule(literal_pattern(name_of(value)), ranks, where, bool(said.get("cut"))))
     return rules
 
 

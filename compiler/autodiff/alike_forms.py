@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.value_info import Array
 
 _FEW = 64
@@ -64,7 +65,7 @@ class Requested:
         """Equal for what is alike; None where a node has a body. Fills in `places`."""
         key: list[Hashable] = []
         for value in (*self.values, *self.unknown):
-            key += (places[value.name or ""], *_kind(value, value.const_value))
+            key += (places[name_of(value)], *_kind(value, value.const_value))
         key += [len(self.values), len(self.constants), len(self.ends)]
         for name, array in [pair for some in (self.constants, *self.ends) for pair in some.items()]:
             key += (places[name], array.dtype.str, array.shape, array.tobytes())
@@ -75,7 +76,7 @@ class Requested:
                     return None
                 key += (name, attribute.value)
             for operand in (*node.inputs, *node.outputs):
-                name = "" if operand is None else operand.name or ""
+                name = operand_name(operand)
                 if operand is not None and name and name not in places:
                     key += _kind(operand, ir.convenience.get_const_tensor(operand))
                 key.append(places[name])
@@ -133,4 +134,4 @@ def _values(values: Iterable[ir.Value], places: Places) -> list[ir.Value]:
 
 
 def _value(value: ir.Value, places: Places, constant: ir.TensorProtocol | None) -> ir.Value:
-    return ir.Value(name=places[value.name or ""], type=value.type, shape=value.shape, const_value=constant)
+    return ir.Value(name=places[operand_name(value)], type=value.type, shape=value.shape, const_value=constant)

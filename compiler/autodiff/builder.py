@@ -6,13 +6,15 @@ g.MatMul(dy, g.mT(b))     emits a Transpose and a MatMul, and gives the name of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.scope import Scope
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ops.node import Dim, single
+from partc.runtime.spellings import first_free, numbered
 
 Name = str | None
 
@@ -48,7 +50,7 @@ class GradientBuilder:
             raise AttributeError(op_type)
 
         def emit(*inputs: Name, outputs: int = 1, **attributes: Any) -> Any:
-            base = self._free(op_type)
+            base = self._first_free(f"{self._path}.grad.{op_type}", self.scope.values.__contains__)
             names = [base] if outputs == 1 else [f"{base}.{k}" for k in range(outputs)]
             given = {key: _attribute(value) for key, value in attributes.items() if value is not None}
             arguments = [one or "" for one in inputs]
@@ -67,14 +69,14 @@ class GradientBuilder:
     def output(self, k: int) -> str:
         """The node's output `k`; where the node does not make it, it is asked to."""
         if k < len(self.node.outputs) and self.node.outputs[k].name:
-            return str(self.node.outputs[k].name)
+            return name_of(self.node.outputs[k])
         if k not in self.kept:
             self.kept[k] = self.scope.derived(f"{self._path}.output{k}")
             extended = extend(self.node, self.kept)
             copy = self.scope.node(
                 extended.op_type,
-                ["" if value is None else str(value.name) for value in extended.inputs],
-                [value.name or "" for value in extended.outputs],
+                [*map(operand_name, extended.inputs)],
+                [*map(operand_name, extended.outputs)],
                 list(extended.attributes.values()),
                 extended.domain,
             )
@@ -97,11 +99,12 @@ class GradientBuilder:
         flat = array.ravel()
         text = "_".join(str(one) for one in flat[:6].tolist()) + ("_" if array.ndim else "")
         wanted = f"{self._path}.grad.{array.dtype}_{text}"
-        name, at, known = self.scope.derived(wanted), 1, self.scope.constants
-        while name in known and not (known[name].shape == array.shape and np.array_equal(known[name], array)):
-            at += 1
-            name = self.scope.derived(f"{wanted}{at}")
-        return self.scope.constant(name, array)
+        known = self.scope.constants
+
+        def is_another(name: str) -> bool:
+            return name in known and not (known[name].shape == array.shape and np.array_equal(known[name], array))
+
+        return self.scope.constant(self._first_free(wanted, is_another), array)
 
     def dtype(self, x: str) -> ir.DataType:
         """The type of a value's elements."""
@@ -142,7 +145,7 @@ class GradientBuilder:
         static = self.static(x)
         if static is not None:
             return self.constant(np.array(static, np.int64))
-        if x not in {str(value.name) for value in (*self.node.inputs, *self.node.outputs) if value is not None}:
+        if x not in map(operand_name, (*self.node.inputs, *self.node.outputs)):
             return self.Shape(x)
         name = self.scope.derived(f"{x}.shape")
         if name not in self.scope.values:
@@ -189,19 +192,16 @@ class GradientBuilder:
         rank = self.rank(x)
         return self.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
-    def _free(self, op_type: str) -> str:
-        name, at = self.scope.derived(f"{self._path}.grad.{op_type}"), 1
-        while name in self.scope.values:
-            at += 1
-            name = self.scope.derived(f"{self._path}.grad.{op_type}{at}")
-        return name
+    def _first_free(self, name: str, is_taken: Callable[[str], bool]) -> str:
+        """The first of `name`, `name2`, `name3` and so on, each with strokes where another value has it, that is not taken."""
+        return first_free(self.scope.derived(name), is_taken, lambda _: map(self.scope.derived, numbered(name, "", 2)))
 
 
 def extend(node: ir.Node, outputs: Mapping[int, str]) -> ir.Node:
     """The node with further outputs, by index; the node itself where there are none."""
     if not outputs:
         return node
-    names = [value.name or "" for value in node.outputs]
+    names = [*map(operand_name, node.outputs)]
     names += [""] * (max(outputs) + 1 - len(names))
     for k, name in outputs.items():
         names[k] = name

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient, extend
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.autodiff.unbroadcast import unbroadcast
-from partc.compiler.ir.graph import bodies, captured_by
+from partc.compiler.ir.graph import bodies, captured_by, name_of, operand_name, operands_of
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.ops.node import likeness
 from partc.compiler.ops.registry import entry_of, looks_up_rows, stops_gradient
@@ -149,12 +149,12 @@ def differentiate_nodes(
     looked_up: dict[str, list[RowGradient]] = {}
     for node in reversed(nodes):
         flows = [value is not None and value.name in needed for value in node.inputs]
-        dys = [_total(scope, str(made.name), contributions) if made.name else None for made in node.outputs]
+        dys = [_total(scope, name_of(made), contributions) if made.name else None for made in node.outputs]
         inside = Bodies(around or {}, [name for name in inner[node] if name in needed])
         if not (any(flows) or inside.wanted) or all(dy is None for dy in dys) or stops_gradient(node):
             forward.append(node)
             continue
-        if looks_up_rows(node) and (table := _name(node.inputs[0])) in by_rows:
+        if looks_up_rows(node) and (table := operand_name(node.inputs[0])) in by_rows:
             forward.append(node)
             looked_up.setdefault(table, []).append(_by_rows(node, dys[0], scope))
             continue
@@ -168,16 +168,12 @@ def differentiate_nodes(
     return Backward(gradients, forward[::-1], scope, found_rows)
 
 
-def _name(value: ir.Value | None) -> str:
-    return "" if value is None else value.name or ""
-
-
 def _by_rows(node: ir.Node, dy: str | None, scope: Scope) -> RowGradient:
     """The gradient of the table that a node looks up, as rows."""
     entry = entry_of(node)
     assert entry is not None
     assert entry.gradients.rows is not None
-    return RowGradient(*entry.gradients.rows(GradientBuilder(scope, node, [True]), dy, *map(_name, node.inputs)))
+    return RowGradient(*entry.gradients.rows(GradientBuilder(scope, node, [True]), dy, *map(operand_name, node.inputs)))
 
 
 def _appended(found: Sequence[RowGradient], scope: Scope) -> RowGradient:
@@ -200,14 +196,12 @@ def _infer(
     """Makes the values that nodes read and make known to `scope`, with types and shapes inferred where the nodes have none."""
     for node in nodes:
         scope.know([value for value in node.inputs if value is not None], shapes, constants)
-        names = ["" if value is None else str(value.name) for value in node.inputs]
-        copy = scope.node(
-            node.op_type, names, [v.name or "" for v in node.outputs], list(node.attributes.values()), node.domain
-        )
+        inputs, outputs = operands_of(node)
+        copy = scope.node(node.op_type, inputs, outputs, list(node.attributes.values()), node.domain)
         scope.infer(copy)
         scope.know(list(node.outputs), shapes)
         for out in copy.outputs:
-            known = scope.value(out.name or "")
+            known = scope.value(operand_name(out))
             known.type = known.type or out.type
             known.shape = out.shape if known.shape is None or scope.is_doubtful(copy) else known.shape
 
@@ -237,7 +231,7 @@ def _reversed(
     if not bodies(node):
         dxs, extended = differentiate(node, dys, flows, scope)
         pairs = zip(node.inputs, dxs, strict=True)
-        return [(str(x.name), dx) for x, dx in pairs if dx is not None and x is not None], extended
+        return [(name_of(x), dx) for x, dx in pairs if dx is not None and x is not None], extended
     entry = entry_of(node)
     if entry is None or entry.gradients.body is None:
         raise NoGradient(f"a gradient does not flow into the body of {node.op_type}")
@@ -259,4 +253,4 @@ def _total(scope: Scope, name: str, contributions: dict[str, list[str]]) -> str 
 
 def _captured(node: ir.Node, names: Mapping[str, str]) -> list[str]:
     """What the bodies of the node read from around it, by the names that these have there."""
-    return list(dict.fromkeys(names.get(value.name or "", value.name or "") for value in captured_by(node)))
+    return list(dict.fromkeys(names.get(name_of(value), name_of(value)) for value in captured_by(node)))

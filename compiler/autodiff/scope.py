@@ -16,9 +16,10 @@ from partc.compiler.analysis.shape_extents import BROADCASTING
 from partc.compiler.analysis.shape_rules import tolerant_rules
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
+from partc.compiler.ir.graph import operand_name
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.ir.values import derived
 from partc.compiler.ops.node import same
+from partc.runtime.spellings import first_free
 
 OPSETS = {"": 21, "com.microsoft": 1}
 _SIZED_BY_A_VALUE = {"Split": 1, "Squeeze": 1}
@@ -50,7 +51,7 @@ class Scope:
     ) -> None:
         """Takes in values of the forward program; `shapes` are those of the shards, where these differ."""
         for value in values:
-            name = value.name or ""
+            name = operand_name(value)
             if name in self.values or not name:
                 continue
             shape = (shapes or {}).get(name)
@@ -72,7 +73,7 @@ class Scope:
 
     def derived(self, name: str) -> str:
         """The name, with strokes where another value has it."""
-        return derived(name, self.reserved)
+        return first_free(name, self.reserved.__contains__)
 
     def value(self, name: str) -> ir.Value:
         """The value of a name; one of which nothing is known where the name is new."""
@@ -88,7 +89,7 @@ class Scope:
     def add(self, node: ir.Node, *, early: bool = False) -> None:
         """Takes a node in, and infers what it makes."""
         for out in node.outputs:
-            self.values[out.name or ""] = out
+            self.values[operand_name(out)] = out
         self.infer(node)
         (self.early if early else self.nodes).append(node)
 

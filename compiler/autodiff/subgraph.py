@@ -14,8 +14,9 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
-from partc.compiler.ir.graph import captured_by
+from partc.compiler.ir.graph import captured_by, name_of, operand_name
 from partc.compiler.ops.registry import draws
+from partc.runtime.spellings import first_free
 
 Outer = Callable[[ir.Value], ir.Value]
 
@@ -34,19 +35,24 @@ class Body:
 
     @staticmethod
     def of(
-        g: GradientBuilder, graph: ir.Graph, names: Mapping[str, str], prefix: str, inputs: Sequence[ir.Value]
+        g: GradientBuilder, graph: ir.Graph, names: Mapping[str, str], path: str, inputs: Sequence[ir.Value]
     ) -> Body:
         """A body of the node that `g` differentiates; `names` of what it reads from around, `inputs` what is known of its own.
+
+        What it makes is called after `path`, with strokes where other values are called after it.
 
         An input that is a constant becomes a node. Raises NoGradient where doing the body again would not give the same.
         """
         around, own = dict[str, ir.Value](), dict[str, ir.Value]()
-        while any(name.startswith(prefix) for name in g.scope.reserved):
-            prefix = f"{prefix[:-1]}'."
+
+        def is_taken(path: str) -> bool:
+            return any(name.startswith(f"{path}.") for name in g.scope.reserved)
+
+        prefix = f"{first_free(path, is_taken)}."
         scope = Scope(reserved=frozenset(_named(prefix, name) for name in _names(graph)), known=g.scope.known)
 
         def outer(value: ir.Value) -> ir.Value:
-            name = names.get(value.name or "", value.name or "")
+            name = names.get(name_of(value), name_of(value))
             if name not in around:
                 around[name] = g.scope.values.get(name, value)
                 scope.know([around[name]])
@@ -57,20 +63,20 @@ class Body:
             name = f"{prefix}{value.name}"
             if known.const_value is not None:
                 nodes.append(_constant(name, known.const_value.numpy()))
-                own[value.name or ""] = nodes[-1].outputs[0]
+                own[name_of(value)] = nodes[-1].outputs[0]
             else:
-                own[value.name or ""] = ir.Value(name=name, type=known.type or value.type, shape=known.shape)
+                own[name_of(value)] = ir.Value(name=name, type=known.type or value.type, shape=known.shape)
         scope.know(own.values())
-        taken = [str(one.name) for one in own.values()]
+        taken = [name_of(one) for one in own.values()]
         nodes += _copies(graph, prefix, own, outer)
         if drawn := next((one.op_type for one in _every(nodes) if draws(one)), None):
             raise NoGradient(f"{drawn} in the body of {g.node.op_type} draws other numbers when the body is done again")
         made = []
         for k, value in enumerate(graph.outputs):
-            source = own.get(value.name or "") or outer(value)
+            source = own.get(name_of(value)) or outer(value)
             out = ir.Value(name=scope.derived(f"{prefix}output{k}"), type=source.type)
             nodes.append(ir.Node("", "Identity", [source], outputs=[out], name=out.name))
-            made.append(str(out.name))
+            made.append(name_of(out))
         return Body(g, prefix, nodes, taken, made, scope)
 
     def fresh(self, name: str, like: ir.Value) -> str:
@@ -115,18 +121,18 @@ class Body:
         for node in reversed(self.nodes):
             if any(out.name in needed for out in node.outputs):
                 kept.append(node)
-                needed.update(one.name or "" for one in (*node.inputs, *captured_by(node)) if one is not None)
+                needed.update(map(operand_name, (*node.inputs, *captured_by(node))))
         own, around = dict[str, ir.Value](), dict[str, ir.Value]()
         for one in inputs:
             known = self.scope.value(one)
             own[one] = ir.Value(name=one, type=known.type, shape=known.shape)
         ports = [own[one] for one in inputs]
         nodes = _linked(
-            reversed(kept), self.prefix, own, lambda v: around.setdefault(v.name or "", ir.Value(name=v.name))
+            reversed(kept), self.prefix, own, lambda v: around.setdefault(name_of(v), ir.Value(name=v.name))
         )
         made = [own[out] for out in outputs]
         for value in made:  # onnxruntime wants the shapes of what a Scan stacks
-            known = self.scope.value(str(value.name))
+            known = self.scope.value(name_of(value))
             value.type, value.shape = known.type, known.shape
         return ir.Graph(ports, made, nodes=nodes, name=f"{self.prefix}{name}", opset_imports={"": 21})
 
@@ -149,8 +155,8 @@ def _names(graph: ir.Graph) -> Iterable[str]:
         attr.as_graph() for node in nodes for attr in node.attributes.values() if attr.type == ir.AttributeType.GRAPH
     ]
     for part in (graph, *inner):
-        yield from (str(value.name) for value in (*part.inputs, *part.initializers.values()))
-    yield from (str(value.name) for node in nodes for value in node.outputs)
+        yield from (name_of(value) for value in (*part.inputs, *part.initializers.values()))
+    yield from (operand_name(value) for node in nodes for value in node.outputs)
 
 
 def _linked(nodes: Iterable[ir.Node], prefix: str, own: dict[str, ir.Value], outer: Outer) -> list[ir.Node]:
@@ -159,8 +165,8 @@ def _linked(nodes: Iterable[ir.Node], prefix: str, own: dict[str, ir.Value], out
     for node in nodes:
         inputs = [None if one is None or not one.name else own.get(one.name) or outer(one) for one in node.inputs]
         attributes = [_nested(attr, prefix, own, outer) for attr in node.attributes.values()]
-        outputs = [ir.Value(name=_named(prefix, one.name or ""), type=one.type) for one in node.outputs]
-        own.update((old.name or "", new) for old, new in zip(node.outputs, outputs, strict=True) if old.name)
+        outputs = [ir.Value(name=_named(prefix, operand_name(one)), type=one.type) for one in node.outputs]
+        own.update((name_of(old), new) for old, new in zip(node.outputs, outputs, strict=True) if old.name)
         name = outputs[0].name
         copy = ir.Node(
             node.domain, node.op_type, inputs, attributes, overload=node.overload, outputs=outputs, name=name
@@ -175,10 +181,10 @@ def _nested(attr: ir.Attr, prefix: str, own: Mapping[str, ir.Value], outer: Oute
         return attr
     graph, known, ports = attr.as_graph(), dict(own), list[ir.Value]()
     for value in graph.inputs:
-        ports.append(ir.Value(name=_named(prefix, value.name or ""), type=value.type, shape=value.shape))
-        known[value.name or ""] = ports[-1]
+        ports.append(ir.Value(name=_named(prefix, name_of(value)), type=value.type, shape=value.shape))
+        known[name_of(value)] = ports[-1]
     nodes = _copies(graph, prefix, known, outer)
-    made = [known.get(value.name or "") or outer(value) for value in graph.outputs]
+    made = [known.get(name_of(value)) or outer(value) for value in graph.outputs]
     return ir.AttrGraph(attr.name, ir.Graph(ports, made, nodes=nodes, name=graph.name, opset_imports={"": 21}))
 
 

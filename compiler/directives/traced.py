@@ -19,6 +19,7 @@ from partc.compiler.directives.calls import Region, TracedCall, bound_op
 from partc.compiler.directives.recorder import Recorder, recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.target import is_default_device, named_target
+from partc.runtime.spellings import first_free, numbered
 
 
 def wrong_device(device: object, where: str) -> Iterator[Problem]:
@@ -103,10 +104,7 @@ def _scope(builder: GraphBuilder, name: str | None, record: Recorder | None) -> 
         return
     calls = (*record.shards, *record.calls) if record else ()
     taken = {region.path for call in calls for region in call.regions if region.node is None}
-    path, k = ".".join([*around, name]), 0
-    while path in taken:
-        k += 1
-        path = ".".join([*around, f"{name}_{k}"])
+    path = first_free(".".join([*around, name]), taken.__contains__, numbered)
     with within_scope(builder, path.rpartition(".")[2]):
         yield path
 

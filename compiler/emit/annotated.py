@@ -19,6 +19,7 @@ from partc.compiler.emit.whole import save_unsharded
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.frontend.functions import CALLS
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout
@@ -221,7 +222,7 @@ def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
             for instance, k in ((NodeOnGroup(use.node, group), use.idx) for use in value.uses())
             if instance in program.choices
         ):
-            found[value.name or ""] = list(_arrivals(program, value))
+            found[name_of(value)] = list(_arrivals(program, value))
     return found
 
 

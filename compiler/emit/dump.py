@@ -99,7 +99,7 @@ def _head(program: Loaded, title: str) -> list[str]:
 
 
 def _listing(title: str, rows: Sequence[str]) -> list[str]:
-    return [f"# {title}: {len(rows)}", *(f"#   {row}" for row in rows)]
+    return [f"# {title}: {len(rows)}", *[f"#   {row}" for row in rows]]
 
 
 def _holders(program: Lowered) -> tuple[dict[ir.Value, list[int]], dict[ir.Value, list[int]]]:
@@ -147,7 +147,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _signature(program: Loaded, values: Sequence[ir.Value | None]) -> str:
-    return f"({', '.join(_type(program, value) for value in values)})"
+    return f"({', '.join([_type(program, value) for value in values])})"
 
 
 def _typed(program: Loaded, value: ir.Value) -> str:

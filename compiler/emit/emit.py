@@ -116,7 +116,9 @@ def _write_ranks(
         file, shared = fmt.rank_file(part.rank, name), tuple(sorted(found))
         for rank in shared:
             by_rank[rank] = file
-        files[file] = _write(folder, file, data + _of_ranks(shared))
+        of_ranks = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=ranks_text(shared))
+        more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
+        files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
         bodies.append((shared, texts.of(part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))
@@ -126,12 +128,6 @@ def _write_ranks(
     for file, text in whole.items():
         files[fmt.dump_file(file, name)] = _write_text(folder, fmt.dump_file(file, name), text)
     return by_rank
-
-
-def _of_ranks(ranks: Sequence[int]) -> bytes:
-    """The metadata of a rank file about its ranks, as bytes to append: concatenated protobuf messages are merged."""
-    entry = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=ranks_text(ranks))
-    return bytes(onnx.ModelProto(metadata_props=[entry]).SerializeToString(deterministic=True))
 
 
 def _write_text(folder: Path, file: str, text: str) -> fmt.FileRecord:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from partc.compiler.ir.drawn import law_of
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import RankProgram, State
 
@@ -51,7 +52,7 @@ def _with_laws(
         for value, held in drawn.items():
             law = law_of(held.version.value)
             assert law is not None
-            own = kept.get(value) or State(value, held.version, None, held.version.value.name or "", "parameter")
+            own = kept.get(value) or State(value, held.version, None, name_of(held.version.value), "parameter")
             kept[value] = replace(own, initial=law)
         weights = tuple(held for held in part.weights if held.value not in drawn)
         cache[key] = replace(part, weights=weights, kept=tuple(kept.values()))

@@ -22,7 +22,7 @@ def value_text(program: Typed, value: ir.Value, shape: Shape | None) -> str:
         return f"<{info.type}, ({', '.join(map(str, shape))})>"
     if value.shape is None:
         return f"<{info.type}, ?>"
-    dims = ", ".join(str(d) if isinstance(d, int) else "?" for d in value.shape.dims)
+    dims = ", ".join([str(d) if isinstance(d, int) else "?" for d in value.shape.dims])
     return f"<{info.type}, ({dims})>"
 
 
@@ -44,10 +44,8 @@ def part_of(program: Typed, copy: ShardedValue, ranks: Sequence[int]) -> str:
         return ""
     box = copy.layout.box(copy.places[ranks[0]], sizes)
     if not _alike(copy.layout, facts_of(copy.group), facts_of(tuple(ranks))):
-        return (
-            f"   Shard: ({', '.join(str(end - begin) for begin, end in box)}) of ({', '.join(map(str, sizes))}) by rank"
-        )
-    return f"   Shard: [{', '.join(f'{begin}:{end}' for begin, end in box)}] of ({', '.join(map(str, sizes))})"
+        return f"   Shard: ({', '.join([str(end - begin) for begin, end in box])}) of ({', '.join(map(str, sizes))}) by rank"
+    return f"   Shard: [{', '.join([f'{begin}:{end}' for begin, end in box])}] of ({', '.join(map(str, sizes))})"
 
 
 def strategies(program: Sharded, node: ir.Node, rank: int | None = None) -> Iterator[str]:
@@ -71,5 +69,5 @@ def cut_text(program: Sharded, node: ir.Node, rank: int | None = None) -> Iterat
     for choice in _choices(program, node, rank):
         if choice.cut:
             yield ", ".join(
-                f"{factor} in {shards} by {choice.why.get(factor, '?')}" for factor, shards in choice.cut.items()
+                [f"{factor} in {shards} by {choice.why.get(factor, '?')}" for factor, shards in choice.cut.items()]
             )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.node import axis_of, constant_ints, dims, operand, rank_of
 from partc.runtime.artifact.format import IdsRecord
 
@@ -33,18 +34,18 @@ def looked_up(value: ir.Value) -> list[IdsRecord]:
     """The tables whose rows an input names, each with the places of the ids; tables of one size at the same places are one record."""
     if value.dtype is None or not _is_id(value.dtype):
         return []
-    found: dict[tuple[int, tuple[int, ...], int], str] = {}
+    found: dict[tuple[int, tuple[int, ...], int], ir.Value] = {}
     for elements, table, rows in _tables(value, _Elements(), set()):
         found.setdefault((elements.axis, elements.places or (), rows), table)
     return [
-        IdsRecord(table=table, rows=rows, axis=axis, places=list(places))
+        IdsRecord(table=name_of(table), rows=rows, axis=axis, places=list(places))
         for (axis, places, rows), table in found.items()
     ]
 
 
 def _tables(
     value: ir.Value, elements: _Elements, seen: set[tuple[ir.Value, _Elements]]
-) -> Iterator[tuple[_Elements, str, int]]:
+) -> Iterator[tuple[_Elements, ir.Value, int]]:
     if (value, elements) in seen:
         return
     seen.add((value, elements))
@@ -58,7 +59,7 @@ def _tables(
             yield from _tables(out, after, seen)
 
 
-def _rows(node: ir.Node, elements: _Elements) -> Iterator[tuple[_Elements, str, int]]:
+def _rows(node: ir.Node, elements: _Elements) -> Iterator[tuple[_Elements, ir.Value, int]]:
     """What a Gather looks up in a weight of known rows."""
     table = operand(node, 0)
     sizes = dims(table)
@@ -66,7 +67,7 @@ def _rows(node: ir.Node, elements: _Elements) -> Iterator[tuple[_Elements, str, 
         return
     rows = sizes[axis_of(node, len(sizes), 0)]
     if isinstance(rows, int) and rows > 0:
-        yield elements, table.name or "", rows
+        yield elements, table, rows
 
 
 def _after(node: ir.Node, k: int, elements: _Elements) -> Iterator[tuple[_Elements, ir.Value]]:

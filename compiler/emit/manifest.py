@@ -10,6 +10,7 @@ import onnx_ir as ir
 from partc.compiler.dims.facts import Facts
 from partc.compiler.emit.looked_up import looked_up
 from partc.compiler.emit.names import Names
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Call, Comm, Copy, Event, Op, RankTensor, State, Value
@@ -91,7 +92,7 @@ def _training(program: Complete) -> fmt.TrainingRecord | None:
     """The training record, in the manifest of the step's program alone."""
     if program.training is None or program.kind is not ProgramKind.STEP:
         return None
-    guard = "".join(str(value.name) for value in _guards(program) if value.name != fmt.GRADIENT_NORM)
+    guard = "".join(name_of(value) for value in _guards(program) if value.name != fmt.GRADIENT_NORM)
     return program.training.record().model_copy(update={"guard": guard})
 
 
@@ -199,15 +200,14 @@ def _port(program: Complete, value: ir.Value, held: Sequence[tuple[Group, RankTe
     for some, one in held:
         holders.setdefault(one.version, []).extend(some)
     ranks, boxes = _lying(holders) if holders else ([], None)
+    name = name_of(value)
     return fmt.Port(
-        name=value.name or "",
+        name=name,
         type=info.type,
         shape=_shape(info.shape),
         ranks=ranks,
         boxes=boxes,
-        labels=program.training.records.labels.get(value.name or "")
-        if program.training and value.is_graph_input()
-        else None,
+        labels=program.training.records.labels.get(name) if program.training and value.is_graph_input() else None,
         ids=looked_up(value) if value.is_graph_input() else [],
         batch_dim=program.batch_dims.get(value, 0) if value.is_graph_input() else 0,
     )

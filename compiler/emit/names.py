@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Call, Compute, Op, Value
+from partc.runtime.spellings import first_free
 
 
 class Names(dict[Value, str]):
@@ -44,7 +45,8 @@ class Names(dict[Value, str]):
         for value, calls in inside.items():
             self._give(value, calls)
         for value in self._places:
-            self._give(value)
+            if value not in self:
+                self._give(value)
 
     def __missing__(self, value: Value) -> str:
         return str(value)
@@ -71,13 +73,16 @@ class Names(dict[Value, str]):
         """The name of a value; one that has none gets it, behind that of the value after which it is named."""
         if value in self:
             return self[value]
-        name = value.hint if value.base is None else self._give(value.base) + value.hint
+        hint = value.hint if value.base is None else self._give(value.base) + value.hint
         places, taken, inside = self._places.get(value, 0), self._taken, self._inside
-        while taken.get(name, 0) & places or any(
-            inside.get(name, 0) & row or any(taken.get(f"{name}.{k}", 0) & row for k in numbers)
-            for row, numbers in calls
-        ):
-            name += "'"
+
+        def is_taken(name: str) -> bool:
+            return bool(taken.get(name, 0) & places) or any(
+                inside.get(name, 0) & row or any(taken.get(f"{name}.{k}", 0) & row for k in numbers)
+                for row, numbers in calls
+            )
+
+        name = first_free(hint, is_taken)
         if places:
             taken[name] = taken.get(name, 0) | places
         for row, _ in calls:

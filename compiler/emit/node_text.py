@@ -11,24 +11,26 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.ir.graph import operand_name
 
 _LONG = 16
 
 
 def node_text(node: ir.Node, indent: str) -> str:
     """A node with its attributes on one line; bodies follow on lines of their own, deeper than `indent`."""
-    inputs = [None if value is None else value.name or "" for value in node.inputs]
-    return op_text(node, indent, inputs, [value.name or "" for value in node.outputs])
+    return op_text(node, indent, _shown(node.inputs), _shown(node.outputs))
 
 
-def op_text(node: ir.Node, indent: str, inputs: Sequence[str | None], outputs: Sequence[str]) -> str:
-    """A node over operands of these names."""
+def op_text(node: ir.Node, indent: str, ins: str, outs: str) -> str:
+    """A node over operands that are shown so: `%x, _`."""
     op = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-    outs = ", ".join([f"%{name}" if name else "_" for name in outputs])
-    ins = ", ".join(["_" if name is None else f"%{name}" for name in inputs])
     given = sorted(node.attributes.data.items())
     attributes = ", ".join([f"{name}: {_attribute(attr, indent)}" for name, attr in given])
     return f"{outs} = {op}({ins})" + (f" {{{attributes}}}" if attributes else "")
+
+
+def _shown(values: Sequence[ir.Value | None]) -> str:
+    return ", ".join([f"%{name}" if (name := operand_name(value)) else "_" for value in values])
 
 
 def _attribute(attr: ir.Attr, indent: str) -> str:

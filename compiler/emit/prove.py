@@ -67,10 +67,10 @@ def _violated(violations: Sequence[Violation], whole: onnx.ModelProto, name: str
 def _unsharded(model: ir.Model) -> onnx.ModelProto:
     """The model with its large weights as inputs."""
     light = model.clone()
-    for value in list(light.graph.initializers.values()):
+    for name, value in list(light.graph.initializers.items()):
         if value.const_value is not None and value.const_value.nbytes > _INLINE_BYTES:
             value.const_value = None
-            light.graph.initializers.pop(value.name or "")
+            light.graph.initializers.pop(name)
             if value not in light.graph.inputs:
                 light.graph.inputs.append(value)
     return ir.serde.serialize_model(light)

@@ -31,10 +31,10 @@ from partc.compiler.ir.programs import (
     constants_of,
 )
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.ir.values import derived
 from partc.compiler.training.optimizer_functions import functions as optimizer_functions
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.release import release
+from partc.runtime.spellings import first_free
 
 _OLDEST_IR, _NEWEST_IR = 11, 13
 _ORDER = {task: k for k, task in enumerate(TaskKind)}
@@ -169,7 +169,7 @@ class RankModels:
 
     def _add_ports(self, graph: onnx.GraphProto, part: RankProgram) -> None:
         """The inputs and outputs, with what is kept from step to step, and the types of all else."""
-        inputs = [*(held.value for held in part.inputs), *(one.value for one in part.kept)]
+        inputs = [*[held.value for held in part.inputs], *[one.value for one in part.kept]]
         graph.input.extend(map(self._type, inputs))
         for port, target in zip(graph.input[len(part.inputs) :], (one.target for one in part.kept), strict=True):
             if target:
@@ -298,7 +298,7 @@ def _name_apart(node: onnx.NodeProto, named: set[str]) -> None:
     """Names a node by what it makes where another one of the program has its name: two of one name are no valid program."""
     if node.name in named:
         node.name = f"{node.name} -> {next(filter(None, node.output), '')}"
-    node.name = derived(node.name, named)
+    node.name = first_free(node.name, named.__contains__)
     named.add(node.name)
 
 

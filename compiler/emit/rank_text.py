@@ -122,9 +122,8 @@ class RankTexts:
             cut = "".join(strategies(self.program, source, part.rank)) if itself else ""
             again = f"   Recomputed: {step.again}" if step.again else ""
             path = self.program.paths.get(source, names.label(step))
-            inputs = [None if value is None else names[value] for value in step.inputs]
             lines = [
-                f"  {op_text(step.node, '  ', inputs, names.of(step.outputs))}{cut}{target}",
+                f"  {op_text(step.node, '  ', names.shown(step.inputs), names.shown(step.outputs))}{cut}{target}",
                 f"      : {signature}",
                 f"      # Scope: {path}" + (f"   Rule: {placed.rule}" if placed else "") + again,
             ]
@@ -135,7 +134,8 @@ class RankTexts:
 
     def _comm_lines(self, step: Comm, kinds: _Kinds) -> list[str]:
         outs, ins = self.names.shown(step.outputs), self.names.shown(step.inputs)
-        attributes = ", ".join(f"{key}: {_plain(value)}" for key, value in {**step.attributes, "tag": step.tag}.items())
+        given = {**step.attributes, "tag": step.tag}.items()
+        attributes = ", ".join([f"{key}: {[*one] if isinstance(one, tuple) else one}" for key, one in given])
         return [
             f"  {outs + ' = ' if outs else ''}{step.op_type}({ins}) {{{attributes}}}",
             f"      : {kinds.of(step.inputs)} -> {kinds.of(step.outputs)}",
@@ -156,21 +156,15 @@ class _Kinds:
             assert value is not None
             shared = self._of.types
             if value not in shared:
-                shared[value] = self._text(value)
+                if value.of is not None:
+                    shared[value] = self._of.value(value.of, value.shape)
+                else:
+                    shared[value] = "<>" if value.constant is None else f"<{_constant(value.constant)}>"
             self._texts[value] = shared[value]
         return self._texts[value]
 
     def of(self, values: Sequence[Value | None]) -> str:
         return f"({', '.join([self._texts.get(value) or self[value] for value in values])})"
-
-    def _text(self, value: Value) -> str:
-        if value.of is not None:
-            return self._of.value(value.of, value.shape)
-        return "<>" if value.constant is None else f"<{_constant(value.constant)}>"
-
-
-def _plain(value: int | str | tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def _constant(constant: Constant) -> str:

@@ -20,6 +20,7 @@ import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.emit.names import Names
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
 from partc.runtime.artifact.format import FileRecord, weights_file
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
@@ -37,7 +38,7 @@ class _Digest(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
 
-Stored = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+Stored = tuple[str | None, int, tuple[int, ...], tuple[int, ...]]
 """A shard of a weight: its name and the identity of its tensor, into how many shards its dims are cut, and which of them it is."""
 
 
@@ -177,22 +178,16 @@ def owners(held_by: Mapping[int, Sequence[RankTensor]], known: Collection[Stored
 def shard_text(held: RankTensor) -> str:
     """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
     tensor, layout = held.version.value.const_value, held.version.layout
-    name = held.version.value.name or ""
+    name = name_of(held.version.value)
     if tensor is None or not any(layout.cuts):
         return name
-    return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy()))}]"
+    return f"{name}[{', '.join([f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy())])}]"
 
 
 def stored(held: RankTensor) -> Stored:
     """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
-    layout = held.version.layout
-    value = held.version.value
-    return (
-        value.name or "",
-        id(value.const_value),
-        layout.shards,
-        layout.shard(held.index),
-    )
+    value, layout = held.version.value, held.version.layout
+    return value.name, id(value.const_value), layout.shards, layout.shard(held.index)
 
 
 def shard_of(held: RankTensor) -> ir.TensorProtocol:
@@ -212,7 +207,7 @@ def shard_of(held: RankTensor) -> ir.TensorProtocol:
             (end - begin) * row,
             tensor.dtype,
             shape=shape,
-            name=held.version.value.name or "",
+            name=name_of(held.version.value),
             base_dir=tensor.base_dir,
         )
 

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from partc.compiler.frontend.functions import CALLS
 from partc.compiler.ir.graph import OWN_NAME, nodes_of
 from partc.runtime.errors import one_line
+from partc.runtime.spellings import first_free, numbered
 
 ONNXSCRIPT_SCOPES = "pkg.onnxscript.name_scopes"
 TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
@@ -106,12 +107,12 @@ def _paths(names: Mapping[ir.Node, _Name], owner: str) -> dict[ir.Node, str]:
         for node, name in names.items()
     }
     taken: set[str] = set()
-    following: dict[str, int] = {}
+    left: dict[str, Iterator[str]] = {}
     found: dict[ir.Node, str] = {}
     for given in (True, False):
         for node, name in names.items():
             if name.given is given:
-                found[node] = free_name(whole[node], taken, following)
+                found[node] = free_name(whole[node], taken, left)
     return {node: found[node] for node in names}
 
 
@@ -146,7 +147,8 @@ def _names(graph: ir.Graph) -> dict[ir.Node, _Name]:
 
 def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
     given = {node.name for node in nodes if node.name}
-    unnamed: dict[str, int] = {}
+    unnamed: dict[str, Iterator[str]] = {}
+    """By op type the spellings that no node has yet."""
     names: dict[ir.Node, _Name] = {}
     for node in nodes:
         if CALLS in node.meta:
@@ -155,12 +157,14 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
         if node.name:
             names[node] = _Name("", node.name, given=True)
             continue
-        k = unnamed.get(node.op_type, 0)
-        while f"{node.op_type}_{k}" in given:
-            k += 1
-        unnamed[node.op_type] = k + 1
-        names[node] = _Name("", f"{node.op_type}_{k}", given=False)
+        names[node] = _Name(
+            "", _next_free(unnamed.setdefault(node.op_type, numbered(node.op_type, begin=0)), given), False
+        )
     return names
+
+
+def _next_free(spellings: Iterator[str], taken: set[str]) -> str:
+    return first_free(next(spellings), taken.__contains__, lambda _: spellings)
 
 
 def _within_calls(node: ir.Node, name: _Name) -> _Name:
@@ -266,17 +270,15 @@ def _below(scope: str, owner: str) -> str:
     return scope.removeprefix(f"{owner}.")
 
 
-def free_name(name: str, taken: set[str], following: dict[str, int] | None = None) -> str:
-    """`name`, or with the first of `_1`, `_2`, ... that is not taken; it is taken from then on."""
-    k = following.get(name, 0) if following is not None else 0
-    candidate = f"{name}_{k}" if k else name
-    while candidate in taken:
-        k += 1
-        candidate = f"{name}_{k}"
-    if following is not None:
-        following[name] = k + 1
-    taken.add(candidate)
-    return candidate
+def free_name(name: str, taken: set[str], left: dict[str, Iterator[str]] | None = None) -> str:
+    """`name`, or with the first of `_1`, `_2`, ... that is not taken; it is taken from then on.
+
+    `left`: by name the spellings that are left of it, for those who ask for one name many times.
+    """
+    spellings = numbered if left is None else lambda name: left.setdefault(name, numbered(name))
+    found = first_free(name, taken.__contains__, spellings)
+    taken.add(found)
+    return found
 
 
 def _operand(node: ir.Node, index: int) -> str:

@@ -14,6 +14,7 @@ from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.declared import Placement
+from partc.compiler.ir.graph import name_of
 from partc.compiler.plan.pattern import literal_pattern, nearest
 from partc.compiler.plan.rules import RegionCall, ShardingRule
 from partc.compiler.plan.shard_spec import ShardSpec, shown_spec
@@ -126,13 +127,11 @@ def _paths(modules: Iterable[tuple[str, object]], nodes: Sequence[str]) -> dict[
 
 
 def _rule(call: ShardCall, path: str, parameters: dict[str, ShardSpec], regions: Sequence[Region]) -> ShardingRule:
-    calls = tuple(RegionCall(_names(region.arguments), _names(region.results)) for region in regions)
+    calls = tuple(
+        RegionCall(tuple(map(name_of, region.arguments)), tuple(map(name_of, region.results))) for region in regions
+    )
     pattern = literal_pattern(path) or "**"
     return ShardingRule(pattern, None, call.inputs, call.outputs, parameters, call.where, call.level, calls)
-
-
-def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
-    return tuple(value.name or "" for value in values)
 
 
 def _nested(found: Sequence[tuple[str, ShardCall]]) -> Iterator[Problem]:

@@ -23,6 +23,25 @@ INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 
 
+def name_of(one: ir.Value | ir.Node) -> str:
+    """The name of a value or a node, where it is written, shown, or asked of what the user says of names.
+
+    The loader has given each of a model its own (`frontend/names.py`), and passes name what they make: ValueError where one did not.
+    """
+    name = one.name
+    if not name:
+        raise ValueError(f"no pass has given a name to {one!r}")
+    return name
+
+
+def operand_name(value: ir.Value | None) -> str:
+    """The name of what a node reads or makes, '' for an operand that is absent: of outputs these are values, whose name is empty."""
+    if value is None:
+        return ""
+    name = value.name
+    return name_of(value) if name is None else name
+
+
 class Operands(NamedTuple):
     """The names of what a node reads and makes, '' for one that is absent."""
 
@@ -32,8 +51,7 @@ class Operands(NamedTuple):
 
 def operands_of(node: ir.Node) -> Operands:
     """The names of a node's operands."""
-    inputs = tuple("" if value is None else str(value.name) for value in node.inputs)
-    return Operands(inputs, tuple(str(value.name) for value in node.outputs))
+    return Operands(tuple(map(operand_name, node.inputs)), tuple(map(operand_name, node.outputs)))
 
 
 Reads = dict[ir.Node, tuple[ir.Value, ...]]

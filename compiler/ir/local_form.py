@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.ir.constants import Constant, RankConstant
-from partc.compiler.ir.graph import captured_by
+from partc.compiler.ir.graph import captured_by, name_of, operand_name
 from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.ir.value_info import Array
 
@@ -50,7 +50,7 @@ class LocalForm:
     @property
     def inner(self) -> list[str]:
         """The handles of constants and intermediate values: all but the node's outputs."""
-        made = (out.name or "" for node in self.nodes for out in node.outputs)
+        made = (operand_name(out) for node in self.nodes for out in node.outputs)
         return [name for name in dict.fromkeys([*self.constants, *made]) if name and name not in self.outputs]
 
     def handle(self, value: Value) -> str:
@@ -70,8 +70,8 @@ def over_values(
     for node in nodes:
         inputs = tuple([None if one is None or not one.name else values[one.name] for one in node.inputs])
         outputs = tuple([values[one.name] if one.name else None for one in node.outputs])
-        read = dict.fromkeys(value.name or "" for value in captured_by(node))
+        read = dict.fromkeys(map(name_of, captured_by(node)))
         inner = {name: values[(captured or {}).get(name, name)] for name in read}
-        label = values.get(node.name or "", node.name or "")
+        label = values.get(node.name, node.name) if node.name else ""
         found.append(Compute(node, source or node, inputs, outputs, inner, label, target=target))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 
 PART = "partc.part_of"
 """Key of `ir.Value.meta`: the `PackedBox` of a weight that is part of a packed one."""
@@ -27,4 +28,4 @@ class PackedBox:
 def tensor_of(parameter: ir.Value) -> str:
     """The global name of a parameter's state: a part of a packed weight has that weight's name."""
     part: PackedBox | None = parameter.meta.get(PART)
-    return parameter.name or "" if part is None else part.tensor
+    return name_of(parameter) if part is None else part.tensor

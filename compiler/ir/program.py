@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import Reads, bodies, captured_by, reads_of
+from partc.compiler.ir.graph import Reads, bodies, captured_by, name_of, operand_name, reads_of
 from partc.compiler.ir.sharded import Group, NodePlacement, ShardedValue
 from partc.compiler.ir.training import ProgramKind, Training
 from partc.compiler.ir.value_info import SymbolInfo, ValueInfo
@@ -68,7 +68,7 @@ class Loaded:
     def path_of(self, value: ir.Value) -> str:
         """The path of the node that makes a value; the name of one that no node of the main graph makes."""
         producer = value.producer()
-        return str(value.name) if producer is None else self.paths[producer]
+        return name_of(value) if producer is None else self.paths[producer]
 
     @cached_property
     def derived_paths(self) -> frozenset[str]:
@@ -189,7 +189,7 @@ class Lowered(Targeted):
         kept = (one for part, _ in self.alike for one in part.kept if one.kind in _OF_THE_MODEL)
         there |= {one.version: str(one.value) for one in kept}
         for copy, name in there.items():
-            found.setdefault(copy.value.name or "", {})[copy.group, copy.layout] = name
+            found.setdefault(name_of(copy.value), {})[copy.group, copy.layout] = name
         return found
 
 
@@ -214,9 +214,8 @@ class Complete(Scheduled):
 
 
 def _names_in(graph: ir.Graph) -> Iterator[str]:
-    for value in (*graph.inputs, *graph.initializers.values()):
-        yield value.name or ""
+    yield from map(name_of, (*graph.inputs, *graph.initializers.values()))
     for node in graph:
-        yield from (value.name or "" for value in node.outputs)
+        yield from map(operand_name, node.outputs)
         for body in bodies(node):
             yield from _names_in(body)

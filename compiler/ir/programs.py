@@ -321,18 +321,19 @@ class RankProgram:
     @property
     def given(self) -> tuple[Value, ...]:
         """What is there before its first op: inputs, weights, state, and the numbers of the step."""
-        held = (one.value for one in (*self.inputs, *self.weights))
-        return tuple(dict.fromkeys((*held, *(one.value for one in self.kept), *self.scalars)))
+        held = [one.value for one in (*self.inputs, *self.weights)]
+        return tuple(dict.fromkeys([*held, *[one.value for one in self.kept], *self.scalars]))
 
     @property
     def results(self) -> tuple[Value, ...]:
         """What is read behind its last op: outputs, and what takes the places of the state."""
-        return (*(one.value for one in self.outputs), *(one.next for one in self.kept if one.next is not None))
+        following = [one.next for one in self.kept if one.next is not None]
+        return (*[one.value for one in self.outputs], *following)
 
     @property
     def likeness(self) -> Hashable:
         """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
-        ends = tuple(tuple(held.value for held in some) for some in (self.inputs, self.outputs))
+        ends = tuple([tuple([held.value for held in some]) for some in (self.inputs, self.outputs)])
         return id(self.steps), id(self.weights), ends
 
 

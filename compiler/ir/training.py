@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import Operands
+from partc.compiler.ir.graph import Operands, name_of
 from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from partc.runtime.artifact.training.scalars import OptimizerRecord, scalar_name
 
@@ -167,11 +167,11 @@ class Training:
         """What the manifest says of it."""
         optimizer, rules = self.rules.optimizer, self.rules
         return TrainingRecord(
-            loss=self.loss.name or "",
+            loss=name_of(self.loss),
             metrics=list(self.metrics),
             formulas={name: metric.formula for name, metric in rules.metrics.items() if metric.formula},
             denominators=dict(self.denominators),
-            sums=[str(self.loss.name)] if rules.loss.reduction == "sum" else [],
+            sums=[name_of(self.loss)] if rules.loss.reduction == "sum" else [],
             sum_over_ranks=rules.loss.per_rank_mean,
             scalars=list(self.fed),
             optimizer=OptimizerRecord(

@@ -11,7 +11,7 @@ parameter. They are listed here with their types; the program and the model stay
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import onnx_ir as ir
 from partc.compiler.dims.normal import normal
@@ -91,13 +91,6 @@ class ValueTable:
             for dim, shards in zip(value.shape.dims, version.layout.shards, strict=True)
         ]
         return self.add(ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims)), self._infos[value])
-
-
-def derived(name: str, reserved: Collection[str]) -> str:
-    """The name with as many strokes as make it none of the reserved ones."""
-    while name in reserved:
-        name += "'"
-    return name
 
 
 @functools.lru_cache(maxsize=4096)

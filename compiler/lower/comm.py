@@ -25,6 +25,7 @@ from partc.compiler.layout.layout import Layout, Mesh
 from partc.compiler.lower.job import Job, JobOp
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.ranks import order_text
+from partc.runtime.spellings import first_free
 
 Attributes = dict[str, int | str | tuple[int, ...]]
 _NAMED = 8
@@ -159,8 +160,7 @@ class CommLowering:
         first = sets[0]
         name = order_text(first).replace("-", "..") if len(first) > _NAMED else "-".join(map(str, first))
         name += f"+{len(sets) - 1}" if len(sets) > 1 else ""
-        while self.groups.get(name, sets) != sets:
-            name += "'"
+        name = first_free(name, lambda name: self.groups.get(name, sets) != sets)
         self.groups[name] = sets
         return name
 

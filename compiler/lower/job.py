@@ -21,8 +21,8 @@ from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.programs import Comm, Compute, RankTensor, State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, all_ranks, ranks_of, split
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.ir.values import derived
 from partc.runtime.artifact import format as fmt
+from partc.runtime.spellings import first_free
 
 T = TypeVar("T")
 
@@ -227,7 +227,7 @@ class Job:
 
     def derived(self, name: str) -> str:
         """The name, or where a value of the model has it, the name with a stroke."""
-        return derived(name, self.reserved)
+        return first_free(name, self.reserved.__contains__)
 
     def distinct(self, groups: Iterable[Group] = ()) -> list[Ranks]:
         """The sets of ranks that do and have the same; those that differ in being among one of `groups` are apart, too."""

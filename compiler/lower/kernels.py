@@ -17,7 +17,6 @@ import onnx_ir as ir
 from partc.compiler.ir.graph import bodies
 from partc.compiler.ir.programs import Compute, Op, RankProgram, Value, added, with_values
 from partc.compiler.ir.value_info import ValueInfo
-from partc.compiler.ir.values import derived
 from partc.runtime.artifact.format import CUDA
 from partc.runtime.artifact.graph.half_kernels import has_kernel
 
@@ -50,7 +49,6 @@ class _Fitting:
         self.known: dict[Value, ir.DataType | None] = {one: one.of.dtype for one in there if one.of is not None}
         self.known |= {one: ir.DataType.from_numpy(one.constant.dtype) for one in there if one.constant is not None}
         self.known |= dict.fromkeys(program.scalars, ir.DataType.FLOAT)
-        self.names = {*map(str, there)}
         self.read: dict[tuple[Value, str], Value] = {}
 
     def step(self, step: Op) -> Sequence[Op]:
@@ -62,9 +60,11 @@ class _Fitting:
             self.known.setdefault(value, kind)
         read, made = sorted({one for one in step.inputs if one is not None}, key=str), step.makes
         halves = [one for one in (*read, *made) if self.known.get(one) in _HALVES]
-        if not halves or bodies(node) or all(self._has_kernel(node, self.known[one]) for one in halves):
+        if not halves or bodies(node) or CUDA in (step.target, self.targets.get(step.source)):
             return [step]
-        if CUDA in (step.target, self.targets.get(step.source)):
+        reduction = str(node.attributes.get_string("reduction", "none"))
+        kinds = [kind for one in halves if (kind := self.known[one]) is not None]
+        if all(has_kernel(node.op_type, reduction, kind) for kind in kinds):
             return [step]
         self.changed = True
         before: list[Op] = []
@@ -84,16 +84,10 @@ class _Fitting:
                 after.append(self._cast(step, new[one], one, kind))
         return [*before, with_values(step, new), *after]
 
-    def _has_kernel(self, node: ir.Node, kind: ir.DataType | None) -> bool:
-        reduction = str(node.attributes.get_string("reduction", "none"))
-        return kind is not None and has_kernel(node.op_type, reduction, kind)
-
     def _new(self, value: Value, word: str) -> Value:
-        name = derived(f"{value}.{word}", self.names)
-        self.names.add(name)
-        found = Value(name)
+        found = value.untyped(f".{word}")
         if value.of is not None:
-            found.of = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
+            found.of = ir.Value(name=str(found), type=ir.TensorType(ir.DataType.FLOAT), shape=value.of.shape)
             found.shape = value.shape
             self.values[found.of] = ValueInfo("tensor(float)", value.shape, 4)
         self.known[found] = ir.DataType.FLOAT

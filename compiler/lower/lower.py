@@ -51,7 +51,7 @@ def lower(program: Localized) -> Lowered:
         Lowered,
         values=values,
         parts=tuple(parts[rank] for rank in range(program.plan.ranks)),
-        events=tuple(replace(event, made=finished.value(event.made)) for event in local.comm.events),
+        events=tuple([replace(event, made=finished.value(event.made)) for event in local.comm.events]),
         groups=dict(local.comm.groups),
         at={version: finished.value(value) for version, value in {**local.totals, **at}.items()},
         warnings=(*program.warnings, *told),
@@ -80,15 +80,15 @@ def _finished(
         steps = simplified[key]
     steps = tuple(pulls_first(steps))
     used = {value for step in steps for value in step.reads} | given
-    weights = tuple(held for held in one.weights.values() if held.value in used)
-    kept = tuple(state for state in one.kept.values() if state.value in used)
+    weights = tuple([held for held in one.weights.values() if held.value in used])
+    kept = tuple([state for state in one.kept.values() if state.value in used])
     if training and program.kind is not ProgramKind.STEP:
         states = {state.value for state in kept}
-        weights = tuple(held for held in weights if held.value not in states)
+        weights = tuple([held for held in weights if held.value not in states])
     found = RankProgram(
         rank,
         steps,
-        tuple(RankTensor(value, of, of.places[rank]) for value, of in one.inputs.items() if value in used),
+        tuple([RankTensor(value, of, of.places[rank]) for value, of in one.inputs.items() if value in used]),
         weights,
         (),
         kept,
@@ -96,7 +96,7 @@ def _finished(
         frozenset(one.appended),
     )
     fits = program.plan.precision is not None or training is not None
-    if not fits or not any(info.type in _HALVES for info in values.values()):
+    if not fits or {info.type for info in values.values()}.isdisjoint(_HALVES):
         return found
     return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values, program.targets)
 

@@ -7,11 +7,13 @@ ranks 2-3 may have the same one.
 
 from __future__ import annotations
 
-from itertools import chain, count
+from collections.abc import Iterable
+from itertools import chain
 
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Ranks
 from partc.compiler.lower.job import Job
+from partc.runtime.spellings import first_free, numbered
 
 
 def names_of(job: Job) -> dict[Value, str]:
@@ -20,10 +22,13 @@ def names_of(job: Job) -> dict[Value, str]:
     taken: dict[str, Ranks] = {}
     for value, ranks in job.created.items():
         first = job.derived(value.hint if value.base is None else f"{names.get(value.base) or value.base}{value.hint}")
-        numbered = (f"{first}.{number}" for number in count(2))
-        for name in chain([first], map(job.derived, value.others), numbered):
-            if name not in job.reserved and not taken.get(name, 0) & ranks:
-                taken[name] = taken.get(name, 0) | ranks
-                names[value] = name
-                break
+
+        def is_taken(name: str, ranks: Ranks = ranks) -> bool:
+            return name in job.reserved or bool(taken.get(name, 0) & ranks)
+
+        def others(first: str, value: Value = value) -> Iterable[str]:
+            return chain(map(job.derived, value.others), numbered(first, ".", 2))
+
+        name = names[value] = first_free(first, is_taken, others)
+        taken[name] = taken.get(name, 0) | ranks
     return names

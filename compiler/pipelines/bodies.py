@@ -147,18 +147,15 @@ def with_products_added(unit: Unit, steps: Sequence[Compute | Comm], wanted: Col
         (kept,) = [value for value in step.reads if value in unit.sums]
         product = next(value for value in step.reads if value is not kept)
         maker = makers.get(product)
-        if readers[product] == 1 and product not in wanted and isinstance(maker, Compute) and _takes_term(maker):
+        if readers[product] > 1 or product in wanted:
+            continue
+        if isinstance(maker, Compute) and maker.is_op("Gemm") and not any(maker.inputs[2:]):
             attributes = [one for name, one in maker.node.attributes.items() if name != "beta"]
             node = ir.Node("", "Gemm", [], attributes, version=maker.node.version)
             gone.add(step)
             inputs = (*maker.inputs[:2], kept)
             instead[maker] = Compute(node, maker.source, inputs, step.outputs, label=step.makes[0], task=step.task)
     return [instead.get(step, step) for step in steps if step not in gone]
-
-
-def _takes_term(step: Compute) -> bool:
-    """Whether an op is a Gemm without a third operand."""
-    return step.is_op("Gemm") and (len(step.inputs) < 3 or step.inputs[2] is None)
 
 
 def body_name(label: Label) -> str:

@@ -76,12 +76,12 @@ def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
     found: dict[Hashable, list[RankProgram]] = {}
     for part in program.parts:
         found.setdefault((part.likeness, id(before.get(part.rank))), []).append(part)
-    return [_unit(program, _live(some[-1]), [part.rank for part in some]) for some in found.values()]
-
-
-def _live(part: RankProgram) -> RankProgram:
-    """The program without ops whose results nobody reads: a gradient of a weight of two groups, of which another rank hands on the sum."""
-    return replace(part, steps=tuple(needed(part.steps, part.results)))
+    units = []
+    for some in found.values():
+        # Ops may have no reader: of a weight of two groups a gradient, whose sum another rank hands on.
+        part = replace(some[-1], steps=tuple(needed(some[-1].steps, some[-1].results)))
+        units.append(_unit(program, part, [one.rank for one in some]))
+    return units
 
 
 def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int]) -> Unit:

@@ -83,10 +83,10 @@ class Records:
             self._join_records(row)
             return
         like = row.unit.program
-        wanted = {held.value: str(held.version.value.name) in self.training.records.summed for held in like.outputs}
+        wanted = {held.value: held.version.value.name in self.training.records.summed for held in like.outputs}
         wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next is not None}
         for step, label in zip(like.steps, labels, strict=True):
-            summed = isinstance(step, Comm) and str(step.value.name) in self.training.records.summed
+            summed = isinstance(step, Comm) and step.value.name in self.training.records.summed
             for value in step.reads if label == UPDATE and not row.unit.appends(step) else ():
                 if value not in row.sums:
                     wanted.setdefault(value, summed)

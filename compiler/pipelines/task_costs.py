@@ -42,16 +42,15 @@ def task_costs(program: Lowered, units: Sequence[Unit], labels: Labels, stages: 
     split_backward(units, apart, {s for s in range(len(stages)) if stages.splittable[s]})
     taken = [_Taken(unit, some, stages) for unit, some in zip(units, apart.steps, strict=True)]
     sizes, middling = _Sizes(program), TypicalSizes(program)
+    every = range(len(stages))
+    there = {Phase.FORWARD: [True for _ in every], Phase.BACKWARD: stages.backward, Phase.WEIGHT: stages.splittable}
     times = {
-        Label(phase, s): max(1, *(one.time(Label(phase, s), middling) for one in taken))
-        if _has(phase, s, stages)
-        else 0
+        Label(phase, s): max(1, *(one.time(Label(phase, s), middling) for one in taken)) if there[phase][s] else 0
         for phase in _PASSES
-        for s in range(len(stages))
+        for s in every
     }
     most = max(times.values())
     scale, clock = next((scale, word) for scale, word in _SCALES if most >= scale)
-    every = range(len(stages))
     saved = [sizes.largest(one.saved[s] for one in taken) for s in every]
     deferred = [sizes.largest(one.deferred[s] for one in taken) for s in every]
     fixed = [
@@ -64,6 +63,7 @@ def task_costs(program: Lowered, units: Sequence[Unit], labels: Labels, stages: 
         kept, late = sizes.largest_of(saved[s]), sizes.largest_of(deferred[s])
         costs.append(StageCost(forward, backward, weight, saved=kept, deferred=late))
     shares = {symbol(n): symbol(n) / microbatches for n, info in program.symbols.items() if info.parts > 1}
+    whole = {n: middling.dim(n) * (microbatches if info.parts > 1 else 1) for n, info in program.symbols.items()}
     texts = [(_expression(saved[s], shares), _expression(deferred[s], shares)) for s in every]
     return Costs(
         tuple(costs),
@@ -72,20 +72,9 @@ def task_costs(program: Lowered, units: Sequence[Unit], labels: Labels, stages: 
         fixed=tuple(fixed),
         expressions=tuple(texts),
         unbounded=sizes.unbounded,
-        sizes=_said(program, middling, microbatches),
+        sizes=", ".join(f"{name}={size}" for name, size in whole.items()),
         precision=PRECISION,
     )
-
-
-def _has(phase: Phase, s: int, stages: Stages) -> bool:
-    """Whether a stage has tasks of a phase."""
-    return phase is Phase.FORWARD or (stages.splittable[s] if phase is Phase.WEIGHT else stages.backward[s])
-
-
-def _said(program: Lowered, middling: TypicalSizes, microbatches: int) -> str:
-    """The sizes of symbols at which times are, of the whole batch: `batch=128, seq=128`."""
-    sizes = {n: middling.dim(n) * (microbatches if info.parts > 1 else 1) for n, info in program.symbols.items()}
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 class _Sizes:

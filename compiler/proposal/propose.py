@@ -17,6 +17,7 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, start, step_program
@@ -220,8 +221,8 @@ def _sections(
             if value in dims:
                 axes[dims[value]] = "tp" if axes[dims[value]] == "null" else "[dp, tp]"
             if {*axes} != {"null"} and axes:
-                specs.setdefault(f"[{', '.join(axes)}]", []).append(value.name or "")
-        names = [value.name or "" for value in program.model.graph.inputs]
+                specs.setdefault(f"[{', '.join(axes)}]", []).append(name_of(value))
+        names = [name_of(value) for value in program.model.graph.inputs]
         for spec, some in specs.items():
             yield from (f"  {key(pattern)}: {spec}" for pattern in alike(some, names))
         yield ""
@@ -233,8 +234,8 @@ def _outputs(source: Source, degrees: Degrees, kept: list[Cache]) -> Iterator[st
         return
     stay = "cut" if degrees.tp * degrees.dp > 1 else "producer"
     yield "outputs:   # a cache stays with the ranks that make it; other outputs go to rank 0"
-    names = [value.name or "" for value in source.model.graph.outputs]
-    yield from (f"  {key(pattern)}: {stay}" for pattern in alike([one.made.name or "" for one in kept], names))
+    names = [name_of(value) for value in source.model.graph.outputs]
+    yield from (f"  {key(pattern)}: {stay}" for pattern in alike([name_of(one.made) for one in kept], names))
 
 
 def _head(
@@ -307,8 +308,8 @@ def _batch(source: Source, dp: int) -> _Batch:
     firsts = [dim if isinstance(dim, int) else dim.value for dim in dims]
     most = collections.Counter(firsts).most_common(1)[0][0]
     for value, first in zip(tensors, firsts, strict=True):
-        (found.inputs if first == most else found.others).append(value.name or "")
-        found.ranks[value.name or ""] = len(value.shape or ())
+        (found.inputs if first == most else found.others).append(name_of(value))
+        found.ranks[name_of(value)] = len(value.shape or ())
     if isinstance(most, int):
         if most % dp:
             fact = f"'{found.inputs[0]}' has {most} records, which is not divisible by {dp}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.operations import multiply_adds
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import HEAVY, Unit, along, weight_bytes, weights_read
@@ -199,7 +200,7 @@ def _crossing(program: Typed, at: dict[ir.Node, int], count: int) -> list[int]:
         for out in node.outputs:
             last = max((at[use.node] for use in out.uses() if use.node in at), default=0)
             if last > own:
-                crossing.append(Span(out.name or "", own + 1, last, (), sizes.bytes_of(out)))
+                crossing.append(Span(name_of(out), own + 1, last, (), sizes.bytes_of(out)))
     totals, found = dict(alive(crossing, 0)), [0]
     for k in range(count):
         found.append(totals.get(k, found[-1]))

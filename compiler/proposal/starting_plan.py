@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from partc.compiler.dims.symbol import Symbol
-from partc.compiler.ir.graph import nodes_of
+from partc.compiler.ir.graph import name_of, nodes_of
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.schema import is_dim_name
 from partc.compiler.proposal.flow import stored_bytes
@@ -133,7 +133,7 @@ def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str], ranks: int) -> P
 
 def _fed(graph: ir.Graph) -> str:
     """What the data of a training has: the model's inputs, and labels where the loss is not the model's own."""
-    names = [_shown(value.name or "") for value in graph.inputs]
+    names = [_shown(name_of(value)) for value in graph.inputs]
     if not _is_loss(graph):
         names.append("label")
     return ", ".join(names[:-1]) + " and " * (len(names) > 1) + "".join(names[-1:]) or "no input"
@@ -147,7 +147,7 @@ def _is_loss(graph: ir.Graph) -> bool:
 def _training(graph: ir.Graph) -> Iterator[str]:
     """A loss of the first output, which is itself the loss where it is one number."""
     first = graph.outputs[0] if graph.outputs else None
-    name = key(first.name or "") if first is not None else "logits"
+    name = key(name_of(first)) if first is not None else "logits"
     if _is_loss(graph):
         yield f"loss: {name}"
     else:
@@ -172,7 +172,7 @@ def _inputs(
 ) -> Iterator[str]:
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     uses = collections.Counter(
-        given.get((value.name or "", k), dim.value)
+        given.get((name_of(value), k), dim.value)
         for value in inputs
         for k, dim in enumerate(value.shape or ())
         if isinstance(dim, ir.SymbolicDim)
@@ -194,7 +194,7 @@ def _inputs(
         if value.shape is None or not isinstance(value.type, ir.TensorType | None):
             yield f"  # {key(value.name or '')}: {_type(value)}"
         else:
-            dims = ", ".join(given.get((value.name or "", k)) or _dim(dim) for k, dim in enumerate(value.shape))
+            dims = ", ".join(given.get((name_of(value), k)) or _dim(dim) for k, dim in enumerate(value.shape))
             yield f"  {key(value.name or '')}: [{dims}]   # {_type(value)}"
     if inputs:
         yield ""
@@ -236,7 +236,7 @@ def _tree(graph: ir.Graph, paths: Mapping[ir.Node, str], total: int) -> Iterator
     used: set[str] = set()
     for node in graph:
         parameters = [value for value in _initializers(node, graph) if value.name not in used]
-        used.update(value.name or "" for value in parameters)
+        used.update(name_of(value) for value in parameters)
         path = paths[node]
         modules = path.split(".")[:-1]
         if not modules or not all(modules):
@@ -264,7 +264,7 @@ def _module(part: _Part, depth: int, total: int) -> Iterator[str]:
     yield _line("  " * depth + key(literal_pattern(part.path)), part, total)
     listed = [value for value in part.parameters if not _is_arithmetic(value)]
     for value in listed:
-        label = (value.name or "").removeprefix(part.path + ".")
+        label = name_of(value).removeprefix(part.path + ".")
         yield f"#   {'  ' * depth}  . {_shown(label)}  {_type(value)}  {size_text(stored_bytes(value))}"
     for inner in part.inside.values():
         yield from _module(inner, depth + 1, total)

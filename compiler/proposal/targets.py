@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.cuda_kernels import without_kernel
 from partc.compiler.proposal.device_bytes import DeviceBytes, device_bytes, shape_bytes, sizes_of
@@ -146,7 +147,7 @@ def _readers(program: Complete, value: ir.Value) -> list[ir.Node]:
 def _not_fitting(program: Complete, over: Sequence[DeviceBytes], limit: int, moved: set[str]) -> Iterator[_Group]:
     """The next weights to take from the device: tables, then others, the largest first, until the excess is gone by their bytes."""
     graph = program.model.graph
-    readers = {value.name or "": _readers(program, value) for value in graph.initializers.values()}
+    readers = {name_of(value): _readers(program, value) for value in graph.initializers.values()}
     tables = {name for name, some in readers.items() if _is_table(graph.initializers[name], some)}
     before = frozenset(moved)
     for part in over:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import stored_bytes
@@ -198,10 +199,10 @@ def _replicated_weights(
         ):  # the dims that fewer weights have say more: of all that the residual has, a norm is in the way
             why[value] = reason or why.get(value, "")
     left = [value for value in why if value not in cut and value.shape is not None and len(value.shape) > 1]
-    left.sort(key=lambda value: (-stored_bytes(value), value.name or ""))
+    left.sort(key=lambda value: (-stored_bytes(value), name_of(value)))
     alike: dict[tuple[str, str], list[ir.Value]] = {}
     for value in left:
-        alike.setdefault((template(value.name or ""), template(why[value])), []).append(value)
+        alike.setdefault((template(name_of(value)), template(why[value])), []).append(value)
     rows = list(alike.values())
     for some in rows[:_LISTED]:
         share = 100 * sum(map(stored_bytes, some)) / max(1, total)

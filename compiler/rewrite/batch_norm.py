@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.node import single
 
 EXACT = "partc.exact"
@@ -88,7 +89,7 @@ def decompose(node: ir.Node, running: Sequence[ir.Value], x: ir.Value, scopes: d
     graph = node.graph
     assert graph is not None
     assert x.shape is not None
-    plain = _Plain(str(node.name), x.dtype or ir.DataType.FLOAT, dict(node.metadata_props) | scopes)
+    plain = _Plain(name_of(node), x.dtype or ir.DataType.FLOAT, dict(node.metadata_props) | scopes)
     data, scale, bias = (plain.widened(value) for value in node.inputs[:3])
     mean, variance = (plain.widened(value) for value in running)
     positions = list(range(2, len(x.shape)))

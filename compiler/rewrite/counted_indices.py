@@ -22,6 +22,7 @@ import sympy
 from partc.compiler.analysis.record_dims import dims_of
 from partc.compiler.autodiff.shapes import inverse
 from partc.compiler.dims.normal import normal
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.node import axis_of
 from partc.compiler.rewrite.opset import cuts
@@ -100,13 +101,13 @@ class _Rewritten(Rewriting[Typed]):
         if order is None or len(out.shape) != len(order):
             return False
         turned = order != [*range(len(order))]
-        regrouped = self.turned(out, f"{out.name}.regrouped", order) if turned else self.like(out, out.name or "")
+        regrouped = self.turned(out, f"{out.name}.regrouped", order) if turned else self.like(out, name_of(out))
         if not self._regroup(node, source, regrouped, at):
             self.values.pop(regrouped, None)
             return False
         made = regrouped
         if turned:
-            made = self.like(out, out.name or "")
+            made = self.like(out, name_of(out))
             self.put(node, "Transpose", [regrouped], [made], ".turned", perm=inverse(order))
         self._replace(node, made)
         return True
@@ -145,7 +146,7 @@ class _Rewritten(Rewriting[Typed]):
             bounds = {"from": 1, "to": depth, "along": last}
             begins = [self.constant(f"{path}.{name}", [number]) for name, number in bounds.items()]
             self.put(node, "Slice", [given, *begins], [rest], ".within")
-        made = self.like(out, out.name or "")
+        made = self.like(out, name_of(out))
         self.put(node, "GatherND", [node.inputs[0], rest], [made], batch_dims=1)
         self._replace(node, made)
 

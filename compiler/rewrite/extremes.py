@@ -15,7 +15,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.graph import reads_of
+from partc.compiler.ir.graph import name_of, reads_of
 from partc.compiler.ir.training import Training
 from partc.compiler.ops.families.arithmetic.extreme import EXTREME
 from partc.compiler.ops.families.control.local_map import SPREAD, is_collective
@@ -45,7 +45,7 @@ def in_parts(model: ir.Model, training: Training, known: Known) -> None:
         node.name = path
     module = modules(model)
     for node in nodes:
-        _decompose(node, *whole[node], module(str(node.name)))
+        _decompose(node, *whole[node], module(name_of(node)))
 
 
 def _decompose_collectives(model: ir.Model, training: Training, known: Known) -> None:
@@ -60,7 +60,7 @@ def _decompose_collectives(model: ir.Model, training: Training, known: Known) ->
     for node in nodes:
         x, old = node.inputs[0], node.outputs[0]
         assert x is not None
-        name, path = str(old.name), str(node.name or old.name)
+        name, path = name_of(old), str(node.name or old.name)
         y = ir.Value(name=name, type=old.type, shape=old.shape)
         ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
         old.name, old.shape = f"{name}.top", None
@@ -108,7 +108,7 @@ def _decompose(
     assert isinstance(graph, ir.Graph)
     assert x is not None
     keeps = node.op_type == _POOL or bool(node.attributes.get_int("keepdims", 1))
-    path, name = str(node.name), str(old.name)
+    path, name = name_of(node), name_of(old)
     over = node.inputs[1] if len(node.inputs) > 1 and constant_ints(node, 1) else None
     if over is None:
         tensor = ir.tensor(np.array(axes, np.int64), name=f"{name}.axes")

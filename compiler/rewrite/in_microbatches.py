@@ -18,13 +18,14 @@ from partc.compiler.analysis.part_symbols import BatchDims, quotient
 from partc.compiler.analysis.shapes import inferred
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Annotated
 from partc.compiler.ir.value_info import Shape, SymbolInfo
-from partc.compiler.ir.values import derived
 from partc.compiler.ops.rule import Rule
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.flow import Flow
 from partc.compiler.sharding.local_in_time import local_in_time
+from partc.runtime.spellings import first_free
 
 _SHOWN = 3
 
@@ -141,7 +142,7 @@ def _smaller(program: Annotated, found: Flow, count: int) -> Annotated:
             continue
         array = tensor.numpy()
         less = array.take(range(array.shape[shard.dim] // count), shard.dim)
-        made = work.constant(_free(work, value.name or ""), less)
+        made = work.constant(_free(work, name_of(value)), less)
         value.replace_all_uses_with(made)
         if (producer := value.producer()) is not None:
             work.drop([producer])
@@ -156,23 +157,23 @@ def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str
     local = local_in_time(work.before, node, rule, letter, count)
     itself = local.itself
     assert itself is not None
-    there = {value.name or "": value for value in node.inputs if value is not None}
+    there = {name_of(value): value for value in node.inputs if value is not None}
     there |= {name: work.constant(_free(work, name), array) for name, array in local.constants.items()}
     own = local.nodes.index(itself)
     for one in local.nodes[:own]:
         _put(work, node, one, there)
     node.resize_inputs(len(itself.inputs))
     for k, value in enumerate(itself.inputs):
-        node.replace_input_with(k, None if value is None else there[value.name or ""])
+        node.replace_input_with(k, None if value is None else there[name_of(value)])
     for attribute in itself.attributes.values():
         node.attributes.add(attribute)
     if itself is local.nodes[-1]:
         return
     out = node.outputs[0]
-    name = out.name or ""
+    name = name_of(out)
     made = work.like(out, name)
-    there[itself.outputs[0].name or ""], there[name] = out, made
-    out.name = _free(work, itself.outputs[0].name or "")
+    there[name_of(itself.outputs[0])], there[name] = out, made
+    out.name = _free(work, name_of(itself.outputs[0]))
     out.replace_all_uses_with(made, replace_graph_outputs=True)
     at = node
     for one in local.nodes[own + 1 :]:
@@ -181,18 +182,16 @@ def _localize(work: Rewriting[Annotated], node: ir.Node, rule: Rule, letter: str
 
 def _free(work: Rewriting[Annotated], name: str) -> str:
     """A free name for a value of a microbatch: the local forms of ranks take the plain words."""
-    return derived(f"{name}.of_microbatch", work.before.own_names)
+    return first_free(f"{name}.of_microbatch", work.before.own_names.__contains__)
 
 
 def _put(
     work: Rewriting[Annotated], at: ir.Node, one: ir.Node, there: dict[str, ir.Value], behind: bool = False
 ) -> ir.Node:
     """A node of a local form in front of another, or behind it; `there` has its operands by their names, and gets what it makes."""
-    outputs = [
-        there.setdefault(value.name or "", ir.Value(name=_free(work, value.name or ""))) for value in one.outputs
-    ]
-    inputs = [None if value is None else there[value.name or ""] for value in one.inputs]
-    name = str(outputs[0].name) + (".of_batch" if behind else "")
+    outputs = [there.setdefault(name_of(value), ir.Value(name=_free(work, name_of(value)))) for value in one.outputs]
+    inputs = [None if value is None else there[name_of(value)] for value in one.inputs]
+    name = name_of(outputs[0]) + (".of_batch" if behind else "")
     node = ir.Node(one.domain, one.op_type, inputs, one.attributes.values(), outputs=outputs, name=name)
     node.metadata_props.update(at.metadata_props)
     node.meta.update(at.meta)

@@ -22,6 +22,7 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ParameterOptions
@@ -181,7 +182,7 @@ class _Unpacking(Rewriting[Typed]):
             self.take_place(self._joined(last, value), value, last)
         self.drop(old)
         for value in [value for value in self.split if value in self.values and not value.uses()]:
-            del self.graph.initializers[str(value.name)]
+            del self.graph.initializers[name_of(value)]
             del self.values[value]
 
     def _shards(self, value: ir.Value, dim: int, sizes: Sequence[int]) -> list[ir.Value]:
@@ -195,7 +196,7 @@ class _Unpacking(Rewriting[Typed]):
             part.const_value = _slice_of(tensor, dim, begin, begin + size, part)
             part.meta.update(value.meta)
             if around is None:
-                part.meta[PART] = PackedBox(str(value.name), shape, tuple((0, n) for n in shape)).within(
+                part.meta[PART] = PackedBox(name_of(value), shape, tuple((0, n) for n in shape)).within(
                     dim, begin, size
                 )
             else:
@@ -223,7 +224,7 @@ class _Unpacking(Rewriting[Typed]):
     def _outlet(self, node: ir.Node, outlet: Outlet, parts: list[ir.Value], dim: int) -> ir.Value:
         if len(parts) == 1 and not outlet.drops:
             return parts[0]
-        made = self.like(outlet.value, str(outlet.value.name))
+        made = self.like(outlet.value, name_of(outlet.value))
         if outlet.drops:
             axes = self.constant(f"{outlet.value.name}.axes", [dim])
             self.put(node, "Squeeze", [parts[0], axes], [made])
@@ -297,7 +298,7 @@ class _Unpacking(Rewriting[Typed]):
         assert value is not None
         if value not in self.joined:
             dim, parts = self.parts[value]
-            self.joined[value] = self.like(value, str(value.name))
+            self.joined[value] = self.like(value, name_of(value))
             self.put(node, "Concat", parts, [self.joined[value]], ".whole", axis=dim)
         return self.joined[value]
 

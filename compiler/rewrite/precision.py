@@ -27,7 +27,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.drawn import DrawnTensor
-from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside
+from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.matching import matched_nodes, nothing_matched
@@ -141,7 +141,7 @@ class _Typing(Rewriting[Typed]):
             before = self.own.get(value)
             if before is None or value.dtype == before:
                 continue
-            name = value.name or ""
+            name = name_of(value)
             value.name = self.free(f"{name}.{_word(value.dtype)}")
             leaving = self.casts.get((value, before))
             if leaving is not None:
@@ -282,7 +282,7 @@ class _Typing(Rewriting[Typed]):
             self.graph.register_initializer(made)
             self.weak.add(made)
             if value.is_initializer() and not value.uses():
-                self.graph.initializers.pop(value.name or "", None)
+                self.graph.initializers.pop(name_of(value), None)
             return made
         if value in self.weak:
             self.weak.add(made)

@@ -10,9 +10,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.value_info import Array, Dim, ValueInfo
-from partc.compiler.ir.values import derived
+from partc.runtime.spellings import first_free
 
 T = TypeVar("T", bound=Typed)
 
@@ -32,7 +33,7 @@ class Rewriting(Generic[T]):
 
     def free(self, name: str) -> str:
         """The name, with strokes where the model has it already; it is taken from then on."""
-        found = derived(name, self._names)
+        found = first_free(name, self._names.__contains__)
         self._names.add(found)
         return found
 
@@ -97,7 +98,7 @@ class Rewriting(Generic[T]):
     def take_place(self, new: ir.Value, old: ir.Value, at: ir.Node) -> None:
         """All readers of `old` read `new`; an output of the graph keeps its name by an Identity in front of `at`."""
         if old.is_graph_output():
-            leaving = self.like(old, old.name or "")
+            leaving = self.like(old, name_of(old))
             self.put(at, "Identity", [new], [leaving], ".output")
             for k, output in enumerate(self.graph.outputs):
                 if output is old:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from partc.compiler.autodiff.shapes import inverse
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.node import constant_ints, counted, same
 from partc.compiler.rewrite.opset import cuts
@@ -78,8 +79,8 @@ def _straight(work: Rewriting[Typed], first: ir.Node, turn: ir.Node, last: ir.No
     lead = len(end.shape) - len(merged) + 1
     perm = [*range(lead), *(axis - 1 + lead for axis in _order(turn, len(merged))[1:])]
     back = inverse(perm)
-    regrouped = work.turned(end, str(turn.outputs[0].name), back)
-    turned = work.like(end, str(end.name))
+    regrouped = work.turned(end, name_of(turn.outputs[0]), back)
+    turned = work.like(end, name_of(end))
     kept = [attribute for name, attribute in last.attributes.items() if name == "allowzero"]
     work.put(last, "Reshape", [first.inputs[0], _target(work, last, back)], [regrouped], ".regrouped", kept)
     work.put(last, "Transpose", [regrouped], [turned], perm=perm)

@@ -21,7 +21,7 @@ from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES, node_paths
-from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, bodies
+from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, bodies, name_of
 from partc.compiler.ops.families.neural.dropout import DROPOUT
 from partc.compiler.ops.node import single
 from partc.compiler.ops.rule import OWN
@@ -115,7 +115,7 @@ def _has_state(node: ir.Node) -> bool:
 
 
 def _is_frozen(node: ir.Node, frozen: Callable[[str], bool]) -> bool:
-    scale, bias, *statistics = (value is not None and frozen(value.name or "") for value in node.inputs[1:5])
+    scale, bias, *statistics = (value is not None and frozen(name_of(value)) for value in node.inputs[1:5])
     return any(statistics) or (scale and bias) or bool(node.meta.get(FROZEN_STATISTICS))
 
 
@@ -140,7 +140,7 @@ def _trained(
         states = [value for value in node.inputs[3:5] if value is not None]
         running = [newest.get(value, value) for value in states]
         x, data = known.get(node), node.inputs[0]
-        scopes, momentum = module(str(node.name)), single(node.attributes.get_float("momentum", 0.9))
+        scopes, momentum = module(name_of(node)), single(node.attributes.get_float("momentum", 0.9))
         made = decompose(node, running, x, scopes) if x else train_in_place(node, running)
         if UNBIASED in node.meta and data is not None:
             made[1] = unbiased(node, running[1], made[1], data, scopes, momentum)
@@ -201,7 +201,7 @@ def _forget(graph: ir.Graph | ir.Function, values: list[ir.Value | None]) -> Non
     """Takes out weights that are no longer read."""
     for value in dict.fromkeys(values):
         if value is not None and value.is_initializer() and not value.uses() and isinstance(graph, ir.Graph):
-            graph.initializers.pop(value.name or "", None)
+            graph.initializers.pop(name_of(value), None)
 
 
 def _attributes(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[Problem]:

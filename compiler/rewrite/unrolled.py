@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.ir.graph import INSIDE, is_inside
+from partc.compiler.ir.graph import INSIDE, is_inside, name_of
 from partc.compiler.ops.families.control.local_map import (
     AXIS_INDEX,
     ENTER,
@@ -40,7 +40,7 @@ def unrolled(model: ir.Model, mesh: Mapping[str, int]) -> ir.Model:
             maps.setdefault(node.metadata_props[INSIDE], []).append(node)
     for nodes in maps.values():
         axes = next(axes_named(node) for node in nodes if is_border(node))
-        _Map(graph, {axis: mesh.get(axis, 1) for axis in axes}, str(nodes[0].name)).write_out(nodes)
+        _Map(graph, {axis: mesh.get(axis, 1) for axis in axes}, name_of(nodes[0])).write_out(nodes)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of, operands_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.rule import Local, Rule
 
@@ -32,17 +33,16 @@ def depends_on_shard(program: Typed, node: ir.Node, rule: Rule, letter: str, cou
 
 
 def _local(program: Typed, node: ir.Node, rule: Rule, shards: Mapping[str, int], numbers: Mapping[str, int]) -> Local:
-    inputs = ["" if value is None else value.name or "" for value in node.inputs]
-    outputs = [value.name or "" for value in node.outputs]
+    inputs, outputs = map(list, operands_of(node))
     operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
     values = [value for value in (*node.inputs, *node.outputs) if value is not None and value in program.values]
-    shapes = {value.name or "": program.values[value].shape for value in values}
+    shapes = {name_of(value): program.values[value].shape for value in values}
     smaller = dict(shapes)
     for value, letters in operands:
-        shape = None if value is None else shapes.get(value.name or "")
+        shape = None if value is None else shapes.get(name_of(value))
         if value is not None and shape is not None and letters is not None:
             dims = zip(shape, letters, strict=False)
-            smaller[value.name or ""] = tuple(
+            smaller[name_of(value)] = tuple(
                 dim // shards.get(one, 1) if isinstance(dim, int) else dim for dim, one in dims
             )
     made = Local(node, rule, shards, numbers, inputs, outputs, shapes, smaller)

@@ -70,17 +70,14 @@ def _graph(
             readers.setdefault(value, []).append(at)
         makers |= dict.fromkeys(step.makes, at)
     if guard is not None and guard in makers:
-        after[makers[guard]] |= _updates_of(window, updated)
+        # Only what replaces a tensor of the state waits for the guard: what merges rows may come before it.
+        replacing = (at for at, step in enumerate(window) if _is_update(step) and not {*step.reads}.isdisjoint(updated))
+        after[makers[guard]].update(replacing)
     before = [0] * len(window)
     for some in after:
         for at in some:
             before[at] += 1
     return before, [sorted(some) for some in after]
-
-
-def _updates_of(window: Sequence[Compute | Copy], updated: Collection[Value]) -> set[int]:
-    """The updates that replace a tensor of the state; others, such as what merges rows, may come before the guard."""
-    return {at for at, step in enumerate(window) if _is_update(step) and not {*step.reads}.isdisjoint(updated)}
 
 
 def _is_update(step: Compute | Copy) -> bool:

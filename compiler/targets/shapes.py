@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.program import Scheduled
 from partc.compiler.ir.programs import Compute, Op, RankProgram, Value, added
-from partc.compiler.ir.value_info import Dim, Shape
+from partc.compiler.ir.value_info import Dim
 from partc.compiler.ops.registry import draws
 from partc.compiler.targets.of_ops import GROWING
 
@@ -52,7 +52,8 @@ class _Shapes:
         shape = step.inputs[0].shape
         if shape is None or step.inputs[0] in self.inputs:
             return step
-        dims = _asked(step.node, shape)
+        begin, end = step.node.attributes.get_int("start", 0), step.node.attributes.get("end")
+        dims = shape[begin : end.as_int() if end is not None else None]
         if not dims or any(isinstance(dim, str) and dim not in self.dims for dim in dims):
             return step
         # An op of its own: what has the sizes of a cut value is not cut, and other ranks may have no such inputs.
@@ -71,12 +72,6 @@ class _Shapes:
             self.early.append(added("Shape", [source], [made], {"start": axis, "end": axis + 1}))
         self.known[dim] = made
         return made
-
-
-def _asked(node: ir.Node, shape: Shape) -> Sequence[Dim]:
-    """The dims that a Shape gives."""
-    begin, end = node.attributes.get_int("start", 0), node.attributes.get("end")
-    return shape[begin : end.as_int() if end is not None else None]
 
 
 def _parted(steps: Sequence[Op], inputs: set[Value]) -> tuple[list[Op], list[Op]]:

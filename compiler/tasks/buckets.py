@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout import moves as mv
@@ -82,7 +83,7 @@ class Buckets:
     def _move(self, key: tuple[str, str, str]) -> None:
         bucket = self._open.pop(key)
         count = len(bucket.made)
-        name = str(bucket.values[0].name).removesuffix(".bfloat16").removesuffix(".grad").removesuffix(".next")
+        name = name_of(bucket.values[0]).removesuffix(".bfloat16").removesuffix(".grad").removesuffix(".next")
         cause = f"{self.what}s of {count} parameters" if count > 1 else f"{self.what} of '{name}'"
         self.comm.fused(bucket.move, bucket.values, bucket.terms, bucket.made, bucket.elements, cause)
         for then in bucket.then:

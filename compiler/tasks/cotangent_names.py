@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from partc.compiler.autodiff.reach import flowing
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import ShardedValue, facts_of
@@ -39,7 +40,9 @@ class CotangentNames:
         self._readers: dict[ir.Value, set[ir.Node]] = {}
         for node in flowing(program.reads, program.training):
             for group in program.placement[node].groups:
-                for version in _read(program, NodeOnGroup(node, group)):
+                operands = [k for k, value in enumerate(node.inputs) if value is not None]
+                read = {input_layout_of(program, NodeOnGroup(node, group), k) for k in operands}
+                for version in read | {replicated_on(value, group) for value in program.around[node]}:
                     whole = self._whole(version)
                     self._contributions[whole] = self._contributions.get(whole, 0) + 1
                     self._readers.setdefault(version.value, set()).add(node)
@@ -50,7 +53,7 @@ class CotangentNames:
 
     def spellings(self, instance: NodeOnGroup, version: ShardedValue, layout: Layout) -> list[str]:
         """The names that a node's contribution in a layout may have, in order: the next one where one is taken."""
-        primal = str(version.value.name) if version.layout.partial else str(self._at[version])
+        primal = name_of(version.value) if version.layout.partial else str(self._at[version])
         end = PARTIAL if layout.partial else ""
         path = f"{primal}.grad.{self._program.paths[instance.node]}"
         alone = self._contributions.get(self._whole(version), 0) <= 1 and len(self._readers.get(version.value, ())) <= 1
@@ -73,11 +76,3 @@ def brought_spellings(name: str, cotangent: str, version: ShardedValue) -> list[
     primal, _, path = name.removesuffix(PARTIAL).partition(".grad")
     source = path.removeprefix(".") or ("reduced" if f"{primal}.grad" == cotangent else primal)
     return [f"{cotangent}.{source}", f"{cotangent}.{source}@{facts_of(version.group).text}"]
-
-
-def _read(program: Targeted, instance: NodeOnGroup) -> set[ShardedValue]:
-    """What a node on a group reads, by itself or in its bodies, that has a cotangent."""
-    values = enumerate(instance.node.inputs)
-    found = {input_layout_of(program, instance, k) for k, value in values if value is not None}
-    found |= {replicated_on(value, instance.group) for value in program.around[instance.node]}
-    return found

@@ -28,12 +28,12 @@ from partc.compiler.autodiff.builder import NoGradient
 from partc.compiler.autodiff.reach import trained_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import PINNED
-from partc.compiler.ir.local_form import over_values
+from partc.compiler.ir.graph import PINNED, name_of
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.ir.training import Training
-from partc.compiler.ir.values import ValueTable, derived
+from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.lower.kept import operand
@@ -50,6 +50,7 @@ from partc.compiler.tasks.row_gradients import Rows, RowTerm, named_rows
 from partc.compiler.tasks.tables import find_tables
 from partc.compiler.training.loss_scale import STATE, seed_nodes
 from partc.compiler.training.loss_scale import number as scalar
+from partc.runtime.spellings import first_free
 
 _RANK_LOST = (
     "write the model without that op, or freeze the parameter under `train: parameters:`; an EmbeddingBag, which torch exports as a Loop, "
@@ -88,7 +89,7 @@ def _cotangents(program: Localized, values: ValueTable) -> dict[ir.Value, ir.Val
     found: dict[ir.Value, ir.Value] = {}
     for value, info in program.values.items():
         if value.name and value.dtype is not None and value.dtype.is_floating_point():
-            name = derived(f"{value.name}.grad", program.own_names)
+            name = first_free(f"{value.name}.grad", program.own_names.__contains__)
             found[value] = values.add(ir.Value(name=name, type=value.type, shape=value.shape), info)
     return found
 
@@ -156,7 +157,11 @@ class Backward:
         seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
         assert loss.dtype is not None
         parts = 1 if loss.name in training.records.summed else training.rules.accumulate
-        number = (self._shards() if training.rules.loss.per_rank_mean else 1) / parts
+        shards = 1
+        if training.rules.loss.per_rank_mean:
+            arriving = [home for value in self.program.model.graph.inputs for home in self.versions.defs.get(value, ())]
+            shards = max((home.layout.num_shards(0) for home in arriving if home.layout.cuts), default=1)
+        number = shards / parts
         shape = [dim for dim in self.program.values[loss].shape or () if isinstance(dim, int)]
         made = self.job.value(group, "loss.seed")
         self.job.declare(group, made, self.cotangents[loss], tuple(shape))
@@ -173,27 +178,19 @@ class Backward:
             self.job.constant(group, seed, np.full(shape, number * factor, kind.numpy()))
             return
         state = self.job.number(STATE)
-        made = seed_nodes(STATE, "seed", number, shape, kind)
         given = typed(self.values, self.program.symbols, scalar(STATE, ir.DataType.FLOAT))
-        values = {STATE: state, "seed": seed}
-        values |= {name: self.job.beside(group, seed, name.removeprefix("seed")) for name in made.constants}
-        values |= {
-            name: self.job.beside(group, seed, name.removeprefix("seed"))
-            for node in made.nodes
-            for name in (out.name or "" for out in node.outputs)
-            if name not in values
-        }
-        for name, array in made.constants.items():
-            self.job.constant(group, values[name], array)
+        values = StandIns()
+        own = values.of(seed, ir.TensorType(kind), ir.Shape(shape))
+        made = seed_nodes(values.of(state), own, np.full(shape, number, np.float32))
+        for one in (*made.constants, *(out for node in made.nodes for out in node.outputs)):
+            if one not in values:
+                values[one] = self.job.beside(group, seed, name_of(one).removeprefix(name_of(own)))
+        for one, array in made.constants.items():
+            self.job.constant(group, values[one], array)
         self.job.declare(group, state, *given)
         kept = State(state, replicated_on(given[0], group), None, STATE, "scale", initial=scale.first)
         self.job.kept.add(group, state, kept)
-        self.comm.append(group, *over_values(made.nodes, None, values))
-
-    def _shards(self) -> int:
-        """The number of shards in which the batch arrives."""
-        defs = [home for value in self.program.model.graph.inputs for home in self.versions.defs.get(value, ())]
-        return max((home.layout.num_shards(0) for home in defs if home.layout.cuts), default=1)
+        self.comm.append(group, *values.ops(made.nodes))
 
     def _node(self, instance: NodeOnGroup) -> None:
         """Differentiates a node on a group, where a cotangent of an output comes and a parameter changes an input."""

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.constants import RankConstant
-from partc.compiler.ir.local_form import over_values
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import Compute, Value
-from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, ranks_of, split
+from partc.compiler.ir.sharded import Group, Ranks, ranks_of, split
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.moves import AllReduce
 from partc.compiler.lower.comm import computed
@@ -33,14 +34,14 @@ class UpdateWriter:
         self._declare(ranks, made, number_type())
         self._write(ranks, computed(op_type, given, [made], None, None, **attributes))
 
-    def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: dict[str, Value]) -> None:
-        """Writes nodes over values by handle; those of what they make are added."""
+    def _append(self, ranks: Group | Ranks, nodes: Sequence[ir.Node], values: StandIns) -> None:
+        """Writes nodes over values; what they make besides is added to these."""
         for value in (value for node in nodes for value in node.outputs if value.name):
-            name = str(value.name)
-            made = values[name] if name in values else values.setdefault(name, self.job.value(ranks, name))
+            if value not in values:
+                values[value] = self.job.value(ranks, name_of(value))
             if value.type is not None:
-                self._declare(ranks, made, value)
-        self._write(ranks, *over_values(nodes, None, values))
+                self._declare(ranks, values[value], value)
+        self._write(ranks, *values.ops(nodes))
 
     def _write(self, ranks: Group | Ranks, *steps: Compute) -> None:
         self.comm.append(ranks, *(replace(step, target=self.target) for step in steps))
@@ -62,6 +63,7 @@ class GradientNorm(UpdateWriter):
     def of(self, gradients: Sequence[Gradient]) -> Value:
         """Computes the square of the global norm of all gradients, in which each element counts once, on all ranks."""
         terms: dict[Group, dict[str, list[Value]]] = {}
+        """By group, and by the group of which each list holds one shard, the squares of gradients."""
         seen: set[ir.Value] = set()
         for one in gradients:
             if one.parameter in seen:
@@ -72,7 +74,10 @@ class GradientNorm(UpdateWriter):
             self.target = self.program.update_targets.get(one.parameter, "")
             self._add_squares(group, one, squares)
             self.target = ""
-            terms.setdefault(group, {}).setdefault(self._holding(one.share), []).append(squares)
+            shards = one.share.holders
+            apart = len(shards) == len(one.share.group)  # every rank has a shard of its own
+            holding = "" if apart else self.comm.group(tuple(ranks for _, ranks in shards))
+            terms.setdefault(group, {}).setdefault(holding, []).append(squares)
         counted: list[tuple[Ranks, Value]] = []
         for group, by_holders in terms.items():
             for holders, squared in by_holders.items():
@@ -106,11 +111,6 @@ class GradientNorm(UpdateWriter):
             self._emit(first, "Mul", [root, inverse], norm)
         value = typed(self.values, self.program.symbols, number_type(str(norm)))[0]
         self.job.outputs.add(first, norm, replicated_on(value, first))
-
-    def _holding(self, home: ShardedValue) -> str:
-        """The group whose lists hold one shard each; "" where every rank has a shard of its own."""
-        holders = home.holders
-        return "" if len(holders) == len(home.group) else self.comm.group(tuple(ranks for _, ranks in holders))
 
     def _add_squares(self, group: Group, one: Gradient, made: Value) -> None:
         """Writes the sum of a gradient's squares, a float32 as all norms are."""

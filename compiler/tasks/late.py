@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.ir.training import Training
 from partc.compiler.lower.job import Job
 from partc.compiler.lower.local_view import Gradient
@@ -33,12 +34,12 @@ class Pending:
 class Queues:
     """Writes the queues of gradients.
 
-    `append` writes nodes on the ranks of a group, over values by handle; `keep` lists a gradient of a queue as state.
+    `append` writes nodes on the ranks of a group, over values; `keep` lists a gradient of a queue as state.
     """
 
     training: Training
     job: Job
-    append: Callable[[Group, Sequence[ir.Node], dict[str, Value]], None]
+    append: Callable[[Group, Sequence[ir.Node], StandIns], None]
     keep: Callable[[Gradient, Pending, int], None]
 
     def late(self, gradients: Sequence[Gradient], shape: Callable[[Gradient], tuple[int, ...]]) -> list[Gradient]:
@@ -50,14 +51,12 @@ class Queues:
         if not count:
             return one
 
-        def typed(value: Value) -> ir.Value:
-            return ir.Value(name=str(value), type=one.parameter.type, shape=ir.Shape(shape))
-
         base, group = str(one.value).removesuffix(".grad"), one.home.group
         waiting = [self.job.value(group, f"{base}.pending.{k + 1}") for k in range(count)]
         for k, (value, source) in enumerate(zip(waiting, [*waiting[1:], one.value], strict=True)):
             made = self.job.beside(group, value, ".next")
-            node = ir.Node("", "Identity", [typed(source)], outputs=[typed(made)], name=str(made))
-            self.append(group, [node], {str(source): source, str(made): made})
+            values = StandIns()
+            given, after = (values.of(each, one.parameter.type, ir.Shape(shape)) for each in (source, made))
+            self.append(group, [ir.Node("", "Identity", [given], outputs=[after], name=after.name)], values)
             self.keep(one, Pending(value, made), k + 1)
         return replace(one, value=waiting[0])

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding
+from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.constants import Constant
+from partc.compiler.ir.graph import name_of, operands_of
 from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
 from partc.compiler.ir.value_info import Shape
-from partc.compiler.ir.values import derived
 from partc.compiler.layout.layout import shards_along
 from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering
@@ -23,6 +23,7 @@ from partc.compiler.lower.kept import operand
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
+from partc.runtime.spellings import first_free
 
 
 class _Shards(dict[str, int]):
@@ -68,10 +69,13 @@ def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalFo
         found.append((form, asked, [group[index] for index in alike]))
         those = {*alike}
         left = [index for index in left if index not in those]
-    if choice is not None and (
-        merged := by_place([(one, ranks) for one, _, ranks in found], _sets(choice, found, group, comm))
-    ):
-        return [(merged, group)]
+    if choice is not None:
+        letters = dict.fromkeys(letter for _, asked, _ in found for letter in asked)
+        axes = tuple(axis for letter in letters for axis in choice.axes[letter])
+        # The sets of ranks that differ in what the rule has asked for, each in the order of shards.
+        sets = comm.subgroups(choice.mesh, axes, group)
+        if merged := by_place([(one, ranks) for one, _, ranks in found], sets):
+            return [(merged, group)]
     return [(form, tuple(ranks)) for form, _, ranks in found]
 
 
@@ -97,14 +101,16 @@ class _Operands:
         def handle(value: Value | None) -> str:
             if value is None:
                 return ""
-            return handles.setdefault(value, derived(str(value), {*handles.values()}))
+            if value not in handles:
+                handles[value] = first_free(str(value), {*handles.values()}.__contains__)
+            return handles[value]
 
         read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
         made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
         inputs = [handle(operand(comm, instance, k)) for k in range(len(node.inputs))]
         outputs = [handle(table.at[version]) if version.value.name else "" for version in made]
         captured = {
-            value.name or "": handle(table.at[replicated_on(value, instance.group)]) for value in program.around[node]
+            name_of(value): handle(table.at[replicated_on(value, instance.group)]) for value in program.around[node]
         }
         listed = dict(zip(inputs, read, strict=True)) | dict(zip(outputs, made, strict=True))
         there = {name: version for name, version in listed.items() if version is not None and name}
@@ -137,21 +143,9 @@ def _form(
     return operands.form(local.nodes, local.constants), shards.asked
 
 
-def _sets(
-    choice: NodeSharding,
-    found: Sequence[tuple[LocalForm, Mapping[str, int], list[int]]],
-    group: Group,
-    comm: CommLowering,
-) -> tuple[tuple[Group, ...], str]:
-    """The sets of ranks that differ in what a rule has asked for, each in the order of shards."""
-    asked = dict.fromkeys(letter for _, letters, _ in found for letter in letters)
-    return comm.subgroups(choice.mesh, tuple(axis for letter in asked for axis in choice.axes[letter]), group)
-
-
 def renamed(node: ir.Node, inputs: list[str], outputs: list[str]) -> ir.Node:
     """The node itself where its operands have their own names, else a copy with the names that they have here."""
-    own = [value.name or "" if value is not None else "" for value in node.inputs]
-    if own == inputs and [value.name or "" for value in node.outputs] == outputs:
+    if operands_of(node) == (tuple(inputs), tuple(outputs)):
         return node
     return ir.Node(
         node.domain,

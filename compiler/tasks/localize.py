@@ -54,7 +54,7 @@ def localize(program: Targeted) -> Localized:
             comm.declare(home, comm.values.at[home])
             job.inputs.add(home.group, comm.values.at[home], home)
         _make_versions(versions, comm, value, done)
-    comm.pieces = pieces_of(program, (home for _, home, _ in job.inputs))
+    comm.pieces = pieces_of(program, [home for _, home, _ in job.inputs])
     for value in graph.initializers.values():
         _make_versions(versions, comm, value, done)
     forms: dict[NodeOnGroup, tuple[tuple[LocalForm, Group], ...]] = {}
@@ -78,7 +78,7 @@ def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, 
         write_forward(comm, instance)
         return ()
     keep_operands(comm, instance)
-    return tuple((_put(comm, instance, form, ranks), ranks) for form, ranks in local_forms(comm, instance))
+    return tuple([(_put(comm, instance, form, ranks), ranks) for form, ranks in local_forms(comm, instance)])
 
 
 def _put(comm: CommLowering, instance: NodeOnGroup, form: LocalForm, ranks: Group) -> LocalForm:
@@ -98,8 +98,8 @@ def _put(comm: CommLowering, instance: NodeOnGroup, form: LocalForm, ranks: Grou
     job.append(new, form.ops)
     for name, constant in form.constants.items():
         job.constant(new, values[name], constant)
-    versions = (output_layout_of(comm.program, instance, k) for k in range(len(node.outputs)))
-    for version in (one for one in versions if one.value.name):
+    for k in [k for k, out in enumerate(node.outputs) if out.name]:
+        version = output_layout_of(comm.program, instance, k)
         job.declare(new, comm.values.at[version], comm.values.local_value(version), comm.values.local_shape(version))
     return form
 
@@ -116,7 +116,8 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
     for version in sorted(uses, key=lambda version: -len(version.group)):
         if version in done:
             continue
-        there = next((one for one in known if one in done and _has(one, version)), None)
+        here = {*version.group}
+        there = next((one for one in known if one in done and here <= {*one.group} and can_share(one, version)), None)
         if there is None:
             source, derived = versions.definition_for(version), version in versions.derived
             comm.values.bind(version, reshard(comm, source, at[source], version, at[version], uses[version], derived))
@@ -125,8 +126,3 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
         else:
             comm.values.bind(version, at[there])
         done.add(version)
-
-
-def _has(there: ShardedValue, wanted: ShardedValue) -> bool:
-    """Whether the ranks of `wanted` hold the same shards of it as part of `there`."""
-    return set(wanted.group) <= set(there.group) and can_share(there, wanted)

@@ -19,12 +19,12 @@ from partc.compiler.autodiff.engine import Backward as Found
 from partc.compiler.autodiff.engine import RowGradient, differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.local_form import LocalForm, over_values
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, facts_of, ranks_of
 from partc.compiler.ir.value_info import Array, Shape
-from partc.compiler.ir.values import derived
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Placed
 from partc.compiler.lower.kept import operand
@@ -33,6 +33,7 @@ from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.local_forms import renamed
+from partc.runtime.spellings import first_free
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class NodeGradient:
     @cached_property
     def made(self) -> set[str]:
         """The places of what the backward nodes make."""
-        return {out.name or "" for node in self.found.nodes for out in node.outputs}
+        return {name_of(out) for node in self.found.nodes for out in node.outputs}
 
     @cached_property
     def constants(self) -> dict[str, Array]:
@@ -103,7 +104,9 @@ class NodeGradients:
         node, values = instance.node, [*self._operands(instance, form), *self._made(instance, form)]
         there, seeds = dict(form.values), dict[str, str]()
         for out, dy in dys.items():
-            handle = derived(str(dy), {*there} if there.get(str(dy)) is not dy else ())
+            handle = str(dy)
+            if there.get(handle) is not dy:
+                handle = first_free(handle, there.__contains__)
             there[handle], seeds[form.handle(out)] = dy, handle
         nodes, own = form.nodes, node.domain == OWN and is_differentiable(node)
         if own:
@@ -253,9 +256,9 @@ class NodeGradients:
         """The shapes of values of the forward pass, on ranks that do not have them yet; all get a place in `values`."""
         tail: list[Placed] = []
         for node in one.found.early:
-            name = node.outputs[0].name or ""
+            name = name_of(node.outputs[0])
             assert node.inputs[0] is not None
-            given = values[node.inputs[0].name or ""]
+            given = values[name_of(node.inputs[0])]
             if given not in self._shapes:
                 self._shapes[given] = self.job.value(
                     ranks, *[one.places.text(text) for text in (name, f"{name}.primal")]

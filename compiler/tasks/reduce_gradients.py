@@ -16,6 +16,7 @@ from typing import cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import TaskKind, Value
 from partc.compiler.ir.sharded import Ranks, ShardedValue, ranks_of
@@ -88,7 +89,10 @@ class GradientReduction:
         target = ShardedValue(self.cotangents[value], main.group, share.layout)
         wanted = f"{self.at[main]}.grad"
         if self.training.low_messages and value.dtype == ir.DataType.FLOAT and any(one != target for one in given):
-            low = self._low(target.value)
+            cotangent, kind = target.value, ir.TensorType(ir.DataType.BFLOAT16)
+            low = ir.Value(name=f"{cotangent.name}.bfloat16", type=kind, shape=cotangent.shape)
+            info = self.comm.values[cotangent]
+            self.comm.values.add(low, replace(info, type=type_text(kind), item_bytes=2))
             target, wanted = ShardedValue(low, main.group, share.layout), f"{wanted}.bfloat16"
             given = {
                 ShardedValue(low, one.group, one.layout): [self._rounded(one, low, self._sum(self.comm, one, terms))]
@@ -173,13 +177,6 @@ class GradientReduction:
             own = self._own(wanted, other, f"{self.at[home]}.grad")
             self.gradients.append(Gradient(value, home, own, home))
 
-    def _low(self, cotangent: ir.Value) -> ir.Value:
-        """A value for a parameter's gradient in bfloat16."""
-        kind = ir.TensorType(ir.DataType.BFLOAT16)
-        value = ir.Value(name=f"{cotangent.name}.bfloat16", type=kind, shape=cotangent.shape)
-        info = self.comm.values[cotangent]
-        return self.comm.values.add(value, replace(info, type=type_text(kind), item_bytes=2))
-
     def _rounded(self, version: ShardedValue, low: ir.Value, given: Value) -> Value:
         """Rounds a term of a gradient to bfloat16, behind the sum over all parts of a batch."""
         made = self.comm.job.beside(version.group, given, ".bfloat16")
@@ -213,10 +210,10 @@ class GradientReduction:
         """Reshards a cotangent to another layout or group; the value there. `only`: nothing is added to it there."""
         if version == target:
             return given
-        job, primal = comm.job, str(target.value.name).removesuffix(".grad")
-        final = sum_spellings(wanted or str(target.value.name), target)
+        job, primal = comm.job, name_of(target.value).removesuffix(".grad")
+        final = sum_spellings(wanted or name_of(target.value), target)
         if not only:
-            final = brought_spellings(str(given), wanted or str(target.value.name), target)
+            final = brought_spellings(str(given), wanted or name_of(target.value), target)
         if version.group != target.group:
             # Ops whose cotangents are one value (a Sum's) send it for each, and a message has a value of its own.
             here = ranks_of(version.group)
@@ -237,7 +234,7 @@ class GradientReduction:
     ) -> Value:
         if len(terms) == 1:
             return terms[0]
-        spellings = sum_spellings(wanted or str(version.value.name), version, final=final)
+        spellings = sum_spellings(wanted or name_of(version.value), version, final=final)
         made = comm.job.value(version.group, *spellings)
         return self._emit(comm, version, "Add" if len(terms) == 2 else "Sum", terms, made)
 

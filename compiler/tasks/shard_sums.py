@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.moves import AllReduce
@@ -25,12 +27,12 @@ from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.duals import typed
 from partc.compiler.training.whole_updates import ShardSum, Step, without_terms
 
-Append = Callable[[Group, Sequence[ir.Node], dict[str, Value]], None]
+Append = Callable[[Group, Sequence[ir.Node], StandIns], None]
 
 
 @dataclass
 class ShardSums:
-    """Writes updates with sums over shards; `append` writes nodes on the ranks of a group, over values by handle."""
+    """Writes updates with sums over shards; `append` writes nodes on the ranks of a group, over values."""
 
     program: Targeted
     comm: CommLowering
@@ -43,8 +45,8 @@ class ShardSums:
         cuts = one.share.layout.cuts
         return [dim for dim in range(len(cuts)) if cuts[dim] or one.parameter in self.known]
 
-    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value], values: dict[str, Value]) -> None:
-        """Writes the steps that make a parameter's next value and slots, over values by handle."""
+    def write(self, one: Gradient, steps: Sequence[Step], made: Sequence[ir.Value], values: StandIns) -> None:
+        """Writes the steps that make a parameter's next value and slots, over values."""
         before = self.known.get(one.parameter)
         sums = [step for step in steps if isinstance(step, ShardSum)]
         for step in steps if before is None else without_terms(steps, made):
@@ -53,17 +55,17 @@ class ShardSums:
             elif before is None:
                 self.known.setdefault(one.parameter, []).append(self._summed(one, step, values))
             elif step.total is not step.terms:
-                values[str(step.total.name)] = self._brought(one, step, *before[sums.index(step)])
+                values[step.total] = self._brought(one, step, *before[sums.index(step)])
 
-    def _summed(self, one: Gradient, step: ShardSum, values: dict[str, Value]) -> tuple[ShardedValue, Value]:
+    def _summed(self, one: Gradient, step: ShardSum, values: StandIns) -> tuple[ShardedValue, Value]:
         """Adds terms up over the shards along the dims of a sum; the sum, and its value."""
-        group, layout, name = one.home.group, self._layout(one, step), str(step.total.name)
+        group, layout, name = one.home.group, self._layout(one, step), name_of(step.total)
         local = tuple(step.terms.shape or ())
         shape = ir.Shape([size * layout.num_shards(dim) for dim, size in enumerate(local) if isinstance(size, int)])
         value = typed(self.comm.values, self.program.symbols, ir.Value(name=name, type=step.terms.type, shape=shape))[0]
-        total = terms = values[str(step.terms.name)]
+        total = terms = values[step.terms]
         if step.total is not step.terms:
-            total = values[name] = self.comm.job.value(group, name)
+            total = values[step.total] = self.comm.job.value(group, name)
             axes = tuple(axis for dim in step.dims for axis in one.share.layout.cuts[dim])
             elements = math.prod(size for size in local if isinstance(size, int))
             self.comm.job.declare(group, total, value, tuple(size for size in local if isinstance(size, int)))
@@ -76,7 +78,7 @@ class ShardSums:
         target = ShardedValue(first.value, one.home.group, normal(self._layout(one, step)))
         if target == first:
             return total
-        made = self.comm.job.value(ranks_of(first.group) | ranks_of(target.group), str(step.total.name))
+        made = self.comm.job.value(ranks_of(first.group) | ranks_of(target.group), name_of(step.total))
         return reshard(self.comm, first, total, target, made, _cause(one, step))
 
     def _layout(self, one: Gradient, step: ShardSum) -> Layout:

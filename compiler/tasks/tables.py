@@ -61,7 +61,9 @@ def find_tables(program: Targeted, local: LocalView, needed: Collection[ir.Value
                 readers[value].append(node)
     found, problems = list[Table](), list[Problem]()
     for value, nodes in readers.items():
-        lookups = [node for node in nodes if _looks_up(program, node, value)]
+        # A node that also reads it as something else, or in its bodies, needs all of it.
+        alone = [node for node in nodes if node.inputs[0] is value and value not in node.inputs[1:]]
+        lookups = [node for node in alone if value not in program.around[node] and looks_up_rows(node)]
         if lookups:
             others = [node for node in nodes if node not in lookups]
             found.append(_Lookups(program, training, local, value, lookups, others).table())
@@ -80,16 +82,7 @@ def find_tables(program: Targeted, local: LocalView, needed: Collection[ir.Value
     return found
 
 
-def _looks_up(program: Targeted, node: ir.Node, value: ir.Value) -> bool:
-    others = [one for one in node.inputs[1:] if one is value]
-    return node.inputs[0] is value and not others and value not in program.around[node] and looks_up_rows(node)
-
-
 _CUT = "its rows are cut"
-
-
-def _waiting(steps: int) -> str:
-    return f"the gradients of {steps} steps wait" if steps > 1 else "the gradient of a step waits"
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,8 @@ class _Lookups:
             else "only a step tells how many rows are looked up"
         )
         if late := self.training.parameters[self.value].staleness:
-            return Table(self.value, self._sends_fewer(), True, f"{_waiting(late)} for the update")
+            waiting = f"the gradients of {late} steps wait" if late > 1 else "the gradient of a step waits"
+            return Table(self.value, self._sends_fewer(), True, f"{waiting} for the update")
         if whole := whole_table(optimizer, decay):
             return Table(self.value, self._sends_fewer(), True, whole)
         rank = len(self.value.shape or ())

@@ -15,9 +15,11 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.programs import State, TaskKind, Value
 from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.ir.training import Training
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.reshard import lower
@@ -92,7 +94,7 @@ class Updates(UpdateWriter):
         for value, following in self.training.statistics.items():
             for home in self.versions.defs.get(value, ()):
                 made = None if following is None else self._replacing(home, following)
-                self._keep(home, self.at[home], made, value.name or "", "statistics")
+                self._keep(home, self.at[home], made, name_of(value), "statistics")
 
     def _sizes(self, one: Gradient) -> tuple[int, ...]:
         """The shape of what a rank updates of a parameter, which is known."""
@@ -123,12 +125,15 @@ class Updates(UpdateWriter):
         home, group, tensor = self.at[one.home], one.home.group, tensor_of(one.parameter)
         shared = one.share != one.home
         shape = self.values.local_shape(one.share) or ()
-        shard = self._share(one) if shared else home
+        shard = home
+        if shared:
+            cause = f"update of '{one.parameter.name}'"
+            shard = reshard(self.comm, one.home, home, one.share, self.job.beside(group, home, ".share"), cause)
         kind = one.parameter.type
 
         def typed_as(value: Value, ones: Sequence[int] = ()) -> ir.Value:
             dims = [1 if dim - len(shape) in ones else size for dim, size in enumerate(shape)]
-            return ir.Value(name=str(value), type=kind, shape=ir.Shape(dims))
+            return values.of(value, kind, ir.Shape(dims))
 
         kept = optimizer.slots_of(len(shape))
         slots = [self.job.beside(group, home, f".{slot}") for slot in kept]
@@ -136,11 +141,10 @@ class Updates(UpdateWriter):
         fed = {scalar: self.job.scalar(group, name) for scalar, name in self.training.scalars_of(optimizer).items()}
         if clipped:
             fed["scale"] = self.scale
-        ids = () if one.ids is None else (one.ids,)
-        values = {str(value): value for value in (shard, one.value, *ids, *slots, *made, *fed.values())}
+        values = StandIns()
         slot_values = [typed_as(slot, ones) for slot, ones in zip(slots, kept.values(), strict=True)]
         outputs = [typed_as(value, ones) for value, ones in zip(made, ((), *kept.values()), strict=True)]
-        scalars = {scalar: ir.Value(name=str(value)) for scalar, value in fed.items()}
+        scalars = {scalar: values.of(value) for scalar, value in fed.items()}
         if one.ids is not None:
             self.rows.update(one, typed_as(shard), slot_values, scalars, outputs, values)
         else:
@@ -161,13 +165,13 @@ class Updates(UpdateWriter):
         slots: Sequence[ir.Value],
         scalars: Mapping[str, ir.Value],
         made: Sequence[ir.Value],
-        values: dict[str, Value],
+        values: StandIns,
     ) -> None:
         """Writes the update of a parameter by a dense gradient: one node, or several with sums over shards between them."""
         steps = update_steps(
             self.training.optimizer_of(one.parameter),
             shard,
-            ir.Value(name=str(one.value), type=shard.type, shape=shard.shape),
+            values.of(one.value, shard.type, shard.shape),
             slots,
             scalars,
             made,
@@ -192,12 +196,6 @@ class Updates(UpdateWriter):
         whole = ir.Shape([1 if dim in dims else size for dim, size in enumerate(shape)])
         listed = typed(self.values, self.program.symbols, ir.Value(name=name, type=one.parameter.type, shape=whole))[0]
         return ShardedValue(listed, one.share.group, normal(without_dims(one.share.layout, dims)))
-
-    def _share(self, one: Gradient) -> Value:
-        """Slices each rank's share of a parameter out of the version that it holds."""
-        home = self.at[one.home]
-        wanted = self.job.beside(one.home.group, home, ".share")
-        return reshard(self.comm, one.home, home, one.share, wanted, f"update of '{one.parameter.name}'")
 
     def _gather(self, one: Gradient, made: Value) -> Value:
         """Gathers the next parameter from the shares that ranks have updated."""
@@ -245,16 +243,19 @@ class Updates(UpdateWriter):
         self._declare(everyone, self.scale, number_type())
         self._factor(total)
         if self.training.rules.guarded:
-            self._guard(total)
+            # An output of every rank, which is not finite where any gradient is not.
+            value = typed(self.values, self.program.symbols, number_type(str(total)))[0]
+            self.job.declare(everyone, total, value, ())
+            self.job.outputs.add(everyone, total, replicated_on(value, tuple(range(self.job.size))))
         scale = self.training.scale
         if scale is not None and scale.dynamic:
             state, steps = self.job.number(STATE), self.job.number(STEPS)
-            following = next_nodes(scale, STATE, STEPS, "total")
-            values = {STATE: state, STEPS: steps, "total": total}
-            for name, array in following.constants.items():
-                values[name] = self.job.constant(everyone, self.job.value(everyone, name), array)
+            values = StandIns()
+            following = next_nodes(scale, *(values.of(one) for one in (state, steps, total)))
+            for one, array in following.constants.items():
+                values[one] = self.job.constant(everyone, self.job.value(everyone, name_of(one)), array)
             self._append(everyone, following.nodes, values)
-            self._keep_scale(values[f"{STATE}.next"], values[f"{STEPS}.next"])
+            self._keep_scale(*(values[one] for one in following.results))
 
     def _factor(self, total: Value) -> None:
         """Makes the factor of all gradients: what clips them to the norm, of which `total` is the square, over the loss scale."""
@@ -276,8 +277,9 @@ class Updates(UpdateWriter):
 
     def _clip_scale(self, square: Value, made: Value, bound: float) -> None:
         """Makes what scales gradients down to a norm, of whose own norm `square` is the square."""
-        node = clip_scale(ir.Value(name=str(square)), number_type(str(made)), bound)
-        self._append(self.job.everyone, [node], {str(square): square, str(made): made})
+        values = StandIns()
+        scale = values.of(made, ir.TensorType(ir.DataType.FLOAT), ir.Shape(()))
+        self._append(self.job.everyone, [clip_scale(values.of(square), scale, bound)], values)
 
     def _divide_by_scale(self, made: Value) -> None:
         """Makes the inverse of the loss scale, by which gradients are multiplied."""
@@ -301,9 +303,3 @@ class Updates(UpdateWriter):
             listed = typed(self.values, self.program.symbols, number(str(value), kind))[0]
             self.job.kept.drop(value)
             self._keep(replicated_on(listed, everyone), value, following, name, "scale", initial=initial)
-
-    def _guard(self, total: Value) -> None:
-        """Makes the sum of all squares an output of every rank: it is not finite where any gradient is not."""
-        value = typed(self.values, self.program.symbols, number_type(str(total)))[0]
-        self.job.declare(self.job.everyone, total, value, ())
-        self.job.outputs.add(self.job.everyone, total, replicated_on(value, tuple(range(self.job.size))))

@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
+from partc.compiler.ir.stand_ins import StandIns
 from partc.compiler.ir.training import ParameterOptions, Training
 from partc.compiler.lower.job import Job
 from partc.compiler.lower.local_view import Gradient
 from partc.compiler.training.optimizers import merge_node, row_update_node, takes_rows_again
 
-Append = Callable[[Group, Sequence[ir.Node], dict[str, Value]], None]
+Append = Callable[[Group, Sequence[ir.Node], StandIns], None]
 _IDS = ir.TensorType(ir.DataType.INT64)
 
 
 @dataclass(frozen=True)
 class RowUpdates:
-    """Writes the updates by rows; `append` writes nodes on the ranks of a group, over values by handle."""
+    """Writes the updates by rows; `append` writes nodes on the ranks of a group, over values."""
 
     training: Training
     job: Job
@@ -40,13 +40,11 @@ class RowUpdates:
         """The gradient with each id once."""
         assert one.ids is not None
         base, group = str(one.value).removesuffix(".rows"), one.home.group
-        made = [self.job.value(group, f"{base}.merged.{word}") for word in ("ids", "rows")]
-        ids, rows = ir.Value(name=str(made[0]), type=_IDS), ir.Value(name=str(made[1]), type=one.parameter.type)
-        values = {str(value): value for value in (one.ids, one.value, *made)}
-        self.append(
-            group, [merge_node(ir.Value(name=str(one.ids)), ir.Value(name=str(one.value)), [ids, rows])], values
-        )
-        return replace(one, value=made[1], ids=made[0], distinct=True)
+        ids, rows = (self.job.value(group, f"{base}.merged.{word}") for word in ("ids", "rows"))
+        values = StandIns()
+        made = [values.of(ids, _IDS), values.of(rows, one.parameter.type)]
+        self.append(group, [merge_node(values.of(one.ids), values.of(one.value), made)], values)
+        return replace(one, value=rows, ids=ids, distinct=True)
 
     def update(
         self,
@@ -55,16 +53,16 @@ class RowUpdates:
         slots: Sequence[ir.Value],
         scalars: dict[str, ir.Value],
         made: Sequence[ir.Value],
-        values: dict[str, Value],
+        values: StandIns,
     ) -> None:
-        """Writes the update of a table and its slots, over values by handle."""
+        """Writes the update of a table and its slots, over values."""
+        assert one.ids is not None
         learned: ParameterOptions = self.training.parameters[one.parameter]
-
         node = row_update_node(
             self.training.optimizer_of(one.parameter),
             table,
-            ir.Value(name=str(one.ids)),
-            ir.Value(name=str(one.value), type=table.type),
+            values.of(one.ids),
+            values.of(one.value, table.type),
             slots,
             scalars,
             made,

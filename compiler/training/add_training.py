@@ -18,7 +18,7 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
-from partc.compiler.ir.graph import drop_unread, operands_of
+from partc.compiler.ir.graph import drop_unread, name_of, operands_of
 from partc.compiler.ir.program import Loaded, Prepared
 from partc.compiler.ir.training import BatchRecords, ParameterOptions, ProgramKind, Training, TrainingNotes
 from partc.compiler.plan.pattern import compile_pattern, nearest
@@ -76,9 +76,9 @@ def add_training(program: Loaded) -> Prepared:
     )
     training = replace(training, written=written, precision=precision)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
-    names = [str(value.name) for value in candidates(program.model)]
+    names = [name_of(value) for value in candidates(program.model)]
     idle = (
-        _idle(rules, [*names, *(str(value.name) for value in training.parameters)])
+        _idle(rules, [*names, *(name_of(value) for value in training.parameters)])
         if program.kind is ProgramKind.STEP
         else []
     )
@@ -105,7 +105,7 @@ def add_loss_and_metrics(
     split_sequences(model)
     split_uneven_means(model)
     trainable, shared = give_own(model, trainable, _shared_by(rules))
-    others = [str(value.name) for value in candidates(model) if value.name not in trainable]
+    others = [name_of(value) for value in candidates(model) if value.name not in trainable]
     how = _parameter_options(rules, trainable, others)
     _begin_anew(graph, rules, list(how))
     statistics: dict[ir.Value, ir.Value | None] = {}
@@ -139,14 +139,14 @@ def add_loss_and_metrics(
         loss,
         kept,
         statistics,
-        metrics=tuple(str(value.name) for value in metrics),
-        denominators={str(one.name): str(made.name) for one, made in denominators.items()},
+        metrics=tuple(name_of(value) for value in metrics),
+        denominators={name_of(one): name_of(made) for one, made in denominators.items()},
         scalars=tuple(scalars),
         records=BatchRecords(shards=shards),
         notes=TrainingNotes(shared=tuple(one.text(own) for one, own in shared)),
     )
     made = ({*training.fed} - {STEP}) | ({PART} if scalars and rules.accumulate > 1 else set[str]())
-    if taken := [_taken(str(value.name)) for value in graph.inputs if value.name in made]:
+    if taken := [_taken(name_of(value)) for value in graph.inputs if value.name in made]:
         raise CompileError(taken)
     if cut and part.backward:
         in_parts(model, training, known)

@@ -18,7 +18,7 @@ from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.dims.facts import ANY_DIM
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
-from partc.compiler.ir.graph import graphs_of
+from partc.compiler.ir.graph import graphs_of, name_of
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.training.graph_nodes import FLOATS, Dims
 
@@ -150,7 +150,7 @@ class GraphAppender:
 
     def output(self, name: str) -> ir.Value:
         """The graph's output of a name. Raises CompileError with the nearest names where there is none."""
-        by_name = {value.name or "": value for value in self.graph.outputs}
+        by_name = {name_of(value): value for value in self.graph.outputs}
         if name not in by_name:
             close = nearest(name, by_name)
             have = ", ".join(map(repr, by_name))

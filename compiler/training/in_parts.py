@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import drop_unread, take_out
+from partc.compiler.ir.graph import drop_unread, name_of, take_out
 from partc.compiler.ir.program import Annotated, Placed
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import ValueInfo
@@ -37,7 +37,7 @@ def in_parts(program: Annotated) -> Annotated:
     training = program.training
     if training is None:
         return program
-    fixed = tuple(str(value.name) for value in program.model.graph.inputs if value not in program.batch_dims)
+    fixed = tuple(name_of(value) for value in program.model.graph.inputs if value not in program.batch_dims)
     fixed = tuple(name for name in fixed if name not in training.scalars)
     known = replace(training.records, fixed=fixed, labels=labels_of(program))
     training = replace(training, records=known)
@@ -45,17 +45,17 @@ def in_parts(program: Annotated) -> Annotated:
     if training.rules.accumulate == 1 or program.kind is ProgramKind.EVALUATION:
         return replace(program, training=training)
     found = Flow(program, training.rules.accumulate)
-    known = replace(known, totals=tuple(str(value.name) for value in found.totals))
+    known = replace(known, totals=tuple(name_of(value) for value in found.totals))
     training = replace(training, records=known)
     if program.kind is ProgramKind.TOTALS:
         return replace(program, training=training)
     divisors = {divisor.outputs[0] for divisor in program.means}
     summed = [
-        str(value.name)
+        name_of(value)
         for value in program.model.graph.outputs  # a part's number of positions is its own, and a term of the batch's
         if found.state(value) == SUM or (found.state(value) is OWN and value in divisors)
     ]
-    summed += [str(value.name) for value in found.totals if found.states[value] == SUM]
+    summed += [name_of(value) for value in found.totals if found.states[value] == SUM]
     training = replace(training, records=replace(known, summed=frozenset(summed)))
     paths, values = dict(program.paths), dict(program.values)
     _give_totals(program, found, values)
@@ -87,7 +87,7 @@ def only_totals(program: Placed) -> Placed:
         take_out(graph, node)
     drop_unread(graph)
     everyone = tuple(range(program.plan.ranks))
-    plan = replace(program.plan, sharding=(), outputs=(OutputRule("**", everyone, training.loss.name or ""),))
+    plan = replace(program.plan, sharding=(), outputs=(OutputRule("**", everyone, name_of(training.loss)),))
     specs = {name: spec for name, spec in plan.dataset.specs.items() if any(one.name == name for one in graph.inputs)}
     plan = replace(plan, dataset=Dataset(plan.dataset.style, specs, plan.dataset.where))
     return replace(
@@ -145,7 +145,7 @@ def _take_shares(found: Flow, count: int, paths: dict[ir.Node, str], values: dic
         share.outputs[0].name, share.outputs[0].type, share.outputs[0].shape = path, value.type, value.shape
         for made in (number, share):
             made.metadata_props.update(node.metadata_props)
-            paths[made] = str(made.name)
+            paths[made] = name_of(made)
         graph.insert_before(node, [number, share])
         node.replace_input_with(k, share.outputs[0])
         values[share.outputs[0]] = values[value]

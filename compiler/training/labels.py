@@ -6,6 +6,7 @@ The labels of an auc are 0 and 1, also where they are floats.
 from __future__ import annotations
 
 import onnx_ir as ir
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Prepared
 from partc.compiler.plan.training.loss import ClassLabels
 from partc.runtime.artifact.format import LabelRecord
@@ -36,7 +37,7 @@ def labels_of(program: Prepared) -> dict[str, LabelRecord]:
         if node.domain in ("", "ai.onnx") and node.op_type in _LOSSES:
             scores, labels = node.inputs[:2]
             if labels is not None and labels.is_graph_input():
-                add(str(labels.name), scores, 1, node.attributes.get_int("ignore_index", None))
+                add(name_of(labels), scores, 1, node.attributes.get_int("ignore_index", None))
     for name, metric in train.metrics.items():
         match metric.class_labels:
             case ClassLabels(of, count=int(count)) if count:

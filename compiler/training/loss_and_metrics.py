@@ -8,6 +8,7 @@ from types import MappingProxyType
 import onnx_ir as ir
 from partc.compiler.analysis.shape_rules import Known
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import name_of
 from partc.compiler.plan.pattern import nearest
 from partc.compiler.plan.training.losses import Loss
 from partc.compiler.plan.training.metric import Metric
@@ -55,7 +56,7 @@ def add_metric(
 
 def meant(model: ir.Model, metric: Metric, where: str) -> Metric:
     """The metric; a word that names no output of the model is the usual name of a type. CompileError where it does not mean any."""
-    outputs = [value.name or "" for value in model.graph.outputs]
+    outputs = [name_of(value) for value in model.graph.outputs]
     if not isinstance(metric, OutputMetric) or metric.output in outputs:
         return metric
     kind = METRICS.get(str(known_type(metric.output, METRICS)))

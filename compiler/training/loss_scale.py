@@ -12,7 +12,7 @@ The runtime changes nothing else in a step that is not finite (`TrainingRecord.g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -25,62 +25,72 @@ _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 
 @dataclass(frozen=True)
 class ScaleNodes:
-    """Nodes over numbers of rank 0, and the constants that they read."""
+    """Nodes over numbers of rank 0, the constants that they read, and what they make for others."""
 
     nodes: Sequence[ir.Node]
-    constants: Mapping[str, Array]
+    constants: Mapping[ir.Value, Array]
+    results: tuple[ir.Value, ...]
 
 
-def seed_nodes(state: str, seed: str, number: float, shape: Sequence[int], kind: ir.DataType) -> ScaleNodes:
-    """The nodes that make the first cotangent, `number` times the scale, in the loss's shape and type."""
-    constants: dict[str, Array] = {f"{seed}.factor": np.full(tuple(shape), number, np.float32)}
-    made = seed if kind == _FLOAT else f"{seed}.float"
-    nodes = [_node("Mul", [state, f"{seed}.factor"], made, _FLOAT, shape)]
-    if kind != _FLOAT:
-        nodes.append(_node("Cast", [made], seed, kind, shape, to=int(kind)))
-    return ScaleNodes(nodes, constants)
+@dataclass(frozen=True)
+class _Writer:
+    """Writes nodes and constants, whose values are named after one."""
+
+    base: ir.Value
+    nodes: list[ir.Node] = field(default_factory=list)
+    constants: dict[ir.Value, Array] = field(default_factory=dict)
+
+    def constant(self, word: str, items: Array | float, kind: ir.DataType = _FLOAT) -> ir.Value:
+        """A constant of these items."""
+        array = np.asarray(items, kind.numpy())
+        value = number(f"{self.base.name}.{word}", kind, array.shape)
+        self.constants[value] = array
+        return value
+
+    def made(self, word: str, op_type: str, operands: Sequence[ir.Value], kind: ir.DataType) -> ir.Value:
+        """What a node over numbers makes."""
+        return self.put(op_type, operands, number(f"{self.base.name}.{word}", kind))
+
+    def put(self, op_type: str, operands: Sequence[ir.Value], made: ir.Value, **attributes: int) -> ir.Value:
+        """Writes a node, and gives what it makes."""
+        extra = ir.convenience.convert_attributes(attributes)
+        self.nodes.append(ir.Node("", op_type, operands, extra, outputs=[made], name=made.name))
+        return made
 
 
-def next_nodes(scale: LossScale, state: str, steps: str, total: str) -> ScaleNodes:
-    """The nodes that make `<state>.next` and `<steps>.next` out of both and of the sum of all squares."""
+def seed_nodes(state: ir.Value, seed: ir.Value, factor: Array) -> ScaleNodes:
+    """The nodes that make the first cotangent, the `factor` times the scale, in the loss's shape and type."""
+    write = _Writer(seed)
+    if seed.dtype == _FLOAT:
+        write.put("Mul", [state, write.constant("factor", factor)], seed)
+    else:
+        wide = number(f"{seed.name}.float", _FLOAT, factor.shape)
+        write.put("Mul", [state, write.constant("factor", factor)], wide)
+        write.put("Cast", [wide], seed, to=int(seed.dtype or _FLOAT))
+    return ScaleNodes(write.nodes, write.constants, (seed,))
 
-    def own(word: str) -> str:
-        return f"{state}.{word}"
 
-    constants: dict[str, Array] = {
-        own("infinity"): np.array(np.inf, np.float32),
-        own("growth"): np.array(scale.growth, np.float32),
-        own("backoff"): np.array(scale.backoff, np.float32),
-        own("largest"): np.array(LARGEST, np.float32),
-        own("smallest"): np.array(SMALLEST, np.float32),
-        own("interval"): np.array(scale.interval, np.int64),
-        own("one"): np.array(1, np.int64),
-        own("zero"): np.array(0, np.int64),
-    }
-    nodes = [
-        _node("Less", [total, own("infinity")], own("finite"), _BOOL),
-        _node("Add", [steps, own("one")], own("counted"), _INT64),
-        _node("GreaterOrEqual", [own("counted"), own("interval")], own("enough"), _BOOL),
-        _node("Mul", [state, own("growth")], own("larger"), _FLOAT),
-        _node("Min", [own("larger"), own("largest")], own("grown"), _FLOAT),
-        _node("Mul", [state, own("backoff")], own("smaller"), _FLOAT),
-        _node("Max", [own("smaller"), own("smallest")], own("shrunk"), _FLOAT),
-        _node("Where", [own("enough"), own("grown"), state], own("kept"), _FLOAT),
-        _node("Where", [own("finite"), own("kept"), own("shrunk")], f"{state}.next", _FLOAT),
-        _node("Where", [own("enough"), own("zero"), own("counted")], own("going_on"), _INT64),
-        _node("Where", [own("finite"), own("going_on"), own("zero")], f"{steps}.next", _INT64),
-    ]
-    return ScaleNodes(nodes, constants)
+def next_nodes(scale: LossScale, state: ir.Value, steps: ir.Value, total: ir.Value) -> ScaleNodes:
+    """The nodes that make the next scale and the next count of steps out of both and of the sum of all squares."""
+    write = _Writer(state)
+    infinity, growth = write.constant("infinity", np.inf), write.constant("growth", scale.growth)
+    backoff, largest = write.constant("backoff", scale.backoff), write.constant("largest", LARGEST)
+    smallest, interval = write.constant("smallest", SMALLEST), write.constant("interval", scale.interval, _INT64)
+    one, zero = write.constant("one", 1, _INT64), write.constant("zero", 0, _INT64)
+    finite = write.made("finite", "Less", [total, infinity], _BOOL)
+    counted = write.made("counted", "Add", [steps, one], _INT64)
+    enough = write.made("enough", "GreaterOrEqual", [counted, interval], _BOOL)
+    larger = write.made("larger", "Mul", [state, growth], _FLOAT)
+    grown = write.made("grown", "Min", [larger, largest], _FLOAT)
+    smaller = write.made("smaller", "Mul", [state, backoff], _FLOAT)
+    shrunk = write.made("shrunk", "Max", [smaller, smallest], _FLOAT)
+    kept = write.made("kept", "Where", [enough, grown, state], _FLOAT)
+    next_state = write.made("next", "Where", [finite, kept, shrunk], _FLOAT)
+    going_on = write.made("going_on", "Where", [enough, zero, counted], _INT64)
+    next_steps = write.put("Where", [finite, going_on, zero], number(f"{steps.name}.next", _INT64))
+    return ScaleNodes(write.nodes, write.constants, (next_state, next_steps))
 
 
 def number(name: str, kind: ir.DataType, shape: Sequence[int] = ()) -> ir.Value:
     """A value of rank 0, or of dims of 1."""
     return ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
-
-
-def _node(
-    op_type: str, names: Sequence[str], made: str, kind: ir.DataType, shape: Sequence[int] = (), **attributes: int
-) -> ir.Node:
-    extra = ir.convenience.convert_attributes(attributes)
-    operands = [ir.Value(name=name) for name in names]
-    return ir.Node("", op_type, operands, extra, outputs=[number(made, kind, shape)], name=made)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import PINNED, SERVED
+from partc.compiler.ir.graph import PINNED, SERVED, name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.matching import is_unused_in_training, matched_nodes, modules_of, placed_on_roles
 from partc.compiler.ops.registry import looks_up_rows
@@ -67,13 +67,13 @@ def _served(program: Typed) -> dict[ir.Value, PlacementRule]:
         if not rule.serves:
             continue
         matches = compile_pattern(rule.pattern).matches
-        by_name = [value for value in order if matches(value.name or "")]
+        by_name = [value for value in order if matches(name_of(value))]
         named.update(dict.fromkeys(by_name, k))
         if not by_name and not any(value in owned for node in hit for value in node.inputs):
             if not hit and is_unused_in_training(program, rule.pattern):
                 continue
             readers = [path for node, path in program.paths.items() if any(value in owned for value in node.inputs)]
-            paths = [*modules_of(readers), *readers, *(str(value.name) for value in order)]
+            paths = [*modules_of(readers), *readers, *(name_of(value) for value in order)]
             fact = f"'{rule.pattern}' matches no parameter, and no module or node that has parameters"
             close = ", ".join(f"'{name}'" for name in nearest(rule.pattern, paths))
             help = wider(rule.pattern, paths) or (f"the nearest are {close}" if close else _LISTED)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +20,9 @@ import onnx_ir as ir
 from onnxscript import nn
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, trainable_names
+from partc.runtime.spellings import first_free, numbered
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 _NAMED = 3
@@ -51,8 +54,8 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
     paths = paths if paths is not None else node_paths(model)
     weights = model.graph.initializers
     of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())
-    taken = {*weights, *(value.name or "" for value in model.graph.inputs)}
-    taken |= {value.name or "" for node in model.graph for value in node.outputs}
+    taken = {*weights, *(name_of(value) for value in model.graph.inputs)}
+    taken |= {operand_name(value) for node in model.graph for value in node.outputs}
     found = []
     for name in names:
         readers = _readers(weights[name], paths) if name in weights else {}
@@ -60,9 +63,17 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
             continue
         own = [name]
         for module in list(readers)[1:]:
-            own.append(_free(f"{module}.{name.rpartition('.')[2]}", f"{name}.{module}", taken))
+            own.append(_own_name(name, module, taken))
+            taken.add(own[-1])
         found.append(Shared(name, tuple(readers), tuple(own), of_file and _repeats(weights[name])))
     return found
+
+
+def _own_name(name: str, module: str, taken: set[str]) -> str:
+    """What a module's own copy of a weight is called: as if the module had made it, or after the weight and the module."""
+    other = f"{name}.{module}"
+    spellings = chain([other], numbered(other, ".", 2))
+    return first_free(f"{module}.{name.rpartition('.')[2]}", taken.__contains__, lambda _: spellings)
 
 
 def parameter_sizes(model: ir.Model, paths: Mapping[ir.Node, str] | None = None) -> list[int]:
@@ -162,12 +173,3 @@ def _repeats(value: ir.Value) -> bool:
     return bool(
         (flat[:64] == flat[0]).all() and (flat == flat[0]).all() and np.isfinite(flat[:1].astype(np.float64)).all()
     )
-
-
-def _free(wanted: str, other: str, taken: set[str]) -> str:
-    name, count = wanted if wanted not in taken else other, 1
-    while name in taken:
-        count += 1
-        name = f"{other}.{count}"
-    taken.add(name)
-    return name

@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
 from partc.compiler.ir.drawn import DrawnTensor
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.registry import stops_gradient
 
 TRAINABLE = "partc.trainable"
@@ -58,7 +59,7 @@ def trainable_names(model: ir.Model) -> list[str]:
     """The weights that training changes: what the model's modules say is trainable; of a file, what the law above says."""
     weights = candidates(model)
     declared = declares_trainable(model)
-    return [str(value.name) for value in weights if (_is_declared(value) if declared else _is_likely(value))]
+    return [name_of(value) for value in weights if (_is_declared(value) if declared else _is_likely(value))]
 
 
 def declares_trainable(model: ir.Model) -> bool:

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ from ..files.counted import CHECKPOINT_LIST, read_json
 from ..files.regular import read_regular
 from ..files.removal import Identity, move_folder, remove_inside
 from ..files.replace import write_text
-from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index
+from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index, step_folder
 
 WRITTEN = ".written.json"
 _OURS = re.compile(r"rank_\d{4,}\.safetensors|" + re.escape(INDEX))
@@ -60,21 +61,39 @@ def add(folder: Path, listed: Listed, name: str, index: str) -> Listed:
     return there
 
 
-def prune(folder: Path, target: Path, listed: Listed, keep: int, besides: str = "") -> None:
-    """Removes the oldest of a run beyond `keep`; the new one stays, also where later steps were there before, and the one named `besides`.
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run stay when it writes another one: the `keep` newest, all where it is None, and that of the step `best`.
+
+    `goes_on`: whether the run is the one that wrote there before, whose checkpoints are then its own.
+    """
+
+    keep: int | None = None
+    best: int | None = None
+    goes_on: bool = True
+
+
+KEEP_ALL = Retention()
+
+
+def prune(folder: Path, target: Path, listed: Listed, retention: Retention) -> None:
+    """Removes the oldest of a run beyond those to be kept; the new one stays, also where later steps were there before, and the best one.
 
     Those that hold numbers which are not finite go first, and such a new one takes the place of no other kind. One that cannot be removed
     stays: the new checkpoint is whole all the same.
     """
+    if retention.keep is None:
+        return
+    best = "" if retention.best is None else step_folder(retention.best)
     others = sorted(
         (
             path
             for name in listed
-            if name not in (target.name, besides) and _is_unchanged(path := folder / name, listed[name])
+            if name not in (target.name, best) and _is_unchanged(path := folder / name, listed[name])
         ),
         key=lambda path: int(path.name.rpartition("_")[2]),
     )
-    excess = max(0, len(others) + 1 - max(1, keep))
+    excess = max(0, len(others) + 1 - max(1, retention.keep))
     wrong = [path for path in others if _is_wrong(path)]
     sound = [] if _is_wrong(target) else [path for path in others if path not in wrong]
     for path in [*wrong, *sound][:excess]:

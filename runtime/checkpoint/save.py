@@ -40,7 +40,7 @@ from .index import (
 )
 from .lock import Lock
 from .ownership import Owned, owners
-from .run_list import add, clear, discard, foreign_entries, listed_checkpoints, prune
+from .run_list import KEEP_ALL, Retention, add, clear, discard, foreign_entries, listed_checkpoints, prune
 
 Share: TypeAlias = Callable[[str], Sequence[str]]
 """A collective: takes this rank's text and gives the texts of all ranks, in their order."""
@@ -52,8 +52,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class Save:
     """The save of a step as one rank does it: `begin`, `write` and `commit`, each once it has ended on all ranks.
 
-    `pieces` are the rank's; all else is the same on every rank. `lock` is rank 0's lock of the folder, which else is taken until `release`;
-    `goes_on`: whether the run is the one that wrote there before. `keep` newest stay, and the one of the step `best`.
+    `pieces` are the rank's; all else is the same on every rank. `lock` is rank 0's lock of the folder, which else is taken until `release`.
     """
 
     folder: Path
@@ -62,10 +61,8 @@ class Save:
     pieces: Sequence[tuple[StateRecord, Array]]
     records: Sequence[StateRecord]
     meta: Mapping[str, JsonValue]
-    keep: int | None = None
+    retention: Retention = KEEP_ALL
     lock: Lock | None = None
-    goes_on: bool = True
-    best: int | None = None
     owned: dict[str, list[Owned]] = field(default_factory=dict)
     _made: list[Identity] = field(default_factory=list)
     _own: Lock | None = None
@@ -105,7 +102,7 @@ class Save:
         """Makes a checkpoint of what all ranks have written, on rank 0."""
         if self.rank == 0:
             index = _index(self.step, self.records, self.owned, self.meta, said)
-            _commit(self.scratch, self._made[0], self.target, index, self.goes_on, self.keep, self.best)
+            _commit(self.scratch, self._made[0], self.target, index, self.retention)
         return ""
 
     def discard(self) -> None:
@@ -131,17 +128,15 @@ def save(
     records: Sequence[StateRecord],
     meta: Mapping[str, JsonValue],
     share: Share,
-    keep: int | None = None,
+    retention: Retention = KEEP_ALL,
     lock: Lock | None = None,
-    goes_on: bool = True,
-    best: int | None = None,
 ) -> Path:
-    """Writes the checkpoint of a step into `folder`, which all ranks share, and removes the run's oldest beyond `keep`; its path.
+    """Writes the checkpoint of a step into `folder`, which all ranks share, and removes those of the run that are not to stay; its path.
 
     Every rank calls it, with the arguments of a `Save`. When it returns, on any rank, the checkpoint is whole. CheckpointError is raised on
     all ranks alike; the checkpoints that were there are then as they were.
     """
-    one = Save(folder, step, rank, pieces, records, meta, keep, lock, goes_on, best)
+    one = Save(folder, step, rank, pieces, records, meta, retention, lock)
 
     def write() -> str:
         one.find()
@@ -279,16 +274,8 @@ def _index(
     )
 
 
-def _commit(
-    scratch: Path,
-    made: Identity,
-    target: Path,
-    index: CheckpointIndex,
-    goes_on: bool,
-    keep: int | None,
-    best: int | None,
-) -> None:
-    """Gives the written folder its name, and removes the run's oldest."""
+def _commit(scratch: Path, made: Identity, target: Path, index: CheckpointIndex, retention: Retention) -> None:
+    """Gives the written folder its name, and removes those of the run that are not to stay."""
     for name, record in index.files.items():
         size = (scratch / name).stat().st_size if (scratch / name).is_file() else None
         if size != record.bytes:
@@ -304,7 +291,7 @@ def _commit(
         os.fsync(out.fileno())
     _sync_folder(scratch)
     folder = target.parent
-    listed = add(folder, listed_checkpoints(folder) if goes_on else {}, target.name, text)
+    listed = add(folder, listed_checkpoints(folder) if retention.goes_on else {}, target.name, text)
     old = target.with_name(hidden_folder(target.name, OLD))
     if target.exists():
         move_folder(target, old)
@@ -316,8 +303,7 @@ def _commit(
         raise
     _sync_folder(folder)
     discard(old)
-    if keep is not None:
-        prune(folder, target, listed, keep, "" if best is None else step_folder(best))
+    prune(folder, target, listed, retention)
 
 
 def _sync_folder(folder: Path) -> None:

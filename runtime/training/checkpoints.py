@@ -19,6 +19,7 @@ from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.lock import Lock
 from ..checkpoint.newest import take_newest_intact
+from ..checkpoint.run_list import Retention
 from ..checkpoint.save import Save, save
 from ..checkpoint.verification import Verification
 from ..errors import DamagedError
@@ -67,12 +68,12 @@ class Checkpoints:
         if self._averages is not None:
             arrays, records = [*arrays, *self._averages.arrays()], [*records, *self._averages.records]
         known: dict[str, JsonValue] = {OPTIMIZER: self._optimizer, **meta}
-        lock, goes_on = self._locks.get(folder), folder.resolve() in self._ours
+        lock, retention = self._locks.get(folder), Retention(keep, best, folder.resolve() in self._ours)
         if background:
-            one = Save(folder, step, rank, arrays, records, known, keep, lock, goes_on, best)
+            one = Save(folder, step, rank, arrays, records, known, retention, lock)
             self.saving = BackgroundSave(one, self._program.manifest.ranks, share)
             return self.saving.path
-        path = save(folder, step, rank, arrays, records, known, share, keep, lock, goes_on, best)
+        path = save(folder, step, rank, arrays, records, known, share, retention, lock)
         self._ours.add(folder.resolve())
         return path
 

@@ -14,6 +14,7 @@ from partc.runtime.artifact.tensors.dtypes import Array, by_numpy
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from partc.runtime.checkpoint.index import INDEX, sealed
 from partc.runtime.checkpoint.ownership import region_of_rank
+from partc.runtime.checkpoint.run_list import Retention
 from partc.runtime.checkpoint.save import save
 
 META = {"epoch": 2, "data": {"position": 77, "seed": 5}, "optimizer": "adam"}
@@ -153,7 +154,7 @@ def save_all(
     """Saves whole tensors from so many ranks; the path, or the error, of each."""
     laid = layout(whole, ranks) if records is None else records
     return Ranks(ranks).run(
-        lambda rank, share: save(folder, step, rank, held(laid, rank, whole), laid, META, share, keep)
+        lambda rank, share: save(folder, step, rank, held(laid, rank, whole), laid, META, share, Retention(keep))
     )
 
 

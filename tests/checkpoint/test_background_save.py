@@ -13,6 +13,7 @@ from checkpoint_case import META, Ranks, held, layout, tensors
 from partc.runtime.checkpoint import save as checkpoint_save
 from partc.runtime.checkpoint.background import BackgroundSave
 from partc.runtime.checkpoint.checkpoint import Checkpoint
+from partc.runtime.checkpoint.run_list import Retention
 from partc.runtime.checkpoint.save import Save
 from partc.runtime.checkpoint.verify import verify
 from partc.runtime.errors import CheckpointError
@@ -27,7 +28,7 @@ def save(folder: Path, step: int, whole: dict[str, Any], keep: int | None = None
 
     def act(rank: int, share: Any) -> object:
         pieces = held(records, rank, whole)
-        one = BackgroundSave(Save(folder, step, rank, pieces, records, META, keep), RANKS, share)
+        one = BackgroundSave(Save(folder, step, rank, pieces, records, META, Retention(keep)), RANKS, share)
         for _, array in pieces:
             if array.shape:
                 array[...] = 0

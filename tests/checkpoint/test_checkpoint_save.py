@@ -237,6 +237,7 @@ import numpy as np
 from checkpoint_case import META, held, layout, tensors
 from partc.runtime.errors import CheckpointError
 from partc.runtime.checkpoint import save as checkpoint_save
+from partc.runtime.checkpoint.run_list import Retention
 stage, folder = sys.argv[1], Path(sys.argv[2])
 die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 if stage == "write":
@@ -249,7 +250,7 @@ if stage == "index":
     checkpoint_save._sync_folder = die
 whole = tensors(2)
 records = layout(whole, 1)
-checkpoint_save.save(folder, 20, 0, held(records, 0, whole), records, META, lambda text: [text], 1)
+checkpoint_save.save(folder, 20, 0, held(records, 0, whole), records, META, lambda text: [text], Retention(1))
 """
 
 

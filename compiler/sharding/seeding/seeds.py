@@ -15,7 +15,7 @@ import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
-from partc.compiler.ir.graph import SERVED
+from partc.compiler.ir.graph import SERVED, name_of
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, primes
@@ -187,7 +187,7 @@ class _Seeds:
         """How inputs arrive on every group that reads them."""
         plan = self.program.plan
         for value in self.program.model.graph.inputs:
-            given = plan.dataset.specs.get(value.name or "")
+            given = plan.dataset.specs.get(name_of(value))
             if plan.dataset.style != DATA_PARALLEL and given is None:
                 continue
             wrong: list[Problem] = []
@@ -210,7 +210,7 @@ class _Seeds:
             if not fits:  # else a group that cannot have it so is sent what it needs
                 self.problems += wrong
         for name, entry in plan.dataset.specs.items():
-            names = [value.name or "" for value in self.program.model.graph.inputs]
+            names = [name_of(value) for value in self.program.model.graph.inputs]
             if name not in names:
                 self.problems.append(
                     Problem(entry.where, f"the model has no input '{name}'", help=f"its inputs are {', '.join(names)}")

@@ -7,20 +7,22 @@ layout, `h@[2, 1]`, unless the model has a value of that name. A partial definit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Sharded
 from partc.compiler.ir.sharded import Ranks, ShardedValue, facts_of, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ir.values import derived
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout, shards_along
 from partc.compiler.layout.mesh import normal
 from partc.compiler.sharding.values.operands import input_layout_of, is_derived, output_layout_of, replicated_on
 from partc.compiler.sharding.values.value_versions import ValueVersions
+from partc.runtime.spellings import first_free, stroked
 
 
 def find_versions(program: Sharded, delivered: dict[ir.Value, tuple[tuple[int, ...] | None, bool]]) -> ValueVersions:
@@ -106,7 +108,7 @@ def _as_begun(program: Sharded, versions: ValueVersions) -> None:
     graph, lying = program.model.graph, {} if step is None else step.lying
     inputs = graph.inputs if program.training and program.kind is not ProgramKind.EVALUATION else ()
     for value in (*inputs, *graph.initializers.values()):
-        there = {ShardedValue(value, *key): name for key, name in lying.get(value.name or "", {}).items()}
+        there = {ShardedValue(value, *key): name for key, name in lying.get(name_of(value), {}).items()}
         if there and versions.uses.get(value):
             names = {home: name for home in versions.defs[value] if (name := _name_there(home, there))}
             chosen = names if len(names) == len(versions.defs[value]) else there
@@ -225,7 +227,7 @@ def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedVal
 
 def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
     """Names the versions of a value: none as another value of the model (`own`), or as a scalar that a training step is `fed`."""
-    name = value.name or ""
+    name = name_of(value)
     allowed = "" if name in fed and not value.is_graph_input() else name
     defs, delivered = versions.defs.get(value, []), versions.delivered.get(value, ())
     if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap
@@ -239,12 +241,18 @@ def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Co
     for version in order:
         if version in versions.names:
             continue
-        wanted = _spellings(name, version)
+        first, *others = _spellings(name, version)
         known = [one for one in order if one in versions.names]
         apart = (one for one in known if not can_share(one, version) or _computes_both(versions, one, version))
         taken = {versions.names[one] for one in apart}
-        free = (one for one in wanted if one not in taken and (one == allowed or (one not in own and one not in fed)))
-        versions.names[version] = next(free, None) or derived(wanted[-1], own | taken)
+
+        def is_taken(one: str, taken: Collection[str] = taken) -> bool:
+            return one in taken or (one != allowed and (one in own or one in fed))
+
+        def spellings(_: str, others: Sequence[str] = others) -> Iterable[str]:
+            return chain(others, stroked(others[-1]))
+
+        versions.names[version] = first_free(first, is_taken, spellings)
 
 
 def _by_claim(versions: ValueVersions, value: ir.Value) -> list[ShardedValue]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.format import CUDA
 from partc.runtime.artifact.graph.onnx_graph import text_of
 from partc.runtime.artifact.graph.targets import target_of
+from partc.runtime.spellings import first_free
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -83,7 +84,6 @@ def compute_in_float32(model: ModelProto) -> None:
 
 
 def _new(name: str, names: set[str]) -> str:
-    while name in names:
-        name += "'"
-    names.add(name)
-    return name
+    found = first_free(name, names.__contains__)
+    names.add(found)
+    return found

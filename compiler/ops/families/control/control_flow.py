@@ -23,6 +23,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import Bodies, Cotangents
 from partc.compiler.autodiff.subgraph import Body
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ops.node import same
 from partc.compiler.ops.registry import op
 
@@ -42,7 +43,7 @@ def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangen
     wanted, path = list(inside.wanted), _path(g)
     branches = []
     for name in ("then_branch", "else_branch"):
-        body = Body.of(g, g.node.attributes[name].as_graph(), inside.names, f"{path}.grad.{name}.", [])
+        body = Body.of(g, g.node.attributes[name].as_graph(), inside.names, f"{path}.grad.{name}", [])
         cotangents = {out: dy for out, dy in zip(body.outputs, dys, strict=True) if dy}
         made = body.gradient(cotangents, wanted)
         branches.append(ir.AttrGraph(name, body.graph(name, [], [made[one] for one in wanted])))
@@ -71,7 +72,7 @@ def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangen
             else [dim for at, dim in enumerate(value.shape) if at != one.axis % len(value.shape)]
         )
         known.append(ir.Value(type=value.type, shape=None if dims is None else ir.Shape(dims)))
-    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body.", known)
+    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body", known)
     turns = _Turns(g, body, list(range(states)), list(range(states)), elements, along("output", outs), 0)
     return turns.gradient(dys, inside)
 
@@ -84,7 +85,7 @@ def _(g: GradientBuilder, dys: Sequence[str | None], inside: Bodies) -> Cotangen
     turn = ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     going = ir.Value(type=ir.TensorType(ir.DataType.BOOL), const_value=ir.tensor(np.array(True)))
     known = [turn, going, *(_like(g, k) for k in states)]
-    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body.", known)
+    body = Body.of(g, g.node.attributes["body"].as_graph(), inside.names, f"{_path(g)}.grad.body", known)
     return _Turns(g, body, [0, *states], states, [], outs, 1).gradient(dys, inside)
 
 
@@ -226,8 +227,8 @@ class _Turns:
             if name in node.attributes:
                 changed[name] = ir.AttrInt64s(name, [*node.attributes[name].as_ints(), *[0] * len(names)])
         attributes = [changed.get(one.name, one) for one in node.attributes.values()]
-        outputs = [value.name or "" for value in node.outputs]
-        operands = ["" if value is None else str(value.name) for value in node.inputs]
+        outputs = [operand_name(value) for value in node.outputs]
+        operands = [operand_name(value) for value in node.inputs]
         inside.forward = g.scope.node(node.op_type, operands, [*outputs, *names], attributes)
         inside.forward.name = node.name
         for k, made in zip(self.kept, inside.forward.outputs[len(outputs) :], strict=True):
@@ -236,7 +237,7 @@ class _Turns:
             if one.shape is not None:
                 turns = ir.SymbolicDim(None)
                 made.shape = ir.Shape([turns, *one.shape.dims])
-            g.scope.values[str(made.name)] = made
+            g.scope.values[name_of(made)] = made
         return names
 
     def _element(self, name: str, along: _Along) -> ir.Value:
@@ -279,7 +280,7 @@ def _path(g: GradientBuilder) -> str:
 def _input(g: GradientBuilder, k: int) -> str:
     value = g.node.inputs[k]
     assert value is not None
-    return str(value.name)
+    return name_of(value)
 
 
 def _like(g: GradientBuilder, k: int) -> ir.Value:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.engine import differentiate_nodes
 from partc.compiler.autodiff.shapes import extents, joined, like
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.node import Dim, dims, operand, same
 from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
@@ -265,5 +266,5 @@ def _drop_unread(g: GradientBuilder, begin: int, read: set[str]) -> None:
     for node in reversed(g.scope.nodes[begin:]):
         if any(out.name in read for out in node.outputs):
             kept.append(node)
-            read |= {str(one.name) for one in node.inputs if one is not None}
+            read |= {name_of(one) for one in node.inputs if one is not None}
     g.scope.nodes[begin:] = kept[::-1]

@@ -1,0 +1,32 @@
+"""Nodes that a pass builds of ops, over values of the job: each value of a node stands for one of the job, whatever either is called.
+
+w, dw, lr = (values.of(one) for one in (weight, gradient, rate))
+values.ops([update_node(w, dw, lr)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+from partc.compiler.ir.programs import Compute, Value
+
+
+class StandIns(dict[ir.Value, Value]):
+    """By value that nodes read or make the value of the job for which it stands."""
+
+    def of(self, value: Value, kind: ir.TypeProtocol | None = None, shape: ir.Shape | None = None) -> ir.Value:
+        """A value that stands for one of the job, whose name it has."""
+        found = ir.Value(name=str(value), type=kind, shape=shape)
+        self[found] = value
+        return found
+
+    def ops(self, nodes: Iterable[ir.Node]) -> list[Compute]:
+        """The nodes over the values of the job; one that has the name of what it makes is named after that."""
+        found = []
+        for node in nodes:
+            inputs = tuple([None if one is None else self[one] for one in node.inputs])
+            outputs = tuple([self[one] if one.name else None for one in node.outputs])
+            label = next((self[one] for one in node.outputs if one.name and one.name == node.name), node.name or "")
+            found.append(Compute(node, node, inputs, outputs, label=label))
+        return found
