@@ -80,7 +80,7 @@ def read_tp_plan(program: Typed, entries: Sequence[TpPlanEntry]) -> TpPlan:
         try:
             nodes = matched_nodes(program, entry.pattern) or readers_of(program, entry.pattern)
         except (Refused, ValueError):
-            nodes = []  # no pattern of a plan
+            nodes = []  # not a pattern of a plan
         found[entry] = tuple(dict.fromkeys(map(styled, nodes)))
         if _style(entry) in ("colwise", "rowwise", "replicate"):
             decided.update(dict.fromkeys(found[entry], entry))
