@@ -19,7 +19,7 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
-from partc.compiler.pipeline import run_passes, start, step_program
+from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
@@ -32,6 +32,7 @@ from partc.compiler.proposal.tp_plan import read_tp_plan
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.values.budget import bytes_at, largest_first
+from partc.compiler.start import start
 from partc.runtime.units import count
 
 _ROUNDS = 8

@@ -12,7 +12,7 @@ What brings records of different parts together in another way is named in a war
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +50,8 @@ def in_parts(program: Annotated) -> Annotated:
     if program.kind is ProgramKind.TOTALS:
         return replace(program, training=training)
     divisors = {divisor.outputs[0] for divisor in program.means}
+    if program.kind is ProgramKind.STREAMED_EVALUATION:
+        _hold_evaluation(program, found, divisors)
     summed = [
         str(value.name)
         for value in program.model.graph.outputs  # a part's number of positions is its own, and a term of the batch's
@@ -71,6 +73,20 @@ def in_parts(program: Annotated) -> Annotated:
         raise CompileError(_refused(program, found))
     warnings = (*program.warnings, *_told(program, found))
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
+
+
+def _hold_evaluation(program: Annotated, found: Flow, divisors: Collection[ir.Value]) -> None:
+    """Raises CompileError where an evaluation in parts is not that of the whole batch, or needs numbers of it that the step has not."""
+    totals = program.beside.get(ProgramKind.TOTALS)
+    made = totals.training.records.totals if totals is not None and totals.training is not None else ()
+    facts = [f"the step makes no '{value.name}' of the whole batch" for value in found.totals if value.name not in made]
+    for value in program.model.graph.outputs:
+        if found.state(value) is OWN and value not in divisors:
+            facts.append(f"'{value.name}' of a batch does not follow from those of its parts")
+    if found.mixing:
+        raise CompileError(_refused(program, found))
+    if facts:
+        raise CompileError([Problem(program.name, fact) for fact in facts])
 
 
 def only_totals(program: Placed) -> Placed:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .format import Manifest, SymbolRecord
+from .format import Manifest, SymbolRecord, TrainingRecord
 
 
-def wrong_batch(batch: int, manifest: Manifest) -> Iterator[str]:
-    """What keeps a training's inputs from having so many records, which are their first dims; of each symbol once."""
-    record = manifest.training
+def wrong_batch(batch: int, manifest: Manifest, record: TrainingRecord | None = None) -> Iterator[str]:
+    """What keeps a training's inputs from having so many records, which are their first dims; of each symbol once.
+
+    `record` is the training of a program that stands beside the step.
+    """
+    record = record or manifest.training
     own = {*record.fixed, *record.scalars} if record is not None else set[str]()
     told = set[int | str]()
     for port in (port for port in manifest.inputs if port.name not in own and port.shape):
