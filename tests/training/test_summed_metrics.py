@@ -133,3 +133,15 @@ def test_formulas_without_a_value() -> None:
     for text in ("a.b", "__import__('os')", "a if b else a", "c", "a +"):
         with pytest.raises(ValueError, match="is not"):
             expression(text, ("a", "b"))
+
+
+def test_what_is_no_sum_is_told(tmp_path: Path) -> None:
+    """The largest number of a batch does not follow, by adding, from those of its microbatches."""
+    text = MODEL.replace("float number)", "float number, float largest)").replace(
+        "    number = Re", "    largest = ReduceMax <keepdims = 0> (y)\n    number = Re"
+    )
+    train = TRAIN.replace("    perplexity:\n", "    perplexity:\n    largest:\n")
+    plan = parse_plan(PLANS[1] + train + "  accumulate: 2\n", "plan.yaml")
+    report = compile_source(from_text(text, {"w": (6, 5), "v": (6,)}), plan, tmp_path)
+    (warning,) = report.warnings
+    assert warning == "with `accumulate: 2` these are means over the parts of a batch, and not of all of it: largest"
