@@ -168,7 +168,7 @@ def placed_on_roles(program: Loaded) -> list[PlacementRule]:
     return found
 
 
-def _readers(program: Loaded, pattern: str) -> list[ir.Node]:
+def readers_of(program: Loaded, pattern: str) -> list[ir.Node]:
     """The nodes that compute with a weight whose name the pattern matches, as it is or transposed, cast and the like."""
     matches = compile_pattern(pattern).matches
     graph = program.model.graph
@@ -208,7 +208,7 @@ def sharding_rules(program: Loaded) -> tuple[dict[ir.Node, ShardingRule], list[P
     problems: list[Problem] = []
     decided: dict[ir.Node, ShardingRule] = {}
     for rule in (*program.declared.sharding, *program.plan.sharding):
-        hit = matched_nodes(program, rule.pattern) or (_readers(program, rule.pattern) if rule.style else [])
+        hit = matched_nodes(program, rule.pattern) or (readers_of(program, rule.pattern) if rule.style else [])
         decided.update(dict.fromkeys(hit, rule))
         if not hit and not is_unused_in_training(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
-from partc.compiler.annotations.read import read
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
@@ -23,17 +22,14 @@ from partc.compiler.emit.prove import prove
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG
-from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Known, Source
 from partc.compiler.garbage_collection import uncollected
-from partc.compiler.ir.graph import OWN_NAME, is_inside, name_of
-from partc.compiler.ir.program import Complete, Loaded, Lowered
+from partc.compiler.ir.graph import is_inside
+from partc.compiler.ir.program import Complete, Loaded, Lowered, Scheduled
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.placement.placement import place
-from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.read import Plan, read_plan
-from partc.compiler.plan.rules import Dataset
 from partc.compiler.rewrite.counted_indices import counted_indices
 from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
@@ -44,6 +40,7 @@ from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.sharding import shard
 from partc.compiler.sharding.values.budget import check_budget
 from partc.compiler.sharding.values.sums import defer_all_reduce
+from partc.compiler.start import start
 from partc.compiler.targets.choose_targets import choose_targets
 from partc.compiler.targets.copies import copy_between_targets
 from partc.compiler.tasks.localize import localize
@@ -95,6 +92,7 @@ LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.TOTALS, lower),
     (ProgramKind.STEP, PASSES[-1]),
     (ProgramKind.EVALUATION, PASSES[-1]),
+    (ProgramKind.STREAMED_EVALUATION, PASSES[-1]),
 )
 """How far each program of a plan goes before the next one begins or goes on: the others are over the tensors of the step's, and a step in
 microbatches has the totals in its rows."""
@@ -114,63 +112,6 @@ class Report:
     def warnings(self) -> tuple[str, ...]:
         """The warnings; of those that differ in the numbers of a path alone the first, with their number."""
         return tuple(merged(self.program.warnings))
-
-
-def start(
-    source: Source,
-    plan: Plan | None,
-    name: str,
-    configuration: str | None = None,
-    *,
-    kind: ProgramKind = ProgramKind.STEP,
-    strict: bool = False,
-    beside: Mapping[ProgramKind, Lowered] | None = None,
-) -> Loaded:
-    """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
-
-    Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. Of a
-    plan that trains, `kind` says which of its programs is meant: each has a model of its own, and the others are over the tensors of the
-    programs `beside` it. `strict` is as `compile_model` says.
-    """
-    found = read(source.model, name, configuration)
-    declared = source.declared
-    if found:
-        declared = replace(declared, symbols={**found.symbols, **declared.symbols}, annotations=found)
-    if plan is None:
-        plan = found.plan() if found else Plan.whole()
-    if found:
-        plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
-    plan = replace(plan, dataset=_arriving(source, plan))
-    model = source.model
-    weights: tuple[str, ...] = ()
-    if plan.train is not None:
-        from partc.compiler.training.trainable import trainable_names
-
-        model, weights = source.model.clone(), tuple(trainable_names(source.model))
-    paths = node_paths(model)
-    file_names = {path: str(node.meta.get(OWN_NAME) or path) for node, path in paths.items()}
-    return Loaded(
-        name=name,
-        model=model,
-        plan=plan,
-        declared=declared,
-        paths=paths,
-        file_names=file_names,
-        kind=kind,
-        trainable=weights,
-        strict=strict,
-        beside=beside or {},
-        warnings=declared.warnings,
-    )
-
-
-def _arriving(source: Source, plan: Plan) -> Dataset:
-    """How inputs arrive: as the plan says, else as the model does."""
-    said = plan.dataset if plan.dataset.where or source.declared.dataset is None else source.declared.dataset
-    own = [name_of(value) for value in source.model.graph.inputs]
-    loss = plan.train.loss if plan.train is not None and plan.train.loss.type != "output" else None
-    labels = [loss.labels] if loss is not None and loss.labels not in own else []
-    return in_order(said, [*own, *labels], len(own))
 
 
 @uncollected()
@@ -225,12 +166,8 @@ def programs_of(
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in LEGS:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
-        if kind not in kinds:
+        if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
             continue
-        if not is_step:
-            training = done[ProgramKind.STEP].training
-            if training is None or (kind is not ProgramKind.EVALUATION and not training.records.totals):
-                continue  # the plan has no program of this kind
         first: Loaded
         if kind in done:
             first = replace(done[kind], beside=beside)
@@ -240,8 +177,27 @@ def programs_of(
             watch(kind.name.lower())
         told = (after, watch) if is_step else ()
         behind = lower if kind in done else None
-        done[kind] = cast(Lowered, run_passes(first, through, *told, verify_passes=verify_passes, behind=behind))
+        try:
+            made = run_passes(first, through, *told, verify_passes=verify_passes, behind=behind)
+        except CompileError:
+            if kind is ProgramKind.STREAMED_EVALUATION:
+                continue  # what one microbatch of an evaluation cannot do, a whole batch of it does
+            raise
+        done[kind] = cast(Lowered, made)
     return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+
+
+def _has(step: Lowered, kind: ProgramKind) -> bool:
+    """Whether the plan of a step has a program of this kind, too."""
+    training = step.training
+    if training is None or kind is ProgramKind.EVALUATION:
+        return training is not None
+    if kind is ProgramKind.TOTALS:
+        return bool(training.records.totals)
+    order = step.tasks if isinstance(step, Scheduled) else None
+    # An evaluation has no means of ranks, and the totals of such a step are of these.
+    alike = not training.rules.loss.per_rank_mean
+    return alike and order is not None and len(set(order.schedule.stages.homes)) > 1
 
 
 def step_program(source: Source, plan: Plan | None, name: str, **how: Any) -> Complete:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from partc.cli.commands.byte_count import byte_count
@@ -10,6 +12,9 @@ from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.runtime.errors import printable
 from partc.runtime.units import count, size_text
+
+if TYPE_CHECKING:
+    from partc.runtime.checkpoint.checkpoint import Checkpoint
 
 _PATH = click.Path(path_type=Path)
 
@@ -134,6 +139,12 @@ def verify(path: Path) -> int:
 @click.option("--model", type=_PATH, help="Write this model, the one that was trained, with the trained weights.")
 @click.option("--all", "everything", is_flag=True, help="Include the optimizer's tensors.")
 @click.option("--ema", is_flag=True, help="Write the moving averages in place of the parameters.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    help="Write the weights that a plan's pattern matches, such as '**.lora_*'; it may be repeated.",
+)
 def export(
     path: Path,
     out: Path,
@@ -144,6 +155,7 @@ def export(
     model: Path | None,
     everything: bool,
     ema: bool,
+    only: tuple[str, ...],
 ) -> int:
     """Write the weights of a checkpoint for other libraries, or the model with these weights as an .onnx file.
 
@@ -151,6 +163,7 @@ def export(
 
     \b
     partc checkpoint export checkpoints/ -o weights.safetensors
+    partc checkpoint export checkpoints/ --only '**.lora_*' -o adapters.safetensors
     partc checkpoint export checkpoints/ --model model.py -o trained.onnx
     partc checkpoint export checkpoints/ --format hf --config path/to/llama -o trained/
     partc checkpoint export checkpoints/ --format torch --like half.pt -o trained.pt
@@ -166,10 +179,11 @@ def export(
         ("--config", config is not None, "--format hf", form == "hf"),
         ("--like", like is not None, "--format torch or dcp", form in ("torch", "dcp")),
         ("--model", model is not None, "an .onnx file alone", form == "safetensors"),
+        ("--only", bool(only), "weights alone, without --model and --like", model is None and like is None),
         ("--all", everything, "one .safetensors file", form == "safetensors" and model is None and not into_folder),
     ):
         if given and not fits:
-            raise UsageError(f"{option}: it goes with {where}\n  help: change the format, or remove {option}")
+            raise UsageError(f"{option}: it goes with {where}\n  help: change the other options, or remove {option}")
     wanted = ".onnx" if model is not None else {"safetensors": ".safetensors", "torch": ".pt"}.get(form, "")
     if not into_folder and out.suffix not in (wanted, ".pth" if form == "torch" else wanted):
         remedy = (
@@ -181,6 +195,8 @@ def export(
 
     def write(place: Path) -> tuple[Checkpoint, str]:
         checkpoint = Checkpoint.at(place).averaged() if ema else Checkpoint.at(place)
+        if only:
+            checkpoint = _chosen(checkpoint, only)
         if form in ("torch", "dcp"):
             return checkpoint, count(len(export_torch(checkpoint, out, like, form == "dcp")), "tensor")
         if into_folder:
@@ -196,6 +212,31 @@ def export(
     size = "" if into_folder or model is not None else f", {size_text(out.stat().st_size)}"
     console.echo(f"{out}: {what} of step {checkpoint.index.step}{size}")
     return 0
+
+
+def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
+    """The checkpoint with the tensors that one of the patterns matches. UsageError with all that are not patterns, or match no weight."""
+    from partc.compiler.plan.pattern import compile_pattern, nearest
+    from partc.runtime.checkpoint.export import WEIGHTS
+    from partc.runtime.errors import UsageError
+
+    names = [name for name, one in checkpoint.index.tensors.items() if one.kind in WEIGHTS]
+    matching, problems = [], []
+    for pattern in patterns:
+        try:
+            matching.append(compile_pattern(pattern).matches)
+        except ValueError as error:
+            problems.append(f"--only: '{pattern}' is not a pattern: {error}")
+            continue
+        if not any(map(matching[-1], names)):
+            close = ", ".join(f"'{name}'" for name in nearest(pattern, names))
+            help = (
+                f"the nearest names are {close}" if close else f"`partc checkpoint show {checkpoint.path}` lists them"
+            )
+            problems.append(f"--only: '{pattern}' matches no weight of {checkpoint.path}\n  help: {help}")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return checkpoint.only(lambda name: any(matches(name) for matches in matching))
 
 
 @command.command("import", short_help="Make a checkpoint of what another library has trained.")

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partc.runtime.artifact.training.metric_formula import json_numbers
+from partc.runtime.artifact.training.metric_formula import Undefined
 from partc.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class TensorBoard:
         """Writes nothing."""
 
     def _write(self, kind: str, step: int, numbers: Metrics) -> None:
-        for name, value in json_numbers(numbers).items():
-            if value is not None:
-                self._add(f"{kind}/{name}", value, step)
+        for name, value in numbers.items():
+            if not isinstance(value, Undefined):
+                self._add(f"{kind}/{name}", float(value), step)
 
 
 def _writer(folder: str) -> tuple[Callable[[str, float, int], object], Callable[[], None]]:

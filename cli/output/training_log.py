@@ -8,14 +8,15 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from partc.cli.output import console, lookups
+from partc.cli.output.table import Table
 from partc.cli.output.training_stats import trained_tensors
-from partc.runtime.artifact.training.metric_formula import Undefined, json_numbers
+from partc.runtime.artifact.training.metric_formula import Confusion, Undefined, json_numbers
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.files.counted import PROGRESS, read_json
 from partc.runtime.files.replace import write_text
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from partc.runtime.training.trainer import Trainer
 
 
+_NESTED = (Mapping, list, tuple)
+_MOST_CLASSES = 20
 Watch: TypeAlias = Callable[[int, int, str], None]
 
 
@@ -126,7 +129,7 @@ class TrainingLog:
 
     def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation."""
-        self._print(f"evaluated after step {step}   {_shown(metrics)}")
+        self._print("\n".join([f"evaluated after step {step}   {_shown(metrics)}", *_tables(metrics)]))
         self._write({"kind": "test", "step": step, "epoch": round(epoch, 6), **json_numbers(metrics)})
 
     def saved(self, step: int, path: Path) -> None:
@@ -171,13 +174,33 @@ class TrainingLog:
             rows = csv.DictWriter(self._file, self._columns, extrasaction="ignore")
             if not self._file.seekable() or not self._file.tell():
                 rows.writeheader()
-            rows.writerow(row)
+            rows.writerow({key: json.dumps(one) if isinstance(one, _NESTED) else one for key, one in row.items()})
         self._file.flush()
 
 
 def _shown(metrics: Metrics) -> str:
-    texts = (f"undefined ({one.reason})" if isinstance(one, Undefined) else f"{one:.4f}" for one in metrics.values())
-    return "   ".join(f"{name} {text}" for name, text in zip(metrics, texts, strict=True))
+    return "   ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+
+
+def _number(value: float) -> str:
+    if isinstance(value, Undefined):
+        return f"undefined ({value.reason})"
+    if isinstance(value, Confusion) and value.named:
+        return f"{value:.4f} ({', '.join(f'{name} {number:,}' for name, number in value.named.items())})"
+    return f"{value:.4f}"
+
+
+def _tables(metrics: Metrics) -> Iterator[str]:
+    """The counts by label and prediction of a few classes; files have them of any number."""
+    for name, value in metrics.items():
+        if isinstance(value, Confusion) and not value.named:
+            if len(value.counts) > _MOST_CLASSES:
+                yield f"{name}: {len(value.counts):,} classes, of which --metrics FILE has the counts"
+                continue
+            table = Table(["label", *(f">{k}" for k in range(len(value.counts)))])
+            for k, row in enumerate(value.counts):
+                table.add(k, *row)
+            yield from (f"{name}, by prediction", *table.lines())
 
 
 def _further(name: str, value: float) -> str:

@@ -27,7 +27,7 @@ def part_symbols(
 ) -> dict[str, SymbolInfo]:
     """The program's symbols with the batch dims, by input in `along`, of one microbatch; CompileError if the batch does not divide."""
     training = program.training
-    if training is None or training.rules.accumulate == 1 or not program.kind.backward:
+    if training is None or training.rules.accumulate == 1 or not program.kind.divides:
         return dict(symbols)
     found, problems = dict(symbols), []
     for name in sorted(batch_symbols(along) & symbols.keys()):
@@ -49,7 +49,7 @@ def part_facts(
     graph: ir.Graph, rules: TrainRules, part: ProgramKind, said: Mapping[str, BatchDim], known: Mapping[str, Facts]
 ) -> dict[str, Facts]:
     """As `part_symbols`, before there is a training to speak of, by the names that the model gives its dims."""
-    if rules.accumulate == 1 or not part.backward:
+    if rules.accumulate == 1 or not part.divides:
         return dict(known)
     batch = batch_symbols(batch_dims(graph, rules.loss.labels, said))
     return {

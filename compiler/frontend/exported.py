@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.annotation_keys import DECLARED, TRAINABLE, decode, encode
-from partc.compiler.ir.declared import Declared, Placement
+from partc.compiler.ir.declared import Declared, Placement, TpPlanEntry
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, nodes_of
 from partc.compiler.plan.rules import Dataset, ShardingRule
 from partc.compiler.plan.target import TargetRule
@@ -29,6 +29,7 @@ class _StoredDeclarations:
     sharding: tuple[ShardingRule, ...] = ()
     dataset: Dataset | None = None
     targets: tuple[TargetRule, ...] = ()
+    tp_plan: tuple[TpPlanEntry, ...] = ()
 
 
 @cache
@@ -41,7 +42,12 @@ def _schema() -> TypeAdapter[_StoredDeclarations]:
 def write_declared(model: ir.Model, declared: Declared, trained: Collection[str] | None) -> None:
     """Writes into the model's metadata what it declares, its nodes' marks, and which weights are trained; None: it says nothing of them."""
     written = _StoredDeclarations(
-        declared.placements, {**declared.symbols}, declared.sharding, declared.dataset, declared.targets
+        declared.placements,
+        {**declared.symbols},
+        declared.sharding,
+        declared.dataset,
+        declared.targets,
+        declared.tp_plan,
     )
     if written != _StoredDeclarations():
         model.metadata_props[DECLARED] = _schema().dump_json(written).decode()
@@ -78,4 +84,5 @@ def read_declared(model: ir.Model, where: str) -> Declared:
         sharding=written.sharding,
         dataset=written.dataset,
         targets=written.targets,
+        tp_plan=written.tp_plan,
     )

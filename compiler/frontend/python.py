@@ -41,6 +41,7 @@ from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.ports import image_inputs, position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.settings import is_of_transformers
+from partc.compiler.frontend.huggingface.tp_plan import tp_plan
 from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, specs
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
 from partc.compiler.frontend.region_calls import placements, shardings, targets
@@ -100,7 +101,8 @@ def load_python(path: Path, known: Known = nothing) -> Source:
         sharding = shardings(recorder, _modules(built), model)
         devices = targets(recorder, _modules(built), model)
         dataset = declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
-        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told)
+        plan = tp_plan(built) if _is_torch_module(built) else ()
+        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told, plan)
         return Source(model, declared, _is_torch_module(built))
 
 

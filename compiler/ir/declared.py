@@ -30,12 +30,21 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class TpPlanEntry:
+    """A line of the `tp_plan` of a model of `transformers`: a pattern, one of its styles, and the class that has the line."""
+
+    pattern: str
+    style: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Declared:
     """All declarations of one model.
 
     `placements` and `sharding` are in the order of the calls in a `model.py`, `symbols` are the constraints of its dims by name,
     `annotations` the standard's that the model carries, `dataset` how its inputs arrive, `targets` the devices of its nodes,
-    `warnings` what the user should know of the file.
+    `warnings` what the user should know of the file. `tp_plan` is what a proposal begins with; no program follows it by itself.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -45,6 +54,7 @@ class Declared:
     dataset: Dataset | None = None
     targets: tuple[TargetRule, ...] = ()
     warnings: tuple[str, ...] = ()
+    tp_plan: tuple[TpPlanEntry, ...] = ()
 
     @property
     def least_ranks(self) -> int:

@@ -28,7 +28,9 @@ class ProgramKind(Enum):
     STEP = ""
     """A whole step, with the update."""
     EVALUATION = "evaluate"
-    """The loss and the metrics alone."""
+    """The loss and the metrics alone, of a batch of any size."""
+    STREAMED_EVALUATION = "evaluate_streamed"
+    """The same of a batch in the microbatches of the step, which stages run at the same time."""
     TOTALS = "totals"
     """What microbatches are given of the whole batch; it becomes part of the step."""
 
@@ -36,6 +38,16 @@ class ProgramKind(Enum):
     def backward(self) -> bool:
         """Whether gradients are computed."""
         return self is ProgramKind.STEP
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether nodes have the forms of an evaluation."""
+        return self in (ProgramKind.EVALUATION, ProgramKind.STREAMED_EVALUATION)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the microbatches of a plan divide its batch."""
+        return self in (ProgramKind.STEP, ProgramKind.STREAMED_EVALUATION)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from partc.compiler.training.in_parts import PART
 def pipeline(program: Lowered) -> Scheduled:
     """Makes the programs of one microbatch those of a step; CompileError where the plan's schedule does not fit."""
     rules, training = program.plan.pipeline, program.training
-    if rules is None or (training is not None and program.kind is not ProgramKind.STEP):
+    if rules is None or (training is not None and not program.kind.divides):
         return program.into(Scheduled, tasks=None)
     if rules.microbatches == 1 and not rules.recompute:
         return program.into(Scheduled, tasks=None)

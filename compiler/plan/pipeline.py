@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Annotated, Literal
 
@@ -60,6 +60,11 @@ class PipelineRules:
     """Whether it is a plan's `accumulate`, which says nothing of a pipeline."""
     pieces: int = 1
     """Into how many pieces a batch is dealt out at least, of each of which a microbatch has a share: those of ranks that one stands for."""
+
+    @property
+    def of_forward_passes(self) -> PipelineRules:
+        """The rules for a program of forward passes alone: of the schedule, which orders both, only the microbatches are left."""
+        return replace(self, schedule=None, memory=None, rows=(), recompute=())
 
 
 def _listed(value: object) -> object:

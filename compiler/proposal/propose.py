@@ -20,7 +20,7 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
-from partc.compiler.pipeline import run_passes, start, step_program
+from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
@@ -29,9 +29,11 @@ from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Proposed, key, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
+from partc.compiler.proposal.tp_plan import read_tp_plan
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
-from partc.compiler.sharding.values.budget import largest_first
+from partc.compiler.sharding.values.budget import bytes_at, largest_first
+from partc.compiler.start import start
 from partc.runtime.units import count
 
 _ROUNDS = 8
@@ -71,61 +73,112 @@ class _Batch:
 def propose(source: Source, name: str, degrees: Degrees, device: Device | None = None) -> tuple[str, list[str]]:
     """The text of a plan, and what could not be proposed. With `device` it has targets, too.
 
+    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it.
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
     """
     batch = _batch(source, degrees.dp)
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
     program = run_passes(start(*_parsed(source, frame, name)), shapes)
-    cut = (
-        tensor_parallel(_taken_apart(source, frame, name), program.paths.values(), degrees.tp)
-        if degrees.tp > 1
-        else None
-    )
-    stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
-    kept = caches(program)
-    moved: dict[str, int] = {}
-    paths = node_paths(source.model)
-    symbols = {**source.declared.symbols, **batch.symbols}
-    free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
-    for _ in range(_ROUNDS):
-        missing = list(_missing(degrees, cut, stages))
-        placed = tuple(_placement(degrees, stages, moved, _placed_by_model(program, stages)))
+    work = _Work(source, name, degrees, device, batch, program, mesh)
+    if degrees.tp == 1:
+        return work.proposed(None).texts
+    apart, paths = _taken_apart(source, frame, name), program.paths.values()
+    own = tensor_parallel(apart, paths, degrees.tp)
+    if not source.declared.tp_plan:
+        return work.proposed(own).texts
+    followed = tensor_parallel(apart, paths, degrees.tp, read_tp_plan(apart, source.declared.tp_plan))
+    first = work.proposed(followed)
+    if followed.styles == own.styles:
+        return first.texts
+    sources = ", ".join(dict.fromkeys(entry.source for entry in source.declared.tp_plan))
+    fact = f"The tp_plan of {sources} is not followed: it sends {first.sent} bytes to a rank"
+    other = work.proposed(own, fact)
+    return other.texts if other.sent < first.sent else first.texts
 
-        def text(
-            head: Iterable[str],
-            targets: ProposedTargets | None = None,
-            cut: TensorParallel | None = cut,
-            placed: tuple[str, ...] = placed,
-        ) -> str:
-            own = targets.section() if targets is not None else ()
-            sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own)
-            outputs = tuple(_outputs(source, degrees, kept))
-            ranks = [f"ranks: {degrees.ranks}"]
-            if degrees.mesh:
-                ranks += [f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"]
-            given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free)
-            return starting_plan(source.model, paths, name, symbols, given)
 
-        bare = text([])
-        try:
-            done = step_program(*_parsed(source, bare, name))
-        except CompileError as error:
-            if cut is None or (cut := _without(cut, bare, error.problems)) is None:
-                raise
-            continue
-        if stages and (astray := _astray(done, degrees)).keys() - moved.keys():
-            moved |= astray
-            continue
-        if device is None:
-            return text(_head(degrees, done, cut, stages, missing)), missing
+@dataclass(frozen=True)
+class _Candidate:
+    """The text of a plan, what could not be proposed, and the bytes that a step sends to a rank at the largest sizes."""
 
-        def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
-            return step_program(*_parsed(source, text([], some), name))
+    text: str
+    missing: list[str]
+    sent: int
 
-        targets, done = propose_targets(compiled, device, name)
-        return text(_head(degrees, done, cut, stages, missing, "targets"), targets), missing
-    raise CompileError(Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks"))
+    @property
+    def texts(self) -> tuple[str, list[str]]:
+        """What `propose` gives."""
+        return self.text, self.missing
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What all candidates of a proposal are made of."""
+
+    source: Source
+    name: str
+    degrees: Degrees
+    device: Device | None
+    batch: _Batch
+    program: Typed
+    mesh: str
+
+    def proposed(self, cut: TensorParallel | None, dearer: str = "") -> _Candidate:
+        """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more.
+
+        Raises CompileError as `propose` does.
+        """
+        source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
+        program, mesh = self.program, self.mesh
+        stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
+        kept = caches(program)
+        moved: dict[str, int] = {}
+        paths = node_paths(source.model)
+        symbols = {**source.declared.symbols, **batch.symbols}
+        free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
+        for _ in range(_ROUNDS):
+            missing = list(_missing(degrees, cut, stages))
+            placed = tuple(_placement(degrees, stages, moved, _placed_by_model(program, stages)))
+
+            def text(
+                head: Iterable[str],
+                targets: ProposedTargets | None = None,
+                cut: TensorParallel | None = cut,
+                placed: tuple[str, ...] = placed,
+            ) -> str:
+                own = targets.section() if targets is not None else ()
+                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own)
+                outputs = tuple(_outputs(source, degrees, kept))
+                ranks = [f"ranks: {degrees.ranks}"]
+                if degrees.mesh:
+                    ranks += [f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"]
+                given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free)
+                return starting_plan(source.model, paths, name, symbols, given)
+
+            bare = text([])
+            try:
+                done = step_program(*_parsed(source, bare, name))
+            except CompileError as error:
+                if cut is None or (cut := _without(cut, bare, error.problems)) is None:
+                    raise
+                continue
+            if stages and (astray := _astray(done, degrees)).keys() - moved.keys():
+                moved |= astray
+                continue
+            sent = sum(bytes_at(done, event) for event in done.events)
+            told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
+            if device is None:
+                return _Candidate(text(_head(degrees, done, cut, stages, missing, told)), missing, sent)
+
+            def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
+                return step_program(*_parsed(source, text([], some), name))
+
+            targets, done = propose_targets(compiled, device, name)
+            head = _head(degrees, done, cut, stages, missing, told, "targets")
+            return _Candidate(text(head, targets), missing, sent)
+        raise CompileError(
+            Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
+        )
 
 
 def _parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
@@ -239,9 +292,15 @@ def _outputs(source: Source, degrees: Degrees, kept: list[Cache]) -> Iterator[st
 
 
 def _head(
-    degrees: Degrees, done: Complete, cut: TensorParallel | None, stages: list[Stage], missing: list[str], *others: str
+    degrees: Degrees,
+    done: Complete,
+    cut: TensorParallel | None,
+    stages: list[Stage],
+    missing: list[str],
+    told: str,
+    *others: str,
 ) -> Iterator[str]:
-    """Comment lines at the head: what is proposed, what it sends, what it leaves out."""
+    """Comment lines at the head: what is proposed, what it sends, what `told` says of another proposal, what it leaves out."""
     parts = [
         *([f"{degrees.stages} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
@@ -258,6 +317,11 @@ def _head(
     if uneven(stages):
         costs = ", ".join(f"{100 * stage.cost:.0f} %" for stage in stages)
         yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
+    if told:
+        yield f"# {told}"
+    if cut is not None and cut.not_taken:
+        yield "# Of the model's tp_plan not taken as it stands:"
+        yield from (f"#   {line}" for line in cut.not_taken)
     if cut is not None and cut.whole:
         yield "# Not sharded by tp, so replicated on its ranks:"
         yield from (f"#   {line}" for line in cut.whole)

@@ -1,16 +1,16 @@
 """Which linked dims are cut over the axis `tp`: projections by columns, those that sum over what they made by rows.
 
-The law. A set of linked dims is cut if nothing stands against it (`linked.py`) and it divides. Sets that both a product makes and
-another one sums over come first; a node is cut along one set only. Of sets that exclude each other those with more bytes of weights
-are taken first, or those with more of them for a byte that is sent: whichever way shards more of the weights, and where that is the same up
-to a twentieth, whichever sends less. So without norms, which need the residual whole, attention is still cut by heads. What is left may
-have one side, the vocabulary of an embedding or of a head: it is cut if it begins or ends the model, and its weights are at least a
-fiftieth of all.
+The law. A set of linked dims is cut if nothing stands against it (`linked.py`) and it divides. Sets that the model's `tp_plan` shards
+(`tp_plan.py`) come first, then those that both a product makes and another one sums over; a node is cut along one set only. Of sets that
+exclude each other those with more bytes of weights are taken first, or those with more of them for a byte that is sent: whichever way
+shards more of the weights, and where that is the same up to a twentieth, whichever sends less. So without norms, which need the
+residual whole, attention is still cut by heads. What is left may have one side, the vocabulary of an embedding or of a head: it is cut if
+it begins or ends the model, and its weights are at least a fiftieth of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -20,6 +20,7 @@ from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Linked, Place, linked_dims
 from partc.compiler.proposal.names import among, patterns, template
+from partc.compiler.proposal.tp_plan import TpPlan
 
 _LEAST_SHARE = 50
 _EVEN = 20
@@ -37,11 +38,20 @@ class Style:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Shardings in groups of alike modules, each with its reason; weights that stay replicated; the dims of values that are sharded."""
+    """Shardings in groups of alike modules, each with its reason; weights that stay replicated; the dims of values that are sharded.
+
+    `not_taken` are the entries of the model's `tp_plan` that do not stand here, with their reasons.
+    """
 
     groups: tuple[tuple[str, tuple[Style, ...]], ...]
     whole: tuple[str, ...]
     places: tuple[Place, ...]
+    not_taken: tuple[str, ...] = ()
+
+    @property
+    def styles(self) -> frozenset[Style]:
+        """All shardings."""
+        return frozenset(style for _, styles in self.groups for style in styles)
 
     def lines(self, paths: Iterable[str]) -> Iterator[str]:
         """The lines below `sharding:`, a comment before each group."""
@@ -56,13 +66,14 @@ class TensorParallel:
                 yield from (f"{pattern}: {style}" for pattern in patterns(chosen, covered[style]))
 
 
-def tensor_parallel(program: Typed, paths: Iterable[str], shards: int) -> TensorParallel:
-    """Proposes shardings of a model over a mesh axis of `shards` ranks.
+def tensor_parallel(program: Typed, paths: Iterable[str], shards: int, tp_plan: TpPlan | None = None) -> TensorParallel:
+    """Proposes shardings of a model over a mesh axis of `shards` ranks; what `tp_plan` says of them is taken where it holds.
 
     `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is.
     """
+    tp_plan = tp_plan or TpPlan()
     total = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
-    chosen, refused = _choose(program, linked_dims(program), shards, total)
+    chosen, refused = _choose(program, linked_dims(program), shards, total, tp_plan)
     regions = _Regions(program, frozenset(paths))
     alike: dict[tuple[tuple[str, str], ...], list[tuple[Linked, list[Style]]]] = {}
     for one in chosen:
@@ -73,13 +84,17 @@ def tensor_parallel(program: Typed, paths: Iterable[str], shards: int) -> Tensor
     groups = []
     for members in alike.values():
         styles = [style for _, some in members for style in some]
-        groups.append((_reason(program, members[0][0], len(members), members[0][1], shards), tuple(styles)))
+        reason = _reason(program, members[0][0], len(members), members[0][1], shards)
+        if sources := tp_plan.sources(members[0][0]):
+            reason = f"tp_plan of {', '.join(sources)}: {reason}"
+        groups.append((reason, tuple(styles)))
     places = tuple(place for one in chosen for place in one.places)
-    return TensorParallel(tuple(groups), tuple(_replicated_weights(program, chosen, refused, total)), places)
+    whole = tuple(_replicated_weights(program, chosen, refused, total))
+    return TensorParallel(tuple(groups), whole, places, tuple(tp_plan.not_taken(chosen, refused)))
 
 
 def _choose(
-    program: Typed, sets: Sequence[Linked], shards: int, total: int
+    program: Typed, sets: Sequence[Linked], shards: int, total: int, tp_plan: TpPlan
 ) -> tuple[list[Linked], list[tuple[Linked, str]]]:
     """The sets of dims to shard, in the order of the graph, and the others with the reason."""
     refused: list[tuple[Linked, str]] = []
@@ -88,6 +103,8 @@ def _choose(
         against = one.obstacles[0] if one.obstacles else one.indivisible(program, shards)
         if against or not (one.made or one.summed):
             refused.append((one, against))
+        elif entry := tp_plan.against(one):
+            refused.append((one, f"the tp_plan of {entry.source} says {entry.style} of {entry.pattern}"))
         else:
             open_sets.append(one)
     sizes = TypicalSizes(program)
@@ -97,7 +114,8 @@ def _choose(
         lambda one: -weights[id(one)],
         lambda one: -weights[id(one)] / max(1, sent[id(one)]),
     ]
-    tried = [_taken(sorted(open_sets, key=way), weights, total) for way in ways]
+    named = {id(one) for one in open_sets if tp_plan.sources(one)}
+    tried = [_taken(sorted(open_sets, key=way), weights, total, named) for way in ways]
 
     def worth(way: tuple[list[Linked], list[tuple[Linked, str]]]) -> tuple[int, int]:
         sharded = {value for one in way[0] for value in one.weights}
@@ -109,13 +127,14 @@ def _choose(
 
 
 def _taken(
-    ranked: Iterable[Linked], weights: Mapping[int, int], total: int
+    ranked: Iterable[Linked], weights: Mapping[int, int], total: int, named: Collection[int]
 ) -> tuple[list[Linked], list[tuple[Linked, str]]]:
-    """The sets that are cut where those with two sides come first, in the given order, and those that are not with the reason."""
+    """The sets that are cut where those that are `named` by the model come first, then those with two sides, in the given order; and
+    those that are not with the reason."""
     cut: dict[ir.Node, Linked] = {}
     chosen: list[Linked] = []
     refused: list[tuple[Linked, str]] = []
-    for one in sorted(ranked, key=lambda one: not (one.made and one.summed)):
+    for one in sorted(ranked, key=lambda one: (id(one) not in named, not (one.made and one.summed))):
         both = one.made and one.summed
         if any(node in cut for node in one.nodes):
             refused.append((one, "its products are sharded along another dim"))

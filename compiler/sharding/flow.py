@@ -48,6 +48,7 @@ _LIGHT_ELEMENTS = 1 << 16
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")
 _TYPE_ALONE: Mapping[str, int] = {"CastLike": 1}
 """By op the operand of which only the type is read."""
+_SCATTERS = ("ScatterElements", "ScatterND")
 _LARGEST = 1 << 20
 """The most elements of a constant whose records are compared."""
 _RECORDS = "r"
@@ -189,7 +190,12 @@ class Flow:
                 return f"takes '{value.name}', which is the same for all microbatches, by records of the batch"
             self.alike.update((one, how) for one, how in needed if how is not None)
             return ""
-        if node.domain != OWN_OPS and depends_on_shard(self.program, node, rule, letter, self.count):
+        counts_from_zero = node.op_type in _SCATTERS and rule.reduce.get(letter) == "sum" and _is_zeros(node.inputs[0])
+        if (
+            node.domain != OWN_OPS
+            and not counts_from_zero
+            and depends_on_shard(self.program, node, rule, letter, self.count)
+        ):
             return "needs to know which records of the batch it has"
         return self._through_factor(node, rule, letter, shard)
 
@@ -373,6 +379,18 @@ def _same_records(value: ir.Value, dim: int, count: int) -> bool:
     size = array.shape[dim] // count
     first = array.take(range(size), dim)
     return all((array.take(range(k * size, (k + 1) * size), dim) == first).all() for k in range(1, count))
+
+
+def _is_zeros(value: ir.Value | None) -> bool:
+    """Whether what updates are added to is zeros, so that every microbatch may add its own to them: a count of records by class."""
+    producer = None if value is None else value.producer()
+    if producer is None or producer.op_type not in ("Constant", "ConstantOfShape"):
+        return False
+    number = producer.attributes.get("value")
+    if number is None:
+        return producer.op_type == "ConstantOfShape"
+    tensor = number.as_tensor()
+    return tensor.size <= _LARGEST and not tensor.numpy().any()
 
 
 def _letter(letters: str | None, dim: int) -> str:

@@ -60,7 +60,7 @@ def add_training(program: Loaded) -> Prepared:
         help_ = "transpose the labels and what they are compared with in the model, or take `reduction: mean`"
         raise CompileError(Problem(said.where, fact, "each rank's mean is of records that follow each other", help_))
     # An evaluation is of all its records, however they are dealt out.
-    alone = not rules.loss.per_rank_mean or program.kind is ProgramKind.EVALUATION
+    alone = not rules.loss.per_rank_mean or program.kind.evaluates
     shards = 1 if alone else batch_shards(plan, rules.loss.labels)
     cut = cuts(plan, program.declared)
     known = part_facts(model.graph, rules, program.kind, plan.dims.batch_dims, promised(program))
@@ -110,7 +110,7 @@ def add_loss_and_metrics(
     _begin_anew(graph, rules, list(how))
     statistics: dict[ir.Value, ir.Value | None] = {}
     scalars: list[str] = []
-    if part is ProgramKind.EVALUATION:
+    if part.evaluates:
         to_evaluation(model)
         statistics.update(dict.fromkeys(running_statistics(graph)))
     else:

@@ -50,6 +50,9 @@ def in_parts(program: Annotated) -> Annotated:
     if program.kind is ProgramKind.TOTALS:
         return replace(program, training=training)
     divisors = {divisor.outputs[0] for divisor in program.means}
+    own = [value for value in program.model.graph.outputs if found.state(value) is OWN and value not in divisors]
+    if program.kind is ProgramKind.STREAMED_EVALUATION:
+        _hold_evaluation(program, found, own)
     summed = [
         name_of(value)
         for value in program.model.graph.outputs  # a part's number of positions is its own, and a term of the batch's
@@ -69,8 +72,20 @@ def in_parts(program: Annotated) -> Annotated:
     program = _arriving_whole(program, training.records.totals)
     if found.mixing and program.plan.pipeline is not None and program.plan.pipeline.statistics is None:
         raise CompileError(_refused(program, found))
-    warnings = (*program.warnings, *_told(program, found))
+    warnings = (*program.warnings, *_told(program, found, [str(value.name) for value in own]))
     return replace(program, training=training, paths=paths, values=values, warnings=warnings)
+
+
+def _hold_evaluation(program: Annotated, found: Flow, own: Iterable[ir.Value]) -> None:
+    """Raises CompileError where an evaluation in parts is not that of the whole batch, or needs numbers of it that the step has not."""
+    totals = program.beside.get(ProgramKind.TOTALS)
+    made = totals.training.records.totals if totals is not None and totals.training is not None else ()
+    facts = [f"the step makes no '{value.name}' of the whole batch" for value in found.totals if value.name not in made]
+    facts += [f"'{value.name}' of a batch does not follow from those of its parts" for value in own]
+    if found.mixing:
+        raise CompileError(_refused(program, found))
+    if facts:
+        raise CompileError([Problem(program.name, fact) for fact in facts])
 
 
 def only_totals(program: Placed) -> Placed:
@@ -184,14 +199,16 @@ def _refused(program: Annotated, found: Flow) -> Problem:
     )
 
 
-def _told(program: Annotated, found: Flow) -> list[str]:
-    """One warning of all nodes that see the records of a part where they would see those of the batch."""
+def _told(program: Annotated, found: Flow, own: Sequence[str]) -> list[str]:
+    """A warning of all nodes that see the records of a part where they would see those of the batch, and one of outputs of such."""
+    assert program.training is not None
+    parts = f"with `accumulate: {program.training.rules.accumulate}`"
+    means = (
+        [f"{parts} these are means over the parts of a batch, and not of all of it: {', '.join(own)}"] if own else []
+    )
     if not found.mixing:
-        return []
+        return means
     named = [f"{program.paths[node]} ({node.op_type}) {what}" for node, what in found.mixing.items()]
     more = f", and {len(named) - 3} more nodes do" if len(named) > 3 else ""
-    assert program.training is not None
-    return [
-        f"with `accumulate: {program.training.rules.accumulate}` these see the records of one part of a batch at a time: "
-        f"{'; '.join(named[:3])}{more}"
-    ]
+    told = f"{parts} these see the records of one part of a batch at a time: {'; '.join(named[:3])}{more}"
+    return [told, *means]

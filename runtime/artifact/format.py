@@ -153,8 +153,9 @@ END_IR = "ir/step_parallel_end.ir"
 SCHEDULE = "ir/schedule.txt"
 
 
-INFER, TRAIN, EVALUATE = "infer", "train", "evaluate"
-"""Names of programs: the one of an artifact that is not trained; of one that is the step, and the loss and the metrics alone."""
+INFER, TRAIN, EVALUATE, EVALUATE_STREAMED = "infer", "train", "evaluate", "evaluate_streamed"
+"""Names of programs: the one of an artifact that is not trained; of one that is the step, and the loss and the metrics alone, of any batch
+and of one that the microbatches of the step divide."""
 
 
 def rank_file(rank: int, program: str = "") -> str:

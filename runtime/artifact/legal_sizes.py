@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .format import Manifest, SymbolRecord
+from .format import Manifest, SymbolRecord, TrainingRecord
 
 
-def wrong_batch(batch: int, manifest: Manifest) -> Iterator[str]:
-    """Why a training's inputs cannot have this many records along their first dims, once for each symbol."""
-    record = manifest.training
+def wrong_batch(batch: int, manifest: Manifest, record: TrainingRecord | None = None) -> Iterator[str]:
+    """Why a training's inputs cannot have this many records along their first dims, once for each symbol.
+
+    `record` is the training of a program that stands beside the step.
+    """
+    record = record or manifest.training
     own = {*record.fixed, *record.scalars} if record is not None else set[str]()
     told = set[int | str]()
     for port in (port for port in manifest.inputs if port.name not in own and port.shape):

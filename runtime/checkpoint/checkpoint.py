@@ -10,7 +10,7 @@ taken for it. Contents are hashed by a `Verification` (`verification.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,12 @@ class Checkpoint(ShardFiles):
                 f"{self.path}: has no moving averages\n  help: train with ema: {{decay: 0.999}}, or leave out --ema"
             )
         tensors = {name: averages.get(name, one) for name, one in held.items() if one.kind != EMA}
+        return type(self)(self.path, self.index.model_copy(update={"tensors": tensors}))
+
+    def only(self, is_wanted: Callable[[str], bool]) -> Checkpoint:
+        """The same with those tensors alone whose parameter, or whose own name where they have none, is wanted."""
+        held = self.index.tensors
+        tensors = {name: one for name, one in held.items() if is_wanted(one.parameter or name)}
         return type(self)(self.path, self.index.model_copy(update={"tensors": tensors}))
 
     def read(self, tensor: str, begin: Sequence[int] | None = None, end: Sequence[int] | None = None) -> Array:

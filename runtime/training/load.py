@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from partc.runtime.artifact.training.lr_schedule import Rate, Run, rate_of
 from partc.runtime.artifact.training.named import SCHEDULE, base_folder, outside, refusal
 
-from ..artifact.format import EVALUATE, TrainingRecord
+from ..artifact.format import TrainingRecord
 from ..artifact.manifest import Artifact, open_artifact
 from ..checkpoint.early_verification import EarlyVerification
 from ..devices.devices import Asked
 from ..errors import UsageError
 from ..execution.program import OnError, Program, load
 from ..user_code import run_file
+from .evaluation import Evaluation
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def load_trainer(
     program: Program | None = None
     try:
         program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, devices=devices)
-        evaluation = program.beside(EVALUATE) if EVALUATE in artifact.programs else None
+        evaluation = Evaluation.beside(program)
         artifact.refuse_replaced()
         return Trainer(program, evaluation, rate, begun)
     except BaseException as error:

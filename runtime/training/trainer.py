@@ -31,6 +31,7 @@ from ..user_code import user_code
 from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
 from .ema import Averages
+from .evaluation import Evaluation
 from .finite import (
     STOP,
     PendingLoss,
@@ -62,7 +63,7 @@ class Trainer:
     def __init__(
         self,
         program: Program,
-        evaluation: Program | None,
+        evaluation: Evaluation | None,
         rate: Rate,
         ahead: EarlyVerification | None = None,
     ) -> None:
@@ -229,10 +230,11 @@ class Trainer:
         with self.turn.lent("the batches of an evaluation"):
             source = with_next(batches)
         for number, ((batch, size), following) in enumerate(self._lent(source)):
-            if following is not None:
-                self._evaluation.announce(following[0])
+            program = self._evaluation.of(size)
+            if following is not None and self._evaluation.of(following[1]) is program:
+                program.announce(following[0])
             try:
-                totals.add(self._evaluation(batch), size)
+                totals.add(program(batch), size)
             except InputError as error:
                 raise InputError(f"evaluation after step {self.step}, batch {number}: {error}") from None
         return totals.take()

@@ -88,6 +88,33 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "its name must end in .safetensors\n  help: add --model" in capsys.readouterr().err
 
 
+def test_some_weights_are_exported_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the optimizer's tensors of theirs where these are asked for; a pattern that matches none is told."""
+    whole = tensors()
+    save_all(tmp_path / "ck", 120, 6, whole)
+    out = tmp_path / "w.safetensors"
+    for words, names in (
+        (["--only", "fc.*"], ["fc.bias", "fc.cube", "fc.weight"]),
+        (["--only", "*.weight", "--only", "norm"], ["embed.weight", "fc.weight", "norm.count", "norm.mask"]),
+        (["--only", "embed", "--all"], ["embed.weight", "embed.weight.exp_avg"]),
+    ):
+        assert invoke("export", tmp_path / "ck", "-o", out, *words) == 0
+        found = load_file(out)
+        assert sorted(found) == names, words
+        assert {name: array.tobytes() for name, array in found.items()} == {n: whole[n].tobytes() for n in found}
+    capsys.readouterr()
+    assert invoke("export", tmp_path / "ck", "-o", out, "--only", "embad.weight", "--only", "[", "--only", "fc") == 2
+    error = capsys.readouterr().err
+    assert "--only: 'embad.weight' matches no weight of " in error
+    assert "  help: the nearest names are 'embed.weight'" in error
+    assert "--only: '[' is not a pattern: " in error
+    assert (
+        invoke("export", tmp_path / "ck", "-o", tmp_path / "w.pt", "--format", "torch", "--only", "fc", "--like", out)
+        == 2
+    )
+    assert "--only: it goes with weights alone" in capsys.readouterr().err
+
+
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>
 net (float[n, 3] x) => (float[n, 2] y)

@@ -9,7 +9,7 @@ import pytest
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
-from partc.runtime.artifact.training.metric_formula import Undefined, expression, formula
+from partc.runtime.artifact.training.metric_formula import Undefined, expression, formula, json_numbers
 from partc.runtime.checker.check import check_artifact
 from trainer_case import on_all
 from training_equivalence import from_text
@@ -35,6 +35,9 @@ train:
   metrics:
     perplexity:
     macro: {type: f1}
+    table: {type: confusion}
+    of_two: {type: confusion, positive: 2}
+    of_clicks: {type: confusion, logits: z, labels: t, threshold: 0.6}
     second: {type: precision, positive: 1}
     found: {type: recall, positive: 1}
     clicked: {type: f1, logits: z, labels: t, threshold: 0.6, ignore_index: -1}
@@ -63,6 +66,9 @@ def expected(x: np.ndarray, t: np.ndarray, kind: np.ndarray, w: np.ndarray, v: n
     return {
         "perplexity": float(np.exp(losses[counts].mean())),
         "macro": float(np.mean([of[one][2] for one in there])),
+        "table": float((kind == predicted)[counts].mean()),
+        "of_two": float(((kind == 2) == (predicted == 2))[counts].mean()),
+        "of_clicks": float(((t == 1) == (1 / (1 + np.exp(-z)) > 0.6)).mean()),
         "second": of[1][0],
         "found": of[1][1],
         "clicked": f1(t == 1, 1 / (1 + np.exp(-z)) > 0.6)[2],
@@ -99,13 +105,43 @@ def test_they_are_of_all_records(ranks: int, tmp_path: Path) -> None:
     found = on_all(tmp_path, ranks, act)[0]
     wanted = expected(x, t, kind, w, v)
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+    told = json_numbers(found)
+    y = x.astype(np.float64) @ w
+    table = np.zeros((5, 5), int)
+    np.add.at(table, (kind[kind != 4], y.argmax(1)[kind != 4]), 1)
+    assert np.array_equal(np.array(told["table"]), table)
+    right = table[2, 2]
+    assert told["of_two"] == {
+        "true_negatives": table.sum() - table[2].sum() - table[:, 2].sum() + right,
+        "false_positives": table[:, 2].sum() - right,
+        "false_negatives": table[2].sum() - right,
+        "true_positives": right,
+    }
 
 
 def test_formulas_without_a_value() -> None:
-    for name, sums in (("perplexity", [0, 0]), ("f1", [0] * 9), ("r2", [1, 2, 2, 2]), ("=a,b: log(a) / b", [1, 0])):
+    for name, sums in (
+        ("perplexity", [0, 0]),
+        ("f1", [0] * 9),
+        ("confusion", [0] * 4),
+        ("r2", [1, 2, 2, 2]),
+        ("=a,b: log(a) / b", [1, 0]),
+    ):
         assert isinstance(formula(name).number(np.array(sums, np.float64)), Undefined), name
     assert formula("=a,b: -sqrt(a) + 2 ** b").number(np.array([9.0, 3.0])) == 5.0
     assert formula("precision").number(np.array([3.0, 1, 9])) == 0.75
     for text in ("a.b", "__import__('os')", "a if b else a", "c", "a +"):
         with pytest.raises(ValueError, match="is not"):
             expression(text, ("a", "b"))
+
+
+def test_what_is_no_sum_is_told(tmp_path: Path) -> None:
+    """The largest number of a batch does not follow, by adding, from those of its microbatches."""
+    text = MODEL.replace("float number)", "float number, float largest)").replace(
+        "    number = Re", "    largest = ReduceMax <keepdims = 0> (y)\n    number = Re"
+    )
+    train = TRAIN.replace("    perplexity:\n", "    perplexity:\n    largest:\n")
+    plan = parse_plan(PLANS[1] + train + "  accumulate: 2\n", "plan.yaml")
+    report = compile_source(from_text(text, {"w": (6, 5), "v": (6,)}), plan, tmp_path)
+    (warning,) = report.warnings
+    assert warning == "with `accumulate: 2` these are means over the parts of a batch, and not of all of it: largest"

@@ -18,6 +18,7 @@ from partc.compiler.directives.recorder import recording
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, read_object, stored_tensors
+from partc.compiler.frontend.huggingface.tp_plan import tp_plan
 from partc.compiler.frontend.huggingface.weights import taken
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.source import Known, Source, nothing
@@ -60,7 +61,8 @@ def load_folder(path: Path, known: Known = nothing) -> Source:
         told.append(
             f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
         )
-    return Source(model, Declared(symbols=names.symbols, warnings=tuple(told)), exported=True)
+    declared = Declared(symbols=names.symbols, warnings=tuple(told), tp_plan=tp_plan(module))
+    return Source(model, declared, exported=True)
 
 
 def _settings(folder: Path) -> dict[str, object]:

@@ -4,7 +4,7 @@
     top_k       the share of labels whose class is among the k largest
     mse, mae    the mean of the squares, of the absolute values, of what a prediction is off
     auc         the area under the ROC curve of labels 0 and 1: counts by bin, of which the runtime makes the number (`auc.py`)
-    perplexity, precision, recall, f1, r2, formula    sums, of which the runtime makes the number (`summed_metrics.py`)
+    perplexity, precision, recall, f1, confusion, r2, formula    sums, of which the runtime makes the number (`summed_metrics.py`)
     output      a scalar that the model makes itself
 
 A label is among the k largest where all but k - 1 others have a smaller logit: of equal ones none is preferred, so a model that
@@ -30,7 +30,15 @@ from partc.compiler.plan.training.graph_nodes import FLOATS, INTEGERS, GraphNode
 from partc.compiler.plan.training.loss import ClassLabels, Name
 from partc.compiler.plan.training.losses import LOSSES, Loss, distance
 from partc.compiler.plan.training.metric import Metric, OfLogits, OfPrediction
-from partc.compiler.plan.training.summed_metrics import F1, R2, FormulaMetric, Perplexity, Precision, Recall
+from partc.compiler.plan.training.summed_metrics import (
+    F1,
+    R2,
+    Confusion,
+    FormulaMetric,
+    Perplexity,
+    Precision,
+    Recall,
+)
 from partc.compiler.plan.training.usual_names import by_type, known_type, unknown_type
 from partc.runtime.options import Refused, of_type
 from pydantic import BeforeValidator, Field, WrapValidator
@@ -148,6 +156,7 @@ METRICS: dict[str, type[Metric]] = by_type(
     Precision,
     Recall,
     F1,
+    Confusion,
     R2,
     FormulaMetric,
     OutputMetric,

@@ -2,6 +2,7 @@
 
     perplexity              exp of the mean cross entropy                                sums: losses, labels
     precision, recall, f1   of counts by label and predicted class                       counts: classes x classes
+    confusion               these counts themselves                              counts: classes x classes
     r2                      1 - sum (t - x)^2 / sum (t - mean t)^2, of all elements      sums: (t - x)^2, t, t^2, elements
     formula                 an expression over scalar outputs of the model               sums: these outputs
 
@@ -12,7 +13,7 @@ those of that class.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +21,7 @@ from partc.compiler.plan.training.graph_nodes import FLOATS, INTEGERS, GraphNode
 from partc.compiler.plan.training.loss import ClassLabels, Name
 from partc.compiler.plan.training.losses import Loss
 from partc.compiler.plan.training.metric import Metric, OfLogits, OfPrediction
-from partc.runtime.artifact.training.metric_formula import expression, formula_of
+from partc.runtime.artifact.training.metric_formula import BINARY, expression, formula_of
 from partc.runtime.options import Refused
 from pydantic import Field, model_validator
 
@@ -62,6 +63,8 @@ class _OfCounts(OfLogits):
     """A metric of counts by label and predicted class, or of one class: of true positives, false positives and false negatives."""
 
     mode = "max"
+    COUNTS: ClassVar[tuple[str, ...]] = ("true_positives", "false_positives", "false_negatives")
+    """What is counted of one class."""
     axis: int | None = None
     ignore_index: int | None = None
     positive: int | None = Field(None, ge=0, description="The class whose number it is; None: the mean over classes.")
@@ -110,18 +113,18 @@ class _OfCounts(OfLogits):
         return to.sums(classes * classes, "ScatterElements", zeros, cells, ones, axis=0, reduction="add")
 
     def _of_one(self, to: GraphNodes, is_one: ir.Value, predicted: ir.Value, counted: ir.Value) -> ir.Value:
-        """True positives, false positives, false negatives."""
-        hits = to.op("hits", "And", is_one, predicted)
-        found = [counted] * 3
-        for k, (word, one) in enumerate(
-            (
-                ("true_positives", hits),
-                ("false_positives", to.op("false_alarms", "And", predicted, to.op("is_other", "Not", is_one))),
-                ("false_negatives", to.op("misses", "And", is_one, to.op("not_predicted", "Not", predicted))),
-            )
-        ):
-            number = to.op(f"{word}.each", "Cast", one, to=_FLOAT.value)
-            found[k] = to.op(f"{word}.counted", "Mul", number, counted)
+        """The sums of what `COUNTS` names."""
+        is_other, not_predicted = to.op("is_other", "Not", is_one), to.op("not_predicted", "Not", predicted)
+        pairs = {
+            "true_positives": (is_one, predicted),
+            "false_positives": (predicted, is_other),
+            "false_negatives": (is_one, not_predicted),
+            "true_negatives": (is_other, not_predicted),
+        }
+        found = []
+        for word in self.COUNTS:
+            number = to.op(f"{word}.each", "Cast", to.op(word, "And", *pairs[word]), to=_FLOAT.value)
+            found.append(to.op(f"{word}.counted", "Mul", number, counted))
         return _sums(to, *found)
 
 
@@ -140,6 +143,15 @@ class F1(_OfCounts):
     type: Literal["f1"] = "f1"
     also = ("f1_score",)
     FORMULA = "f1"
+
+
+class Confusion(_OfCounts):
+    """How many records there are for each label and prediction; compared, it is the share of labels that are predicted right."""
+
+    type: Literal["confusion"] = "confusion"
+    also = ("confusion_matrix",)
+    FORMULA = "confusion"
+    COUNTS = BINARY
 
 
 class R2(OfPrediction):

@@ -2,6 +2,7 @@
 
     perplexity        exp(losses / labels)
     precision, recall, f1    of true positives, false positives, false negatives; or of counts by label and prediction the mean over classes
+    confusion         counts by label and prediction, and the share of those on the diagonal
     r2                1 - squares / (t^2 - (t)^2 / n), of the sums of (x - t)^2, t, t^2 and 1
     =a,b: a / b       an expression of the plan over sums that it names
     roc_auc    of the counts of labels 0 by bin of the prediction, then those of labels 1, each with one more for predictions without
@@ -40,6 +41,40 @@ class Undefined(float):
         made = super().__new__(cls, "nan")
         made.reason = reason
         return made
+
+
+BINARY = ("true_negatives", "false_positives", "false_negatives", "true_positives")
+"""The counts of two classes, of which 1 is the positive one, in the order of the table."""
+
+
+class Confusion(float):
+    """The share of labels that are predicted as they are, and the `counts` by label, the row, and prediction, the column."""
+
+    counts: tuple[tuple[int, ...], ...]
+
+    def __new__(cls, counts: Sequence[Sequence[int]]) -> Confusion:
+        """The share of these counts, one at least of which is not 0."""
+        table = tuple(tuple(map(int, row)) for row in counts)
+        made = super().__new__(cls, sum(row[k] for k, row in enumerate(table)) / sum(map(sum, table)))
+        made.counts = table
+        return made
+
+    @property
+    def named(self) -> Mapping[str, int] | None:
+        """The counts of two classes by `BINARY`; None of more classes."""
+        flat = [count for row in self.counts for count in row]
+        return dict(zip(BINARY, flat, strict=True)) if len(flat) == len(BINARY) else None
+
+
+def confusion(counts: Counts) -> float:
+    """The counts as a square table; Undefined where there are none."""
+    if not counts.any():
+        return Undefined("none of the labels counts")
+    return Confusion(np.rint(counts).astype(np.int64).reshape(isqrt(counts.size), -1).tolist())
+
+
+def _is_square(size: int) -> bool:
+    return size > 3 and isqrt(size) ** 2 == size
 
 
 def roc_auc(counts: Counts) -> float:
@@ -82,9 +117,7 @@ def _of_classes(number: Callable[[Counts, Counts, Counts], Counts]) -> Formula:
             hits, alarms, misses = hits[there], alarms[there], misses[there]
         return float(number(hits, alarms, misses).mean()) if hits.size else Undefined("none of the labels counts")
 
-    return Formula(
-        of, "3 counts, or one for each label and prediction", lambda n: n == 3 or (n > 3 and isqrt(n) ** 2 == n)
-    )
+    return Formula(of, "3 counts, or one for each label and prediction", lambda n: n == 3 or _is_square(n))
 
 
 def _share(part: Counts, whole: Counts) -> Counts:
@@ -104,6 +137,7 @@ FORMULAS: Mapping[str, Formula] = {
     "precision": _of_classes(lambda hits, alarms, misses: _share(hits, hits + alarms)),
     "recall": _of_classes(lambda hits, alarms, misses: _share(hits, hits + misses)),
     "f1": _of_classes(lambda hits, alarms, misses: _share(2 * hits, 2 * hits + alarms + misses)),
+    "confusion": Formula(confusion, "a count for each label and prediction", _is_square),
     "r2": Formula(_r2, "4 sums", lambda n: n == 4),
 }
 """The formulas by name."""
@@ -227,6 +261,15 @@ class Totals:
         return float(total / weight) if weight else Undefined("none of the labels counts")
 
 
-def json_numbers(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """The numbers as files have them: None where a metric is undefined."""
-    return {name: None if isinstance(value, Undefined) else float(value) for name, value in numbers.items()}
+Json: TypeAlias = float | Mapping[str, int] | Sequence[Sequence[int]] | None
+
+
+def json_numbers(numbers: Mapping[str, float]) -> dict[str, Json]:
+    """The numbers as files have them: None where a metric is undefined, counts by name of two classes, or the table of more."""
+    return {name: _json(value) for name, value in numbers.items()}
+
+
+def _json(value: float) -> Json:
+    if isinstance(value, Confusion):
+        return value.named or value.counts
+    return None if isinstance(value, Undefined) else float(value)

@@ -23,7 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CPU, EVALUATE, OPTIMIZER, PULL
+from ...artifact.format import CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PULL
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span
 from ...artifact.manifest import Artifact
@@ -120,8 +120,9 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
         if averaged and record.kind == "parameter" and record.tensor in trained:
             found[CPU].optimizer += bytes
     programs = [main]
-    if artifact.manifest.is_main and EVALUATE in artifact.programs:
-        programs.append(_Program(artifact.beside(EVALUATE), rank, sizes, main.targets))
+    for name in (EVALUATE, EVALUATE_STREAMED):
+        if artifact.manifest.is_main and name in artifact.programs:
+            programs.append(_Program(artifact.beside(name), rank, sizes, main.targets))
     shared = {target: SharedArena() for target in found}
     for program in programs:
         arenas, sessions = program.between(), program.sessions()

@@ -1,0 +1,42 @@
+"""The `tp_plan` of the models of `transformers` in a module: how their authors shard them over ranks.
+
+A model has the entries of its configuration's `base_model_tp_plan` under the paths of its own modules, with those of its class, such as
+that of the head. A module around a model puts its name in front.
+
+    LlamaConfig         layers.*.self_attn.q_proj: colwise     ->     model.layers.*.self_attn.q_proj: colwise
+    LlamaForCausalLM    lm_head: colwise_gather_output         ->     lm_head: colwise_gather_output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from partc.compiler.frontend.huggingface.settings import of_transformers
+from partc.compiler.ir.declared import TpPlanEntry
+
+if TYPE_CHECKING:
+    import torch
+
+
+def tp_plan(module: torch.nn.Module) -> tuple[TpPlanEntry, ...]:
+    """The entries of all models of `transformers` in a module, each named once, in their order."""
+    paths = {id(one): path for path, one in module.named_modules()}
+    taken: list[str] = []
+    found: list[TpPlanEntry] = []
+    for model in of_transformers(module):
+        path = paths[id(model)]
+        if any(not outer or path.startswith(f"{outer}.") for outer in taken):
+            continue  # the model around it has its entries
+        taken.append(path)
+        found += _entries(model, f"{path}." if path else "")
+    return tuple(found)
+
+
+def _entries(model: Any, prefix: str) -> Iterator[TpPlanEntry]:
+    of_config = getattr(model.config, "base_model_tp_plan", None) or {}
+    said = getattr(model, "_tp_plan", None)
+    for key, style in (said if isinstance(said, Mapping) else of_config).items():
+        configured = any(key == own or key.endswith(f".{own}") for own in of_config)
+        source = type(model.config if configured else model).__name__
+        yield TpPlanEntry(f"{prefix}{key}", str(style), source)

@@ -1,0 +1,74 @@
+"""The program before any pass: the model, the plan, and what the model declares, as they were loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from partc.compiler.annotations.read import read
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.graph import OWN_NAME, name_of
+from partc.compiler.ir.program import Loaded, Lowered
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.plan.dataset import in_order
+from partc.compiler.plan.rules import Dataset, Plan
+
+
+def start(
+    source: Source,
+    plan: Plan | None,
+    name: str,
+    configuration: str | None = None,
+    *,
+    kind: ProgramKind = ProgramKind.STEP,
+    strict: bool = False,
+    beside: Mapping[ProgramKind, Lowered] | None = None,
+) -> Loaded:
+    """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
+
+    Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. Of a
+    plan that trains, `kind` says which of its programs is meant: each has a model of its own, and the others are over the tensors of the
+    programs `beside` it. `strict` is as `compile_model` says.
+    """
+    found = read(source.model, name, configuration)
+    declared = source.declared
+    if found:
+        declared = replace(declared, symbols={**found.symbols, **declared.symbols}, annotations=found)
+    if plan is None:
+        plan = found.plan() if found else Plan.whole()
+    if found:
+        plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
+    plan = replace(plan, dataset=_arriving(source, plan))
+    if kind is ProgramKind.STREAMED_EVALUATION and plan.pipeline is not None:
+        plan = replace(plan, pipeline=plan.pipeline.of_forward_passes)
+    model = source.model
+    weights: tuple[str, ...] = ()
+    if plan.train is not None:
+        from partc.compiler.training.trainable import trainable_names
+
+        model, weights = source.model.clone(), tuple(trainable_names(source.model))
+    paths = node_paths(model)
+    file_names = {path: str(node.meta.get(OWN_NAME) or path) for node, path in paths.items()}
+    return Loaded(
+        name=name,
+        model=model,
+        plan=plan,
+        declared=declared,
+        paths=paths,
+        file_names=file_names,
+        kind=kind,
+        trainable=weights,
+        strict=strict,
+        beside=beside or {},
+        warnings=declared.warnings,
+    )
+
+
+def _arriving(source: Source, plan: Plan) -> Dataset:
+    """How inputs arrive: as the plan says, else as the model does."""
+    said = plan.dataset if plan.dataset.where or source.declared.dataset is None else source.declared.dataset
+    own = [name_of(value) for value in source.model.graph.inputs]
+    loss = plan.train.loss if plan.train is not None and plan.train.loss.type != "output" else None
+    labels = [loss.labels] if loss is not None and loss.labels not in own else []
+    return in_order(said, [*own, *labels], len(own))

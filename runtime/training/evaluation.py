@@ -1,0 +1,39 @@
+"""The programs that evaluate: of a batch of any size, and, where stages run microbatches, of one that these divide.
+
+Both give the same numbers of a batch. The second one runs its stages at the same time, so it takes each batch that it can: usually all but
+the last one, which has the records that are left.
+"""
+
+from __future__ import annotations
+
+from ..artifact.format import EVALUATE, EVALUATE_STREAMED, TrainingRecord
+from ..artifact.legal_sizes import wrong_batch
+from ..execution.program import Program
+
+
+class Evaluation:
+    """The programs of an artifact that evaluate over the state of its training."""
+
+    def __init__(self, record: TrainingRecord, whole: Program, streamed: Program | None) -> None:
+        self._record, self._whole, self._streamed = record, whole, streamed
+
+    @classmethod
+    def beside(cls, program: Program) -> Evaluation | None:
+        """Those of the artifact of a step; None where it has none. Collective."""
+        record, names = program.manifest.training, program.artifact.programs
+        if record is None or EVALUATE not in names:
+            return None
+        streamed = program.beside(EVALUATE_STREAMED) if EVALUATE_STREAMED in names else None
+        return cls(record, program.beside(EVALUATE), streamed)
+
+    def of(self, records: int) -> Program:
+        """The program for a batch of so many records on all ranks: the same on each of them."""
+        if self._streamed is None or any(wrong_batch(records, self._streamed.manifest, self._record)):
+            return self._whole
+        return self._streamed
+
+    def release(self) -> None:
+        """Gives back what the programs hold."""
+        for program in (self._whole, self._streamed):
+            if program is not None:
+                program.release()
