@@ -140,7 +140,7 @@ def test_only_what_is_needed_is_transformed(digits: Path, function: str, read: s
     ports = [port("label", "int64", ["batch"], 4, {0: 4})]
     loader = open_loader(transformed(digits, function), ports, 1, 8, depth=0, epochs=1)
     list(loader)
-    transform = loader._reader._data.transform
+    transform = loader.source.reader._data.transform
     assert transform is not None
     assert set(transform.function.__globals__["sizes"]) == read  # the first, of a whole batch, tells what comes out
 
@@ -176,7 +176,7 @@ def test_reads_ahead_in_one_thread_that_ends(digits: Path) -> None:
     loader = open_loader(transformed(digits, "plain"), ports, 0, 10, depth=3)
     assert not threads()
     next(loader)
-    transform = loader._reader._data.transform
+    transform = loader.source.reader._data.transform
     assert transform is not None
     sizes, deadline = transform.function.__globals__["sizes"], time.monotonic() + 5
     while len(sizes) < 5 and time.monotonic() < deadline:

@@ -12,6 +12,10 @@
       temperature: 0.5
 
     data:
+      source: loader.py                   records or batches without names, or with other ones
+      fields: [x, label]                  names in the order of a tuple's values; {label: target} of a mapping's keys
+
+    data:
       source: corpus/                     a path, where there are options; also with further `input: file`
       length: ids                         batches of records whose ids have similar lengths
       pad: {labels: -100}                 what fills a field up, 0 where nothing is said
@@ -93,6 +97,10 @@ class Data(Options):
     transform: Annotated[str, AfterValidator(_function)] | None = Field(
         None, description="A function of a mapping of batch arrays that returns one: file.py:function."
     )
+    fields: Annotated[tuple[_Text, ...], Field(strict=False)] | dict[str, _Text] = Field(
+        (),
+        description="Names of a record's values in their order, [x, label], or by input the key of a mapping: {label: target}.",
+    )
     length: _Text | None = Field(None, description="The ragged field whose lengths make batches.")
     pad: dict[str, float] = Field({}, description="By ragged field the number that fills it up: {labels: -100}.")
     multiple: int = Field(MULTIPLE, ge=1, description="Padded lengths are multiples of this.")
@@ -166,6 +174,8 @@ class Spec:
     """By input one value for all records."""
     transform: str = ""
     """`file.py:function`; empty: none."""
+    fields: tuple[str, ...] | Mapping[str, str] = ()
+    """Names of a record's values in their order, or by input the key of a mapping."""
     length: str = ""
     """The ragged field whose lengths make batches; empty: none."""
     pad: Mapping[str, float] = field(default_factory=dict)
@@ -189,6 +199,7 @@ class Spec:
             files={name: Path(path) for name, path in data.files.items()},
             values=data.values,
             transform=data.transform or "",
+            fields=data.fields,
             length=data.length or "",
             pad=data.pad,
             multiple=data.multiple,
@@ -232,6 +243,9 @@ def _value(name: str, text: str, before: object) -> object:
         match name:
             case "multiple" | "window":
                 return int(text)
+            case "fields":
+                pairs = [pair.partition(":") for pair in text.split(",")]
+                return {name: key for name, _, key in pairs} if ":" in text else text.split(",")
             case "buckets":
                 return [int(bound) for bound in text.split(",")]
             case "pad":
