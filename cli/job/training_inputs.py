@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,7 +192,7 @@ class TrainingInputs:
             interleave=settings.interleave or 1,
             fixed=self.record.fixed,
             code=self._code[DATA],
-            largest=_largest(trainer),
+            largest=trainer.largest,
         )
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
@@ -226,7 +226,7 @@ class TrainingInputs:
             epochs=1,
             fixed=self.record.fixed,
             code=self._code[TEST],
-            largest=_largest(trainer),
+            largest=trainer.largest,
             lenient=True,
         )
         try:
@@ -240,8 +240,3 @@ class TrainingInputs:
                 f"the last {rest} of {records:,} evaluation records are left out: the ranks cannot share so small a batch"
             )
         return loader
-
-
-def _largest(trainer: Trainer) -> Callable[[int], int] | None:
-    """How the ranks of a job agree on a number; None where there is one rank."""
-    return trainer.program.largest if trainer.manifest.ranks > 1 else None

@@ -55,6 +55,15 @@ def read_array(path: Path) -> Array:
         return _mapped(file, os.fstat(file.fileno()).st_size)
 
 
+def array_of(data: bytes) -> Array:
+    """The array that the bytes of an .npy file are."""
+    with io.BytesIO(data) as file:
+        shape, fortran, dtype, begin = _header(file)
+    count = _promised(shape, dtype, len(data) - begin)
+    array = np.frombuffer(data, dtype, count // dtype.itemsize if dtype.itemsize else 0, begin)
+    return array.reshape(shape[::-1]).transpose() if fortran else array.reshape(shape)
+
+
 class Archive:
     """The arrays of an .npz by name. `load` gives one; what is not mapped counts as memory taken."""
 

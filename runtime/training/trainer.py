@@ -9,10 +9,10 @@ with load_trainer("build") as trainer:                    # on every rank
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 from partc.runtime.artifact.training.lr_schedule import Rate
@@ -23,6 +23,7 @@ from pydantic import JsonValue
 from ..artifact.format import Manifest, Port, TrainingRecord
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE, SKIPPED
+from ..data import Loader
 from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import Outputs, Program
 from ..execution.symbol_bindings import Halted
@@ -30,6 +31,7 @@ from ..job.turn import TRAINER, Turn, one_at_a_time
 from ..user_code import user_code
 from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
+from .data import Choices, loader_of
 from .ema import Averages
 from .finite import (
     STOP,
@@ -39,9 +41,6 @@ from .finite import (
     not_finite,
     stopped,
 )
-
-if TYPE_CHECKING:
-    pass
 
 Item = TypeVar("Item")
 
@@ -116,6 +115,19 @@ class Trainer:
     def inputs(self) -> list[Port]:
         """What this rank reads of a batch."""
         return [port for port in self.ports if self.rank in port.ranks]
+
+    @property
+    def largest(self) -> Callable[[int], int] | None:
+        """How ranks that read batches tell the others where an epoch ends; None where there is one rank."""
+        return self.program.largest if self.manifest.ranks > 1 else None
+
+    def loader(self, data: object, epochs: int | None = None, **choices: Unpack[Choices]) -> Loader:
+        """This rank's batches of a path, of what `data:` of a plan may say, or of the object that a data file would define.
+
+        `batch`, `seed`, `shuffle`, `drop_last`, `interleave` are those of the plan unless they are given, as are the `fields` of `data`.
+        Without `epochs` it has no end. It is a context; `saved` is for `save`, `restore` takes what `load` returns.
+        """
+        return loader_of(data, self.record, self.ports, self.rank, self.largest, epochs, choices)
 
     @property
     def turn(self) -> Turn:

@@ -9,32 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from data_case import port, whole
 from partc.runtime.artifact.format import Port
-from partc.runtime.artifact.tensors.boxes import merge
 from partc.runtime.data import Loader, Position, Spec, open_loader
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
-
-
-def port(
-    name: str, type: str, shape: list[int | str] | None, ranks: int = 1, cut: dict[int, int] | None = None
-) -> Port:
-    """A port that `ranks` ranks read, each a piece where dims are cut into so many parts, the last dim fastest."""
-    if cut is None:
-        return Port(name=name, type=f"tensor({type})", shape=shape, ranks=list(range(ranks)))
-    boxes = []
-    for rank in range(ranks):
-        box, at = [], rank
-        for dim in reversed(range(len(shape or []))):
-            parts = cut.get(dim, 1)
-            box.append([at % parts, at % parts + 1, parts])
-            at //= parts
-        boxes.append(box[::-1])
-    return Port(name=name, type=f"tensor({type})", shape=shape, ranks=list(range(ranks)), boxes=boxes)
-
-
-def whole(port: Port, pieces: list[np.ndarray]) -> np.ndarray:
-    return merge(port.boxes, pieces) if port.boxes else pieces[0]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What `data:` of a plan or `--data` says: files, what is done to a batch of them, and how lengths are handled.
 
     data: digits.npz                      a path: an .npz, a folder, or a .py file that defines `source`
+    data: shards/train-*.tar              samples in tar files, as WebDataset has them
 
     data:                                 or files for inputs, and options
       x: train-images-idx3-ubyte.gz
@@ -93,7 +94,9 @@ class Data(Options):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_input, json_schema_input_type=_Value)]]
 
-    source: _Text | None = Field(None, description="A .npz, a folder, or a .py file that defines `source`.")
+    source: _Text | None = Field(
+        None, description="A .npz, a folder, .tar shards, or a .py file that defines `source`."
+    )
     transform: Annotated[str, AfterValidator(_function)] | None = Field(
         None, description="A function of a mapping of batch arrays that returns one: file.py:function."
     )

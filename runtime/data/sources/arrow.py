@@ -13,7 +13,7 @@ With a transform of its own (`set_transform`) a dataset is read through it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,9 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from ...errors import UsageError
 from ...user_code import user_code
 from ..fields import Field, Index, Ragged
+from .declared import as_declared, declared, lengths_by_reading
 from .naming import Naming, Unfit
 from .values import field_values
-
-_BLOCK = 4096
 
 
 class ArrowSource:
@@ -46,48 +45,19 @@ class ArrowSource:
         self._keys = {name: str(key) for name, key in keys.items()}
         self.fields: dict[str, Field] = {}
         if self._records:
-            self.fields = self._probe()
+            indices = np.unique(np.array([0, min(1, self._records - 1), self._records - 1]))
+            self.fields = declared(self._read(indices, None), ragged, where)
 
     def __len__(self) -> int:
         return self._records
 
     def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
         """The named fields of these records."""
-        found = self._read(indices, names)
-        for name, value in found.items():
-            if isinstance(value, Ragged) and not self.fields[name].ragged:
-                raise UsageError(
-                    f"{self._where}: records of '{name}' have unequal lengths, "
-                    f"{value.lengths.min()} to {value.lengths.max()}\n  help: say what fills them up: pad: {{{name}: 0}}"
-                )
-            if self.fields[name].ragged and not isinstance(value, Ragged):
-                found[name] = Ragged.of(list(value))
-        return found
+        return as_declared(self._read(indices, names), self.fields, self._where)
 
-    def lengths(self, names: list[str]) -> dict[str, Index]:
-        """The lengths of all records, by ragged field; the lists themselves are not read where arrow knows their ends."""
-        blocks: dict[str, list[Index]] = {name: [] for name in names}
-        for begin in range(0, self._records, _BLOCK):
-            block = self.take(np.arange(begin, min(begin + _BLOCK, self._records)), names)
-            for name in names:
-                value = block[name]
-                assert isinstance(value, Ragged)
-                blocks[name].append(value.lengths)
-        return {name: np.concatenate(one) for name, one in blocks.items()}
-
-    def _probe(self) -> dict[str, Field]:
-        """The fields, seen on the first and the last records."""
-        indices = np.unique(np.array([0, min(1, self._records - 1), self._records - 1]))
-        found = {}
-        for name, value in self._read(indices, None).items():
-            ragged = name in self._ragged
-            if isinstance(value, Ragged):
-                found[name] = Field(value.flat.dtype, value.flat.shape[1:], ragged=True)
-            elif ragged and value.ndim < 2:
-                raise UsageError(f"{self._where}: records of '{name}' are single values and have no length")
-            else:
-                found[name] = Field(value.dtype, value.shape[2:] if ragged else value.shape[1:], ragged)
-        return found
+    def lengths(self, names: Sequence[str]) -> dict[str, Index]:
+        """The lengths of all records, by ragged field."""
+        return lengths_by_reading(self.take, self._records, names)
 
     def _read(self, indices: Index, names: Collection[str] | None) -> dict[str, Array | Ragged]:
         with user_code(self._where, f"reading {len(indices)} records of its dataset"):

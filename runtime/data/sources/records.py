@@ -22,11 +22,9 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from ...errors import UsageError
 from ...user_code import UserCodeError, user_code
 from ..fields import Field, Index, Ragged
+from .declared import as_declared, declared, lengths_by_reading, numbered
 from .naming import Naming, Unfit
 from .values import field_values, stacked
-
-_BLOCK = 1024
-_NAMED = 4
 
 
 class _Records(Protocol):
@@ -55,11 +53,7 @@ class CodeSource:
         self._of_list = getattr(found, "__getitems__", None) if one_by_one else None
         self.fields: dict[str, Field] = {}
         if self._records:
-            first = self._probe()
-            self.fields = {name: _field(value, name in ragged) for name, value in first.items()}
-            flat = [name for name, value in first.items() if name in ragged and isinstance(value, np.ndarray)]
-            if single := [name for name in flat if cast(Array, first[name]).ndim < 2]:
-                raise UsageError(f"{where}: records of '{single[0]}' are single values and have no length")
+            self.fields = declared(self._probe(), ragged, where)
 
     def __len__(self) -> int:
         return self._records
@@ -69,17 +63,8 @@ class CodeSource:
         try:
             found = self._read(indices, names)
         except Unfit as error:
-            raise UsageError(f"{self._where}: {error}, {_records(indices)}") from None
-        for name, value in found.items():
-            wanted = self.fields[name].ragged
-            if isinstance(value, Ragged) and not wanted:
-                raise UsageError(
-                    f"{self._where}: records of '{name}' have unequal lengths, "
-                    f"{value.lengths.min()} to {value.lengths.max()}\n  help: say what fills them up: pad: {{{name}: 0}}"
-                )
-            if wanted and not isinstance(value, Ragged):
-                found[name] = Ragged.of(list(value))
-        return found
+            raise UsageError(f"{self._where}: {error}, {numbered(indices)}") from None
+        return as_declared(found, self.fields, self._where)
 
     def lengths(self, names: Sequence[str]) -> dict[str, Index]:
         """The lengths of all records, by ragged field."""
@@ -87,12 +72,7 @@ class CodeSource:
             told = getattr(self._object, "lengths", {})
             found = {name: np.asarray(told[name], np.int64) for name in names if name in told}
         left = [name for name in names if name not in found]
-        blocks: dict[str, list[Index]] = {name: [] for name in left}
-        for begin in range(0, self._records if left else 0, _BLOCK):
-            block = self.take(np.arange(begin, min(begin + _BLOCK, self._records)), left)
-            for name in left:
-                blocks[name].append(cast(Ragged, block[name]).lengths)
-        return found | {name: np.concatenate(parts) for name, parts in blocks.items()}
+        return found | lengths_by_reading(self.take, self._records, left)
 
     def _probe(self) -> dict[str, Array | Ragged]:
         """Two records, read by an array of indices or else one by one, which is kept in mind."""
@@ -122,16 +102,16 @@ class CodeSource:
     def _read(self, indices: Index, names: Collection[str] | None) -> dict[str, Array | Ragged]:
         """The fields of these records, as the object takes indices; `Unfit` where it gives something else."""
         if not self._single:
-            with user_code(self._where, f"reading {_records(indices)}"):
+            with user_code(self._where, f"reading {numbered(indices)}"):
                 return self._collated(self._object[indices], len(indices), names)
         if self._of_list is not None:
-            with user_code(self._where, f"reading {_records(indices)}"):
+            with user_code(self._where, f"reading {numbered(indices)}"):
                 return self._collated(list(self._of_list(indices.tolist())), len(indices), names)
         given = []
         for index in indices.tolist():
             with user_code(self._where, f"reading record {index}"):
                 given.append(self._object[index])
-        with user_code(self._where, f"reading {_records(indices)}"):
+        with user_code(self._where, f"reading {numbered(indices)}"):
             return self._collated(given, len(indices), names)
 
     def _collated(self, given: object, count: int, names: Collection[str] | None) -> dict[str, Array | Ragged]:
@@ -155,18 +135,5 @@ class CodeSource:
         return found
 
 
-def _field(value: Array | Ragged, ragged: bool) -> Field:
-    if isinstance(value, Ragged):
-        return Field(value.flat.dtype, value.flat.shape[1:], ragged=True)
-    return Field(value.dtype, value.shape[2:] if ragged else value.shape[1:], ragged)
-
-
 def _fact(error: Exception) -> str:
     return error.head if isinstance(error, UserCodeError) else str(error)
-
-
-def _records(indices: Index) -> str:
-    """Records by their numbers, of many the first ones."""
-    named = ", ".join(map(str, indices[:_NAMED].tolist()))
-    more = f" and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
-    return f"record{'s' if len(indices) != 1 else ''} {named}{more}"

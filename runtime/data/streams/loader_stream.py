@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from pydantic import JsonValue
 from ...errors import UsageError
 from ...user_code import user_code
 from ..sources.user_source import UserSource
-from .state import restored, stored
+from .state import restored, says_its_place, stored
 from .stream import StreamBatch
 
 Span: TypeAlias = Callable[[int], tuple[int, int]]
@@ -70,12 +71,14 @@ class LoaderStream:
                 )
         self._rows: _OwnRows | None = None
         if indexed and _is_of(loader, "DataLoader", exact=True):
-            self._rows = _OwnRows(sampler, span if _puts_together(loader) else None)
+            self._rows = _OwnRows(sampler, size, self.batches, span if _puts_together(loader) else None)
             self._loader = _with_sampler(loader, self._rows, found.where)
-        self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.stateful = says_its_place(loader)
         self.again = "" if self._rows is not None else AGAIN
-        self._seeds = [(one, one.initial_seed()) for one in _generators(loader)]
         self._has_own = getattr(loader, "generator", None) is not None
+        drawn = not self._has_own and type(getattr(sampler, "sampler", None)).__module__.startswith("torchdata.")
+        # the samplers of torchdata draw the seed of a generator themselves, each rank another one
+        self._seeds = [(one, seed if drawn else one.initial_seed()) for one in _generators(loader)]
         self._told_epochs = (loader.sampler, sampler, getattr(sampler, "sampler", None), loader.dataset)
 
     def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
@@ -133,8 +136,9 @@ _END = object()
 class _OwnRows:
     """A batch sampler without the batches that are skipped, and of the others with the indices of the records that a rank needs."""
 
-    def __init__(self, sampler: Any, span: Span | None) -> None:
+    def __init__(self, sampler: Any, batch: int, batches: int | None, span: Span | None) -> None:
         self.sampler, self._span = sampler, span
+        self._batch, self._batches = batch, batches
         self._skip = 0
         self.sizes: deque[tuple[int, int, int]] = deque()
         """The records of the batches that are under way, how many of them are loaded, and from which one on."""
@@ -144,15 +148,16 @@ class _OwnRows:
         self.sizes.clear()
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        for number, indices in enumerate(self.sampler):
+        for number, indices in enumerate(islice(self.sampler, self._batches)):
             if number < self._skip:
                 continue
-            first, last = self._span(len(indices)) if self._span is not None else (0, len(indices))
+            whole = 0, len(indices)
+            first, last = whole if self._span is None or whole[1] != self._batch else self._span(self._batch)
             self.sizes.append((len(indices), last - first, first))
             yield indices[first:last]
 
     def __len__(self) -> int:
-        return max(len(self.sampler) - self._skip, 0)
+        return max((len(self.sampler) if self._batches is None else self._batches) - self._skip, 0)
 
 
 def refuse_own_shards(loader: Any, where: str) -> None:

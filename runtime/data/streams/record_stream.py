@@ -17,7 +17,7 @@ from ...errors import UsageError
 from ...user_code import user_code
 from ..sources.user_source import UserSource
 from .loader_stream import AGAIN
-from .state import restored, stored
+from .state import restored, says_its_place, stored
 from .stream import StreamBatch
 
 
@@ -33,7 +33,7 @@ class RecordStream:
         self._found, self._where = found, found.where
         self._first: Any = found.value
         self._used = False
-        self.stateful = all(hasattr(found.value, name) for name in ("state_dict", "load_state_dict"))
+        self.stateful = says_its_place(found.value)
 
     def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
         """The batches of an epoch but for the first `skip`."""

@@ -21,6 +21,23 @@ class _NoState(UsageError):
     """Something that a checkpoint cannot store."""
 
 
+def says_its_place(source: Any) -> bool:
+    """Whether a source can say where it is, and go on from there with the very next record.
+
+    A stream of `datasets` with a shuffle buffer cannot: it says where its reading is, and loses what is in the buffer.
+    """
+    if not all(hasattr(source, name) for name in ("state_dict", "load_state_dict")):
+        return False
+    return not any(
+        _has_buffer(getattr(one, "_ex_iterable", None)) for one in (source, getattr(source, "dataset", None))
+    )
+
+
+def _has_buffer(examples: Any) -> bool:
+    within = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return type(examples).__name__.startswith("BufferShuffled") or any(_has_buffer(one) for one in within if one)
+
+
 def stored(state: object) -> JsonValue:
     """The state as JSON; None where something of it cannot be stored: then the place is found as without a state."""
     try:
