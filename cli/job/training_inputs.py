@@ -192,7 +192,7 @@ class TrainingInputs:
             interleave=settings.interleave or 1,
             fixed=self.record.fixed,
             code=self._code[DATA],
-            largest=trainer.largest,
+            largest=trainer.program.largest,
         )
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
@@ -226,7 +226,7 @@ class TrainingInputs:
             epochs=1,
             fixed=self.record.fixed,
             code=self._code[TEST],
-            largest=trainer.largest,
+            largest=trainer.program.largest,
             lenient=True,
         )
         try:

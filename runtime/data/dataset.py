@@ -139,7 +139,8 @@ def open_data(
             found = found or user_source(code.value(spec.source, "source"), str(spec.source), None, 0)
         if found is not None:
             records = _of_user(found, spec, Naming(spec.fields, () if spec.transform else tuple(inputs)))
-            counts |= {name: len(records) for name in records.fields} or {"source": len(records)}
+            own = records.counts() if isinstance(records, FileSource) else dict.fromkeys(records.fields, len(records))
+            counts |= own or {"source": len(records)}
             sources.append(records)
         elif spec.source is not None:
             columns = FileSource(open_fields(spec.source, apart, memory))

@@ -36,7 +36,7 @@ DEPTH = 2
 class Loader:
     """An iterator over batches. `depth` of them are read ahead by a thread; 0: each is read when it is asked for.
 
-    `largest` gives the largest of a number on all ranks, and is collective; None where there is one rank.
+    `largest` gives the largest of a number on all ranks, and is collective; None: this is the only one.
     """
 
     def __init__(

@@ -221,7 +221,9 @@ class Program:
         return bool(self._transport.all_reduce_max(np.array([flag], np.int64))[0])
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers; collective, for what reads the batches, also while an evaluation asks for the next one."""
+        """The largest of the ranks' numbers; collective. It takes no turn: what reads batches calls it, also inside of an evaluation."""
+        if self.turn.ended is not None:
+            raise RankError(f"the program has stopped: {self.turn.ended}")
         return int(self._transport.all_reduce_max(np.array([number], np.int64))[0])
 
     def describe(self, action: int) -> str:

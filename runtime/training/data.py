@@ -36,7 +36,7 @@ def loader_of(
     record: TrainingRecord,
     ports: list[Port],
     rank: int,
-    largest: Callable[[int], int] | None,
+    largest: Callable[[int], int],
     epochs: int | None,
     choices: Choices,
 ) -> Loader:

@@ -9,7 +9,7 @@ with load_trainer("build") as trainer:                    # on every rank
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -116,18 +116,13 @@ class Trainer:
         """What this rank reads of a batch."""
         return [port for port in self.ports if self.rank in port.ranks]
 
-    @property
-    def largest(self) -> Callable[[int], int] | None:
-        """How ranks that read batches tell the others where an epoch ends; None where there is one rank."""
-        return self.program.largest if self.manifest.ranks > 1 else None
-
     def loader(self, data: object, epochs: int | None = None, **choices: Unpack[Choices]) -> Loader:
         """This rank's batches of a path, of what `data:` of a plan may say, or of the object that a data file would define.
 
         `batch`, `seed`, `shuffle`, `drop_last`, `interleave` are those of the plan unless they are given, as are the `fields` of `data`.
         Without `epochs` it has no end. It is a context; `saved` is for `save`, `restore` takes what `load` returns.
         """
-        return loader_of(data, self.record, self.ports, self.rank, self.largest, epochs, choices)
+        return loader_of(data, self.record, self.ports, self.rank, self.program.largest, epochs, choices)
 
     @property
     def turn(self) -> Turn:

@@ -68,3 +68,76 @@ def test_over_mpi_stopped_and_resumed_it_ends_in_the_same_bits(folder: Path, sou
     assert tensors(folder / "kept") == tensors(folder / "whole")
     assert invoke(["train", "one", "--plan", "one.yaml", "--threads", "1", "--checkpoint", "kept_one"]) == 0
     assert_alike(folder / "whole", folder / "kept_one")
+
+
+DIES = """
+import os, numpy as np, torch
+class Dies(torch.utils.data.Dataset):
+    def __len__(self): return 60
+    def __getitem__(self, index):
+        if index == 30: os._exit(7)
+        return np.zeros(12, np.float32), 1
+source = torch.utils.data.DataLoader(Dies(), batch_size=12, num_workers=1)
+"""
+RAISES = """
+import numpy as np
+def source():
+    yield from [(np.zeros(12, np.float32), 1)] * 20
+    raise KeyError("images")
+"""
+MISTAKES = {
+    "died": (DIES, 1, "a worker process of its DataLoader has ended"),
+    "raised": (RAISES, 1, "source.py:5: KeyError: 'images'"),
+    "changed": (
+        RAISES.replace('raise KeyError("images")', "yield from [(np.zeros(11, np.float32), 1)] * 20"),
+        2,
+        "batch 1 of",
+    ),
+    "short": (RAISES.replace("* 20", "* 2").replace('raise KeyError("images")', ""), 2, "ended before its first batch"),
+    "once": (
+        RAISES.replace('raise KeyError("images")', "") + "source = source()\n",
+        2,
+        "cannot start again for epoch 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "plan"), [("died", "parallel"), ("raised", "middle"), ("changed", "parallel")])
+def test_over_mpi_all_ranks_end_with_one_message(folder: Path, mistake: str, plan: str) -> None:
+    source, code, told = MISTAKES[mistake]
+    prepared(folder, source, plan)
+    done = over_mpi(plan, "--plan", f"{plan}.yaml")
+    assert (done.returncode, done.stderr.count(told)) == (code, 1), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("plan", ["one", "three", "middle"])
+def test_ranks_as_threads_end_with_one_message(
+    folder: Path, mistake: str, plan: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, code, told = MISTAKES[mistake]
+    prepared(folder, source, plan)
+    assert train(plan) == code
+    error = capfd.readouterr().err
+    assert error.count(told) == 1, error
+    assert "Traceback" not in error
+
+
+def test_a_stream_is_evaluated_and_the_log_has_no_total(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream, said = SOURCES["stream"], []
+    for name in PLANS:
+        prepared(folder, stream, name, more="  test: source.py\n  drop_last: true\n")
+        assert train(name, "--epochs", "2", "--log", "2") == 0
+        said.append([line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "evaluated"))])
+        assert train(name, "--steps", "3", "--metrics", f"{name}.csv") == 0
+        capsys.readouterr()
+    first = said[0]
+    assert first[0].startswith("step 2   epoch 0, 24 records   loss ")
+    assert [line.partition("   loss")[0] for line in first] == [
+        *("step 2   epoch 0, 24 records", "step 4   epoch 0, 48 records", "evaluated after step 5"),
+        *("step 6   epoch 1, 12 records", "step 8   epoch 1, 36 records"),
+        *("step 10   epoch 2, 0 records", "evaluated after step 10"),
+    ]
+    for other in said[1:]:
+        assert [line.partition("   lr")[0] for line in other] == [line.partition("   lr")[0] for line in first]

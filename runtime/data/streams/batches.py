@@ -46,16 +46,17 @@ class StreamBatches:
 
     def read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
         """The batches from a position on."""
+        try:
+            yield from self._read(position, state, epochs)
+        except UserCodeError as error:
+            raise error.when(f"on rank {self._reader.inputs.rank}") from error.__cause__
+
+    def _read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
         while epochs is None or position.epoch < epochs:
             number = position.batch
             for given, last in self._epoch(position, state):
                 at = Position(position.epoch, number)
-                batch: Batch = {}
-                if given is not None:
-                    try:
-                        batch = self._reader.read(given, at)
-                    except UserCodeError as error:
-                        raise error.when(f"on rank {self._reader.inputs.rank}") from error.__cause__
+                batch: Batch = {} if given is None else self._reader.read(given, at)
                 following = None if last is None else Position(at.epoch + 1) if last else Position(at.epoch, number + 1)
                 number += 1
                 size = self._size(at) if given is None else given.size

@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 from pydantic import JsonValue
 
 from ...errors import UsageError
-from ...user_code import user_code
+from ...user_code import UserCodeError, user_code
 from ..sources.user_source import UserSource
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
+from .worker_errors import of_worker
 
 Span: TypeAlias = Callable[[int], tuple[int, int]]
 
@@ -83,7 +84,6 @@ class LoaderStream:
 
     def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
         """The batches of an epoch but for the first `skip`."""
-        doing = f"reading epoch {epoch} of its DataLoader"
         left = skip
         if self._rows is not None:
             self._rows.begin(skip)
@@ -94,9 +94,9 @@ class LoaderStream:
                 with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
                     self._loader.load_state_dict(restored(state))
                 left = 0
-            with user_code(self._where, doing):
+            with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
                 batches = iter(self._loader)
-                value = next(batches, _END)
+            value = self._next(batches, skip - left, epoch)
         number = skip - left
         while value is not _END:
             if left:
@@ -104,8 +104,16 @@ class LoaderStream:
             else:
                 yield self._given(value)
             number += 1
-            with user_code(self._where, f"reading batch {number} of epoch {epoch} of its DataLoader"):
-                value = next(batches, _END)
+            value = self._next(batches, number, epoch)
+
+    def _next(self, batches: Iterator[object], number: int, epoch: int) -> object:
+        """The next batch of the loader, `_END` behind the last."""
+        doing = f"reading batch {number} of epoch {epoch} of its DataLoader"
+        try:
+            with user_code(self._where, doing):
+                return next(batches, _END)
+        except UserCodeError as error:
+            raise of_worker(error, self._where, doing, getattr(self._loader, "num_workers", 0)) from error.__cause__
 
     def _given(self, value: object) -> StreamBatch:
         state: JsonValue = None
