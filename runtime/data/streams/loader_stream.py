@@ -23,7 +23,7 @@ from ...user_code import UserCodeError, user_code
 from ..sources.user_source import UserSource
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
-from .worker_errors import of_worker
+from .process_errors import of_process
 
 Span: TypeAlias = Callable[[int], tuple[int, int]]
 
@@ -113,7 +113,7 @@ class LoaderStream:
             with user_code(self._where, doing):
                 return next(batches, _END)
         except UserCodeError as error:
-            raise of_worker(error, self._where, doing, getattr(self._loader, "num_workers", 0)) from error.__cause__
+            raise of_process(error, self._where, doing, getattr(self._loader, "num_workers", 0)) from error.__cause__
 
     def _given(self, value: object) -> StreamBatch:
         state: JsonValue = None

@@ -19,7 +19,7 @@ _FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$')
 _CAUGHT = re.compile(r"^Caught \w+ in DataLoader worker process (\d+)\.$")
 
 
-def of_worker(error: UserCodeError, where: str, doing: str, workers: int) -> UserCodeError:
+def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> UserCodeError:
     """The error of a worker that an error of a loader with `workers` stands for; the same where it stands for none."""
     cause, text = error.__cause__, str(error.__cause__)
     first, _, trace = text.partition("\n")
