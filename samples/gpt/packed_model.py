@@ -1,4 +1,4 @@
-"""The GPT of `model.py`, with the same names and weights, over rows of packed documents: a block-diagonal mask, and positions of each document.
+"""The GPT of `model.py` over rows of packed documents, with the same weights: a block-diagonal mask, and positions of each document.
 
 A token sees those of its own document whose position is not behind its own: no mask is an input, and none is larger than a row needs.
 """

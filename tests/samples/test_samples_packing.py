@@ -33,7 +33,7 @@ def evaluated(folder: Path, ranks: int, data: object) -> float:
             return trainer.evaluate((batch, batches.size) for batch in batches).get("loss", 0.0)
 
     with ThreadPoolExecutor(ranks) as threads:
-        return [*threads.map(on, range(ranks))][0]
+        return next(iter([*threads.map(on, range(ranks))]))
 
 
 def test_rows_of_documents_have_the_loss_of_the_documents(samples: Path, tmp_path: Path) -> None:
@@ -45,7 +45,9 @@ def test_rows_of_documents_have_the_loss_of_the_documents(samples: Path, tmp_pat
     compile_model(folder / "packed_model.py", folder / "train_packed.yaml", tmp_path / "packed")
     compile_model(folder / "model.py", folder / "unpacked.yaml", tmp_path / "unpacked")
     whole = evaluated(tmp_path / "packed", 2, folder / "packing.py")
-    alone = evaluated(tmp_path / "unpacked", 1, {"source": str(folder / "unpacked.py"), "pad": {"ids": 0, "labels": -100}})
+    alone = evaluated(
+        tmp_path / "unpacked", 1, {"source": str(folder / "unpacked.py"), "pad": {"ids": 0, "labels": -100}}
+    )
     assert whole == pytest.approx(alone, abs=1e-5)
     assert 5 < alone < 7
 

@@ -21,9 +21,9 @@ from pydantic import JsonValue
 from ...errors import UsageError
 from ...user_code import UserCodeError, user_code
 from ..sources.user_source import UserSource
+from .process_errors import of_process
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
-from .process_errors import of_process
 
 Span: TypeAlias = Callable[[int], tuple[int, int]]
 
