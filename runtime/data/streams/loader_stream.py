@@ -4,7 +4,8 @@ Epoch e is drawn from s + e, where s is the first seed of the loader's own gener
 gives behind `torch.manual_seed(seed + e)`. So ranks draw the same order, and no epoch depends on the one before.
 
 Where torch itself puts batches together from the indices of its batch sampler, a rank lets it load the records of its own shard alone, and
-goes to a place inside an epoch without loading what is in front of it. Otherwise each rank loads whole batches.
+goes to a place inside an epoch without loading what is in front of it; of a `TensorDataset` it takes the rows of whole tensors, without
+torch's workers. Otherwise each rank loads whole batches.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from itertools import islice
 from threading import Lock
 from typing import Any, TypeAlias
 
+import numpy as np
 from pydantic import JsonValue
 
 from ...errors import UsageError
 from ...user_code import UserCodeError, user_code
+from ..fields import Rows
 from ..sources.user_source import UserSource
+from ..sources.values import as_array
 from .process_errors import of_process
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
@@ -74,6 +78,9 @@ class LoaderStream:
         if indexed and _is_of(loader, "DataLoader", exact=True):
             self._rows = _OwnRows(sampler, size, self.batches, span if _puts_together(loader) else None)
             self._loader = _with_sampler(loader, self._rows, found.where)
+        self._columns: list[Rows] = []
+        if self._rows is not None and _puts_together(loader) and _is_of(loader.dataset, "TensorDataset", exact=True):
+            self._columns = [Rows(as_array(tensor)) for tensor in loader.dataset.tensors]
         self.stateful = says_its_place(loader)
         self.again = "" if self._rows is not None else AGAIN
         self._has_own = getattr(loader, "generator", None) is not None
@@ -95,7 +102,7 @@ class LoaderStream:
                     self._loader.load_state_dict(restored(state))
                 left = 0
             with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
-                batches = iter(self._loader)
+                batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
             value = self._next(batches, skip - left, epoch)
         number = skip - left
         while value is not _END:
@@ -105,6 +112,15 @@ class LoaderStream:
                 yield self._given(value)
             number += 1
             value = self._next(batches, number, epoch)
+
+    def _by_columns(self, rows: _OwnRows) -> Iterator[object]:
+        """The batches of a dataset of tensors, each by one indexing of whole tensors: what torch stacks of single records."""
+        torch = sys.modules["torch"]
+        torch.empty((), dtype=torch.int64).random_(
+            generator=self._loader.generator
+        )  # as torch draws it for its workers
+        for indices in rows:
+            yield tuple(column.take(np.asarray(indices, np.int64)) for column in self._columns)
 
     def _next(self, batches: Iterator[object], number: int, epoch: int) -> object:
         """The next batch of the loader, `_END` behind the last."""
