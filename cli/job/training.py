@@ -94,16 +94,16 @@ def run_training(
                 if log and path is None:
                     log.warn_of_other_run(kept)
             if path is not None:
-                meta = resume(trainer, loader, path, "--resume")
+                meta, found = resume(trainer, loader, path, "--resume")
                 if log and trainer.source:
-                    log.resumed(trainer.step, trainer.source)
+                    log.resumed(trainer.step, trainer.source, found)
             listeners: list[Listener] = [] if log is None else [log]
             if log and options.tensorboard is not None:
                 listeners.append(stack.enter_context(closing(TensorBoard(options.tensorboard))))
             if log and (callbacks := inputs.callbacks(job.stall)) is not None:
                 listeners.append(callbacks)
             if log:
-                log.begins(trainer, loader, settings.total_steps(loader.order.batches))
+                log.begins(trainer, loader, settings)
             profiler = trainer.program.record_times() if job.reporting.profile else None
             test_batches = (lambda: inputs.batches(trainer)) if test else None
             received = (lambda: signals.received) if signals is not None else (lambda: 0)

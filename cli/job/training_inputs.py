@@ -50,7 +50,13 @@ def check(job: Job, manifest: Manifest) -> None:
         raise UsageError(
             f"{judge} judges evaluations, and there are none\n  help: use --test, or `test:` in the plan's `train:`"
         )
-    check_batch(inputs.batch, manifest)
+    if inputs.settings.batch is not None or not _is_code(inputs.data):
+        check_batch(inputs.batch, manifest)
+
+
+def _is_code(data: Spec) -> bool:
+    """Whether a file of Python gives the records, which may say the size of a batch itself."""
+    return data.source is not None and data.source.suffix == ".py"
 
 
 def check_source(inputs: TrainingInputs) -> None:
@@ -130,7 +136,7 @@ class TrainingInputs:
         for use in (DATA, TEST):
             spec = self.data if use == DATA else self.test
             if spec is not None and not (self.options.only_test if use == DATA else self.options.only_train):
-                source = [spec.source] if spec.source is not None and spec.source.suffix == ".py" else []
+                source = [spec.source] if spec.source is not None and _is_code(spec) else []
                 self._prepare(use, [*source, Path(spec.transform.rpartition(":")[0])])
         schedule = self.settings.schedule
         if not self.options.only_test and isinstance(schedule, Python):
@@ -179,13 +185,14 @@ class TrainingInputs:
             data,
             trainer.ports,
             trainer.rank,
-            self.batch,
+            settings.batch,
             seed=settings.seed,
             shuffle=settings.shuffle and settings.interleave is None,
             drop_last=settings.drop_last,
             interleave=settings.interleave or 1,
             fixed=self.record.fixed,
             code=self._code[DATA],
+            largest=trainer.program.largest,
         )
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
@@ -195,9 +202,8 @@ class TrainingInputs:
         loader = self.evaluation_loader(trainer)
         loader.seek(Position())
         with loader:
-            for number, batch in enumerate(loader):
-                last = number == loader.order.batches - 1
-                yield batch, loader.order.rest or self.batch if last else self.batch
+            for batch in loader:
+                yield batch, loader.size
 
     def evaluation_loader(self, trainer: Trainer) -> Loader:
         """The loader of the evaluation records, opened once; UsageError for records that do not fit the model."""
@@ -215,19 +221,22 @@ class TrainingInputs:
             data,
             trainer.ports,
             trainer.rank,
-            self.batch,
+            self.settings.batch,
             shuffle=False,
             epochs=1,
             fixed=self.record.fixed,
             code=self._code[TEST],
+            largest=trainer.program.largest,
+            lenient=True,
         )
         try:
             return opened(drop_last=False)
         except UsageError:
             loader = opened(drop_last=True)
-        rest = loader.order.places - loader.order.batches * self.batch
+        records = loader.records or 0
+        rest = records - (loader.batches or 0) * loader.batch
         if trainer.rank == 0:
             console.echo(
-                f"the last {rest} of {loader.order.places:,} evaluation records are left out: the ranks cannot share so small a batch"
+                f"the last {rest} of {records:,} evaluation records are left out: the ranks cannot share so small a batch"
             )
         return loader

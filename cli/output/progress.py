@@ -29,7 +29,7 @@ class TrainingBar:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
 
-    def show(self, step: int, total: int, text: str) -> None:
+    def show(self, step: int, total: int | None, text: str) -> None:
         """Shows the numbers of a step."""
         if not sys.stderr.isatty():
             return

@@ -24,7 +24,7 @@ from partc.runtime.files.writers import open_to_append
 from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
-    from partc.runtime.artifact.training.train_settings import EarlyStop
+    from partc.runtime.artifact.training.train_settings import EarlyStop, LoopSettings
     from partc.runtime.data import Loader
     from partc.runtime.training.loop import Metrics, Progress
     from partc.runtime.training.trainer import Trainer
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 _NESTED = (Mapping, list, tuple)
 _MOST_CLASSES = 20
-Watch: TypeAlias = Callable[[int, int, str], None]
+Watch: TypeAlias = Callable[[int, int | None, str], None]
 
 
 def watch_through_file(file: Path) -> Watch:
     """Writes the progress to a file, for the launching process, which has the terminal and reads it by `read_progress`."""
 
-    def watch(step: int, total: int, numbers: str) -> None:
+    def watch(step: int, total: int | None, numbers: str) -> None:
         write_text(file, json.dumps([step, total, numbers]), settle=False)
 
     return watch
 
 
-def read_progress(file: Path) -> tuple[int, int, str] | None:
+def read_progress(file: Path) -> tuple[int, int | None, str] | None:
     """The progress last written to the file; None where there is none."""
     try:
         found = read_json(file, PROGRESS)
@@ -69,9 +69,9 @@ class TrainingLog:
         if metrics:
             self._file = open_to_append(metrics)  # open as long as training goes on
 
-    def begins(self, trainer: Trainer, loader: Loader, total: int) -> None:
-        """Prints the sizes of the training."""
-        manifest, order = trainer.manifest, loader.order
+    def begins(self, trainer: Trainer, loader: Loader, settings: LoopSettings) -> None:
+        """Prints the sizes of the training; of records that come as a stream, how many there are is not known."""
+        manifest, total = trainer.manifest, settings.total_steps(loader.batches)
         parameters = trained_tensors(manifest)
         elements = sum(parameters.values())
         assert manifest.training is not None
@@ -79,9 +79,12 @@ class TrainingLog:
         further = [report.get(name, name) for name in manifest.training.settings.report or ()]
         names = [manifest.training.loss, *manifest.training.metrics, *further]
         self._columns = ["kind", "step", "epoch", *names, "lr", "records_per_second"]
+        records = f"{count(loader.records, 'record')}, " if loader.records is not None else ""
+        batches = "a stream of batches" if loader.batches is None else count(loader.batches, "batch", "batches")
+        until = count(settings.epochs or 1, "epoch") if total is None else count(total, "step")
         self._print(
             f"{count(manifest.ranks, 'rank')}, {count(len(parameters), 'parameter')} of {elements:,} elements; "
-            f"{count(order.records, 'record')}, {count(order.batches, 'batch', 'batches')} of {order.batch}; {count(total, 'step')}"
+            f"{records}{batches} of {loader.batch}; {until}"
         )
 
     def warn_of_other_run(self, folder: Path) -> None:
@@ -93,9 +96,11 @@ class TrainingLog:
                 err=True,
             )
 
-    def resumed(self, step: int, path: Path) -> None:
-        """Prints the checkpoint from which training resumes."""
+    def resumed(self, step: int, path: Path, place: str = "") -> None:
+        """Prints the checkpoint from which training resumes, and how the place in the data is found, where that takes time."""
         self._print(f"resumes after step {step} from {path}")
+        if place:
+            self._print(place)
 
     def stepped(self, progress: Progress) -> None:
         """Logs the metrics of the steps since the last line."""
@@ -104,8 +109,14 @@ class TrainingLog:
         if self.watch is not None:
             self.watch(progress.step, progress.total, numbers)
         else:
-            at = f"step {progress.step:,} of {progress.total:,}   epoch {progress.epoch:.2f}"
-            self._print(f"{at}   {numbers}   {_time(progress.remaining)} left")
+            of = "" if progress.total is None else f" of {progress.total:,}"
+            epoch = (
+                f"{progress.epoch:.2f}"
+                if progress.records is None
+                else f"{progress.epoch:.0f}, {progress.records:,} records"
+            )
+            left = "" if progress.remaining is None else f"   {_time(progress.remaining)} left"
+            self._print(f"step {progress.step:,}{of}   epoch {epoch}   {numbers}{left}")
         self._write(
             {
                 "kind": "train",

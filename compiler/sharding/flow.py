@@ -191,11 +191,8 @@ class Flow:
             self.alike.update((one, how) for one, how in needed if how is not None)
             return ""
         counts_from_zero = node.op_type in _SCATTERS and rule.reduce.get(letter) == "sum" and _is_zeros(node.inputs[0])
-        if (
-            node.domain != OWN_OPS
-            and not counts_from_zero
-            and depends_on_shard(self.program, node, rule, letter, self.count)
-        ):
+        is_known = node.domain == OWN_OPS or counts_from_zero
+        if not is_known and depends_on_shard(self.program, node, rule, letter, self.count):
             return "needs to know which records of the batch it has"
         return self._through_factor(node, rule, letter, shard)
 

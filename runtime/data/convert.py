@@ -24,6 +24,7 @@ from ..artifact import dim_expression as expression
 from ..artifact.format import Dim, Port
 from ..errors import UsageError
 from .fields import Field
+from .sources.naming import nearest
 
 _TEXT = "tensor(string)"
 _EXACT = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "complex64": 24, "complex128": 53}
@@ -79,7 +80,9 @@ def conversions(
     names = ", ".join(f"'{name}'" for name in fields) or "none"
     for port in ports:
         if port.name not in fields:
-            problems.append(f"input '{port.name}' ({described(port)}) has no field; the fields are {names}")
+            near = nearest(port.name, fields)
+            help = f"\n  help: write fields: {{{port.name}: {near}}}" if near else ""
+            problems.append(f"input '{port.name}' ({described(port)}) has no field; the fields are {names}{help}")
             continue
         one, dtype = fields[port.name], dense(port.type)
         if dtype is None and port.type != _TEXT:

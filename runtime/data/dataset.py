@@ -14,11 +14,18 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.artifact.training.data_spec import Spec
 
 from ..errors import UsageError
-from .code import Batch, Code, CodeSource, Transform
-from .fields import Column, Field, Index, Ragged, RaggedRows
+from ..user_code import user_code
+from .code import Batch, Code, Transform
+from .fields import Column, Field, Index, Ragged, RaggedRows, Rows
 from .files import OFFSETS, open_field, open_fields
 from .length_buckets import Buckets
 from .memory import Memory
+from .sources.arrow import ArrowSource
+from .sources.naming import Naming, Unfit
+from .sources.records import CodeSource
+from .sources.shards import ShardSource
+from .sources.user_source import STREAMS, Kind, UserSource, user_source
+from .sources.values import as_array
 
 LENGTH = ".length"
 
@@ -110,18 +117,31 @@ class Dataset:
         return found
 
 
-def open_data(spec: Spec, apart: Collection[str] = (), code: Code | None = None) -> Dataset:
-    """The records that a spec names, those of the fields `apart` left out; UsageError with all that is wrong, before any is used."""
+def open_data(
+    spec: Spec,
+    apart: Collection[str] = (),
+    code: Code | None = None,
+    found: UserSource | None = None,
+    inputs: Collection[str] = (),
+) -> Dataset:
+    """The records that a spec names, those of the fields `apart` left out; UsageError with all that is wrong, before any is used.
+
+    `found`: the source of the spec's Python file, where it has been asked for. `inputs` name values of records without names.
+    """
     spec = replace(spec, files={name: path for name, path in spec.files.items() if name not in apart})
     code, memory, problems = code or Code(), Memory(spec.max_bytes), list[str]()
     sources: list[Source] = []
     counts: dict[str, int] = {}
     try:
-        if spec.source is not None and spec.source.suffix == ".py":
-            ragged = {*spec.pad, *([spec.length] if spec.length else [])}
-            found = CodeSource(code.value(spec.source, "source"), str(spec.source), ragged)
-            counts |= {name: len(found) for name in found.fields} or {"source": len(found)}
-            sources.append(found)
+        if spec.source is not None and spec.source.suffix == ".tar":
+            found = UserSource(Kind.SHARDS, spec.source, spec.where)
+        elif spec.source is not None and spec.source.suffix == ".py":
+            found = found or user_source(code.value(spec.source, "source"), str(spec.source), None, 0)
+        if found is not None:
+            records = _of_user(found, spec, Naming(spec.fields, () if spec.transform else tuple(inputs)))
+            own = records.counts() if isinstance(records, FileSource) else dict.fromkeys(records.fields, len(records))
+            counts |= own or {"source": len(records)}
+            sources.append(records)
         elif spec.source is not None:
             columns = FileSource(open_fields(spec.source, apart, memory))
             counts |= columns.counts()
@@ -154,6 +174,39 @@ def open_data(spec: Spec, apart: Collection[str] = (), code: Code | None = None)
     if problems:
         raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
     return Dataset(spec, min(counts.values(), default=0), sources, transform)
+
+
+def _of_user(found: UserSource, spec: Spec, naming: Naming) -> Source:
+    """The records of a user's object, read as it can be."""
+    ragged = {*spec.pad, *([spec.length] if spec.length else [])}
+    match found.kind:
+        case Kind.ARROW:
+            return ArrowSource(found.value, found.where, naming, ragged)
+        case Kind.SHARDS:
+            return ShardSource(found.value, found.where, naming, ragged)
+        case Kind.COLUMNS:
+            return _of_columns(found, naming)
+        case kind if kind in STREAMS:
+            raise UsageError(f"{found.where}: its `source` is a {type(found.value).__name__}, which has no index")
+        case kind:
+            return CodeSource(found.value, found.where, ragged, naming, one_by_one=kind is Kind.ONE_BY_ONE)
+
+
+def _of_columns(found: UserSource, naming: Naming) -> FileSource:
+    """A mapping of arrays, or a dataset of tensors: whole columns, which are not copied."""
+    value = found.value
+    try:
+        named = naming.of(value if isinstance(value, Mapping) else tuple(value.tensors), "its `source`")
+        columns: dict[str, Column] = {}
+        for name, one in named.items():
+            with user_code(found.where, f"taking its array '{name}'"):
+                array = as_array(one)
+            columns[name] = Rows(array)
+    except Unfit as error:
+        raise UsageError(f"{found.where}: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"{found.where}: '{name}': {error}") from None
+    return FileSource(columns)
 
 
 def _unknown_files(spec: Spec, fields: Mapping[str, Field]) -> list[str]:

@@ -5,54 +5,125 @@ with loader:
     for inputs in loader:                   without end, or for `epochs`
         program(**inputs)
         loader.position()                   of the next batch: what a checkpoint keeps, and `seek` takes
+
+Where the length of an epoch is not known, and some ranks read nothing, only those that read know its last batch: then `next` is collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from partc.runtime.artifact.training.data_spec import Spec
+from pydantic import JsonValue
 
 from ..artifact.format import Port
 from ..errors import UsageError
 from ..user_code import UserCodeError
+from .batches import Batches, OrderedBatches, Read
 from .code import Batch, Code
 from .constants import constants
 from .dataset import open_data
 from .prefetch import PATIENCE, Prefetcher
 from .reader import Reader
 from .sampler import Order, Position
+from .sources.user_source import STREAMS, UserSource, user_source
+from .streams.open import open_stream
 
 DEPTH = 2
 
 
 class Loader:
-    """An iterator over batches. `depth` of them are read ahead by a thread; 0: each is read when it is asked for."""
+    """An iterator over batches. `depth` of them are read ahead by a thread; 0: each is read when it is asked for.
+
+    `largest` gives the largest of a number on all ranks, and is collective; None: this is the only one.
+    """
 
     def __init__(
-        self, reader: Reader, order: Order, depth: int = DEPTH, epochs: int | None = None, fixed: Batch | None = None
+        self,
+        batches: Batches,
+        depth: int = DEPTH,
+        epochs: int | None = None,
+        fixed: Batch | None = None,
+        largest: Callable[[int], int] | None = None,
     ) -> None:
         if depth < 0:
             raise UsageError(f"{depth} batches cannot be read ahead\n  help: take 0 or more")
-        self.order = order
-        self._reader = reader
+        self.source = batches
+        self.size = 0
+        """The records of the last batch on all ranks together."""
         self._depth = depth
         self._epochs = epochs
         self._fixed = fixed or {}
+        self._largest = largest if batches.batches is None else None
         self._position = Position()
-        self._ahead: Prefetcher[Batch] | None = None
-        self._direct: Iterator[Batch] | None = None
+        self._state: JsonValue = None
+        self._ahead: Prefetcher[Read] | None = None
+        self._direct: Iterator[Read] | None = None
+
+    @property
+    def batch(self) -> int:
+        """The records of a batch on all ranks together."""
+        return self.source.batch
+
+    @property
+    def batches(self) -> int | None:
+        """The batches of an epoch; None where that is not known."""
+        return self.source.batches
+
+    @property
+    def records(self) -> int | None:
+        """The records of an epoch; None where that is not known."""
+        return self.source.records
 
     def position(self) -> Position:
         """Where the next batch is."""
         return self._position
 
-    def seek(self, position: Position) -> None:
-        """Go on with the batch at this position; what was read ahead is dropped. UsageError where there is none."""
-        self.order.check(position)
+    def seek(self, position: Position, state: JsonValue = None) -> None:
+        """Go on with the batch at this position; what was read ahead is dropped. UsageError where there is none.
+
+        `state`: what the source said of this place, where it says its state.
+        """
+        self.source.check(position)
         self.close()
-        self._position = position
+        self._position, self._state = position, state
+
+    def saved(self, all_gather_text: Callable[[str], Sequence[str]]) -> dict[str, JsonValue]:
+        """What a checkpoint keeps of the place in the data; collective where the source says its state."""
+        import json
+
+        at: dict[str, JsonValue] = {"position": [self._position.epoch, self._position.batch], "batch": self.batch}
+        if self.source.stateful:
+            texts = all_gather_text(json.dumps(self._state) if self.source.reads else "")
+            at["stream"] = next((json.loads(text) for text in texts if text), None)
+        return at
+
+    def restore(self, saved: Mapping[str, JsonValue], steps: int) -> str:
+        """Goes on where a checkpoint was saved, also with batches of another size; how the place is found, where that takes time.
+
+        `steps`: the number of steps until then, for a checkpoint that says no position. UsageError where no batch begins there.
+        """
+        match saved.get("position"):
+            case [int(epoch), int(batch)]:
+                position = Position(epoch, batch)
+            case _:
+                position = Position(*divmod(steps, max(self.batches or steps + 1, 1)))
+        before = saved.get("batch", self.batch)
+        if isinstance(before, int) and before != self.batch and position.batch:
+            place = self.source.at(position.batch * before, position.epoch)
+            if place is None:
+                raise UsageError(
+                    f"the checkpoint was saved after {position.batch * before} records of epoch {position.epoch}, in batches of "
+                    f"{before}, and no batch of {self.batch} begins there\n"
+                    f"  help: resume with batches of {before}, or from a checkpoint at the end of an epoch"
+                )
+            position = place
+        state = saved.get("stream") if position.batch else None
+        self.seek(position, state)
+        if not position.batch or state is not None or not self.source.again:
+            return ""
+        return self.source.again.format(records=f"{position.batch * self.batch:,}", epoch=position.epoch)
 
     def close(self, patience: float | None = None) -> None:
         """Ends the reading ahead, in `patience` seconds or not at all. Reading goes on with the next batch where one is asked for."""
@@ -66,17 +137,23 @@ class Loader:
     def __next__(self) -> Batch:
         """By input, this rank's part of the next batch: arrays that are the caller's own."""
         try:
-            batch = self._next()
+            if self._epochs is not None and self._position.epoch >= self._epochs:
+                raise StopIteration
+            read = self._next()
+            following = read.following
+            if self._largest is not None:
+                following = self._agreed(read, self._largest)
         except BaseException:
             self.close(PATIENCE)
             raise
-        self._position = self.order.after(self._position)
-        return {**batch, **self._fixed}
+        assert following is not None
+        self._position, self._state = following, read.state
+        return {**read.batch, **self._fixed}
 
     def peek(self) -> Batch | None:
         """What the next batch will be, where it has been read ahead; does not wait."""
-        batch = self._ahead.peek() if self._ahead is not None else None
-        return None if batch is None else {**batch, **self._fixed}
+        read = self._ahead.peek() if self._ahead is not None else None
+        return None if read is None else {**read.batch, **self._fixed}
 
     def __enter__(self) -> Loader:
         return self
@@ -86,33 +163,30 @@ class Loader:
     ) -> None:
         self.close(None if error is None else PATIENCE)
 
-    def _next(self) -> Batch:
-        if not self._depth:
-            self._direct = self._direct or self._batches(self._position)
-            return next(self._direct)
-        if self._ahead is None:
-            self._ahead = Prefetcher(self._batches(self._position), self._depth)
-        return self._ahead.next()
+    def _next(self) -> Read:
+        if not self._depth or not self.source.reads:
+            self._direct = self._direct or self.source.read(self._position, self._state, self._epochs)
+            read = next(self._direct)
+        else:
+            if self._ahead is None:
+                self._ahead = Prefetcher(self.source.read(self._position, self._state, self._epochs), self._depth)
+            read = self._ahead.next()
+        self.size = read.size
+        return read
 
-    def _batches(self, position: Position) -> Iterator[Batch]:
-        epoch, order = -1, self.order
-        while self._epochs is None or position.epoch < self._epochs:
-            if position.epoch != epoch:
-                epoch, indices = position.epoch, order.epoch(position.epoch)
-            try:
-                batch = self._reader.read(position, indices[position.batch * order.batch :][: order.batch])
-            except UserCodeError as error:
-                place = f"in batch {position.batch} of epoch {position.epoch} on rank {self._reader.rank}"
-                raise error.when(place) from error.__cause__
-            yield batch
-            position = order.after(position)
+    def _agreed(self, read: Read, largest: Callable[[int], int]) -> Position:
+        """Where the next batch is, by those ranks that read this one."""
+        here, following = self._position, read.following
+        known = 0 if following is None else 2 * read.size + (following.epoch != here.epoch)
+        self.size, ended = divmod(largest(known), 2)
+        return Position(here.epoch + 1) if ended else Position(here.epoch, here.batch + 1)
 
 
 def open_loader(
     spec: Spec,
     ports: Sequence[Port],
     rank: int,
-    batch: int,
+    batch: int | None,
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = True,
@@ -121,18 +195,35 @@ def open_loader(
     epochs: int | None = None,
     fixed: Collection[str] = (),
     code: Code | None = None,
+    source: object = None,
+    largest: Callable[[int], int] | None = None,
+    lenient: bool = False,
 ) -> Loader:
     """The loader of a rank: `ports` are the model's inputs, `batch` the records of all ranks together in one step.
 
     Inputs that are `fixed` hold no records, and have one value in every batch. Every rank opens the same spec with the same numbers.
-    `code` has the files of Python that have run for this rank.
+    `code` has the files of Python that have run for this rank; `source` is an object that stands for what a file defines. `batch` may
+    be None where a `DataLoader` says it. `lenient`: a last, smaller batch of a stream that ranks cannot share is left out.
     UsageError, the same on all ranks, with all that does not go together; UserCodeError where the user's own code fails.
     """
     try:
-        data = open_data(spec, fixed, code)
         own = constants(spec, ports, fixed, rank)
         ports = [port for port in ports if port.name not in fixed]
+        code = code or Code()
+        found: UserSource | None = None
+        if source is not None:
+            found = user_source(source, spec.where, batch, seed)
+        elif spec.source is not None and spec.source.suffix == ".py":
+            found = user_source(code.value(spec.source, "source"), str(spec.source), batch, seed)
+        if found is not None and found.kind in STREAMS:
+            stream = open_stream(found, spec, ports, rank, batch, seed, drop_last, interleave, code, lenient)
+            return Loader(stream, depth, epochs, own, largest)
+        if batch is None:
+            raise UsageError(
+                "the global batch size is not known\n  help: use --batch, or `batch:` in the plan's `train:`"
+            )
+        data = open_data(spec, fixed, code, found, [port.name for port in ports])
         order = Order(data.records, batch, seed, shuffle, drop_last, interleave, data.buckets())
-        return Loader(Reader(data, ports, rank, order), order, depth, epochs, own)
+        return Loader(OrderedBatches(Reader(data, ports, rank, order), order), depth, epochs, own)
     except UserCodeError as error:
         raise error.when(f"on rank {rank}") from error.__cause__

@@ -17,6 +17,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -53,6 +54,15 @@ def read_array(path: Path) -> Array:
     """The array of an .npy file, mapped."""
     with open_regular(path) as file:
         return _mapped(file, os.fstat(file.fileno()).st_size)
+
+
+def array_of(data: bytes) -> Array:
+    """The array that the bytes of an .npy file are."""
+    end = int.from_bytes(data[8:10], "little") + 10 if data[6:7] == b"\1" else len(data)
+    shape, fortran, dtype, begin = _header_of(data[:end])
+    count = _promised(shape, dtype, len(data) - begin)
+    array = np.frombuffer(data, dtype, count // dtype.itemsize if dtype.itemsize else 0, begin)
+    return array.reshape(shape[::-1]).transpose() if fortran else array.reshape(shape)
 
 
 class Archive:
@@ -124,6 +134,13 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]
     if dtype.hasobject:
         raise ValueError("it holds Python objects; save arrays of numbers or of text")
     return shape, fortran, dtype, file.tell() - start
+
+
+@lru_cache(maxsize=64)
+def _header_of(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """The same of the bytes that a file begins with, read once for all that begin alike."""
+    with io.BytesIO(data) as file:
+        return _header(file)
 
 
 def _promised(shape: tuple[int, ...], dtype: np.dtype[Any], have: int) -> int:

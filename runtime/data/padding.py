@@ -9,13 +9,37 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from partc.runtime.artifact.tensors.boxes import divisor
+from partc.runtime.artifact.training.data_spec import Spec
 
 from ..artifact.format import Port
-from .dataset import Dataset
+from .code import Transform
 from .fields import Index
+
+
+class RaggedData(Protocol):
+    """Ragged fields of a dataset, or of one batch of a stream."""
+
+    @property
+    def spec(self) -> Spec:
+        """What the plan says of the data."""
+        ...
+
+    @property
+    def transform(self) -> Transform | None:
+        """What comes between the fields and the inputs."""
+        ...
+
+    def ragged(self, names: Collection[str]) -> list[str]:
+        """The ragged ones of these fields."""
+        ...
+
+    def lengths(self, name: str) -> Index:
+        """The lengths of all records of a ragged field."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +60,7 @@ class PaddedLength:
 
 
 def padded_lengths(
-    data: Dataset, ports: Sequence[Port], names: Collection[str]
+    data: RaggedData, ports: Sequence[Port], names: Collection[str]
 ) -> tuple[list[PaddedLength], list[str]]:
     """The padded lengths of the ragged ones among these fields, and problems: records longer than their input.
 

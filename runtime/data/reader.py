@@ -9,22 +9,20 @@ model is said before the first batch, on every rank alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import numpy as np
-from partc.runtime.artifact.tensors.boxes import divisor, slices
 
 from ..artifact.format import Port
 from ..artifact.tensors.dtypes import Array
 from ..errors import UsageError
 from .code import Batch
-from .convert import conversions, described
+from .convert import conversions
 from .dataset import Dataset
 from .fields import Field, Index
 from .padding import padded_lengths
+from .rank_inputs import RankInputs, uneven_batch, uneven_rest
 from .sampler import Order, Position
 
-T = TypeVar("T")
 # sets a batch's generator apart from that of an epoch's permutation, whatever the numbers
 _TRANSFORM = 1
 
@@ -33,12 +31,12 @@ class Reader:
     """Reads batches for one rank; UsageError where data, order and inputs do not go together."""
 
     def __init__(self, data: Dataset, ports: Sequence[Port], rank: int, order: Order) -> None:
-        needed = [_records_first(port) for port in ports if port.ranks]
-        problems = [*_uneven(needed, order), *_unknown(data, needed)]
+        self._inputs = RankInputs(ports, rank)
+        needed = self._inputs.needed
+        problems = [*_uneven(self._inputs, order), *_unknown(data, needed)]
         if order.records != data.records:
             problems.insert(0, f"the order is of {order.records} records, the data has {data.records}")
         self._data, self.rank, self._order = data, rank, order
-        self._ports = [port for port in needed if rank in port.ranks]
         self._names = (
             list(data.fields) if data.transform else [port.name for port in needed if port.name in data.fields]
         )
@@ -53,10 +51,10 @@ class Reader:
 
     def read(self, position: Position, indices: Index) -> Batch:
         """By input, what this rank reads of a batch of these records: contiguous and of the input's type."""
-        if not self._ports:
+        if not self._inputs.own:
             return {}
         size = len(indices)
-        spans = {port.name: _rows(port, self.rank, size) for port in self._ports}
+        spans = self._inputs.spans(size)
         lengths = self._lengths(indices)
         if self._data.transform is None:
             shared: dict[tuple[int, int], list[str]] = {}
@@ -79,8 +77,7 @@ class Reader:
 
     def _shard(self, name: str, records: Array) -> Array:
         """This rank's shard of an input, of its records."""
-        fits = self._fits[name]
-        return np.ascontiguousarray(np.moveaxis(fits.shard(records, self.rank), 0, fits.port.batch_dim))
+        return self._inputs.shard(self._fits[name], records)
 
     def _lengths(self, indices: Index) -> dict[str, int]:
         return {name: width.of(indices) for width in self._widths for name in width.names}
@@ -90,8 +87,7 @@ class Reader:
         assert transform is not None
         generator = None
         if transform.random:
-            entropy = [self._order.seed, position.epoch, position.batch, _TRANSFORM]
-            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+            generator = batch_generator(self._order.seed, position)
         return transform(self._data.take(indices, self._names, lengths), len(indices), generator)
 
     def _transformed_fields(self, order: Order) -> dict[str, Field]:
@@ -101,46 +97,21 @@ class Reader:
         return {name: Field(value.dtype, value.shape[1:]) for name, value in made.items()}
 
 
-def _records_first(port: Port) -> Port:
-    """An input as data has it: with the dim of the records before the others."""
-
-    def turned(dims: Sequence[T]) -> list[T]:
-        return [dims[port.batch_dim], *dims[: port.batch_dim], *dims[port.batch_dim + 1 :]]
-
-    if not port.batch_dim or port.shape is None:
-        return port
-    boxes = None if port.boxes is None else [turned(box) for box in port.boxes]
-    return port.model_copy(update={"shape": turned(port.shape), "boxes": boxes})
+def batch_generator(seed: int, position: Position) -> np.random.Generator:
+    """The generator that a transform is given for a batch."""
+    entropy = [seed, position.epoch, position.batch, _TRANSFORM]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
-def _rows(port: Port, rank: int, size: int) -> tuple[int, int]:
-    box = port.box(rank)
-    if box is None:
-        return 0, size
-    (rows,) = slices(box[:1], (size,))
-    return rows.start, rows.stop
-
-
-def _uneven(ports: Sequence[Port], order: Order) -> Iterator[str]:
+def _uneven(inputs: RankInputs, order: Order) -> Iterator[str]:
     """Batches, whole or last, that a cut of dim 0 does not divide or that a model of one size does not take."""
-    for port in ports:
-        parts = divisor(port.boxes or [], 0) if port.shape != [] else 1
-        if order.places >= order.batch and order.batch % parts:
-            yield (
-                f"input '{port.name}' is sharded into {parts} along its batch, and batches have {order.batch} records\n"
-                f"  help: take a multiple of {parts}"
-            )
-        of_one_size = port.shape is not None and port.shape[:1] == [order.batch]
-        if order.rest and (order.rest % parts or of_one_size):
-            law = (
-                f"the model takes {described(port)}"
-                if of_one_size
-                else f"input '{port.name}' is sharded into {parts} along its batch"
-            )
-            yield (
-                f"{order.places} records in batches of {order.batch} leave {order.rest} for the last batch, and {law}\n"
-                f"  help: write drop_last: true, or {'choose a batch size that leaves none' if of_one_size else _evened(order, parts)}"
-            )
+    if order.places >= order.batch:
+        yield from uneven_batch(inputs, order.batch)
+    for law, parts in uneven_rest(inputs, order.batch, order.rest) if order.rest else ():
+        yield (
+            f"{order.places} records in batches of {order.batch} leave {order.rest} for the last batch, and {law}\n"
+            f"  help: write drop_last: true, or {_evened(order, parts) if parts else 'choose a batch size that leaves none'}"
+        )
 
 
 def _evened(order: Order, parts: int) -> str:

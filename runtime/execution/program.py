@@ -220,6 +220,12 @@ class Program:
         """Whether the flag is set on any rank; collective."""
         return bool(self._transport.all_reduce_max(np.array([flag], np.int64))[0])
 
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers; collective. It takes no turn: what reads batches calls it, also inside of an evaluation."""
+        if self.turn.ended is not None:
+            raise RankError(f"the program has stopped: {self.turn.ended}")
+        return int(self._transport.all_reduce_max(np.array([number], np.int64))[0])
+
     def describe(self, action: int) -> str:
         """The text of an action that the status board shows."""
         return describe(self._program.steps, action)

@@ -138,7 +138,8 @@ class RankThreads:
             raise
         errors = [one.error for one in given if one.done and one.error is not None]
         if errors:
-            raise next((error for error in errors if not isinstance(error, PartcError)), errors[0])
+            own = [error for error in errors if not isinstance(error, RankError)]
+            raise next((error for error in own if not isinstance(error, PartcError)), (own or errors)[0])
         return [one.result for one in given]
 
     def close(self) -> None:

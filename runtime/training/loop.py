@@ -29,15 +29,20 @@ Metrics: TypeAlias = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is: steps taken and to take, the epoch, means since the last time, and records a second."""
+    """How far a training is: steps taken and to take, the epoch, means since the last time, and records a second.
+
+    `total` and `remaining` are None where epochs of unknown length are counted.
+    """
 
     step: int
-    total: int
+    total: int | None
     epoch: float
     metrics: Metrics
     rate: float
     speed: float
-    remaining: float
+    remaining: float | None
+    records: int | None = None
+    """The records of the epoch so far, where it is not known how many it has; then `epoch` counts whole ones."""
     more: Metrics = field(default_factory=dict)
     """The further numbers that the plan's `report` asks for, but for the gradient's norm, which is among the metrics."""
 
@@ -88,12 +93,12 @@ def run(
     All ranks stop after the same step, evaluate where that is due, and save. `resumed` is what `resume` returned.
     """
     start = time.perf_counter() if began is None else began
-    order = loader.order
-    if not order.batches:
+    if loader.batches == 0:
         raise UsageError(
-            f"there are {order.records} records, fewer than a batch of {order.batch}\n  help: choose a smaller batch"
+            f"there are {loader.records} records, fewer than a batch of {loader.batch}\n  help: choose a smaller batch"
         )
-    total = settings.total_steps(order.batches)
+    total = settings.total_steps(loader.batches)
+    epochs = (settings.epochs or 1) if total is None else None
     totals = Totals(trainer.record.formulas, trainer.record.denominators, trainer.record.sums)
     last: Metrics = {}
     kept = settings.checkpoint
@@ -103,32 +108,34 @@ def run(
     saving: tuple[int, Path] | None = None
     report = Report(trainer, settings.report) if settings.report else None
     begun, records, skipped = time.perf_counter(), 0, trainer.skipped
-    while trainer.step < total:
+    final = False
+    while not final and (loader.position().epoch < epochs if epochs is not None else trainer.step < (total or 0)):
         position, batch = loader.position(), next(loader)
-        now = loader.position()
+        now, size = loader.position(), loader.size
         ended = now.epoch != position.epoch
-        evaluating = test is not None and _due(settings.evaluate, trainer.step + 1, ended, total)
-        may_end = trainer.step + 1 == total or (evaluating and settings.early_stop is not None)
+        final = trainer.step + 1 == total if epochs is None else now.epoch >= epochs
+        evaluating = test is not None and _due(settings.evaluate, trainer.step + 1, ended, final)
+        may_end = final or (evaluating and settings.early_stop is not None)
         following = None if may_end else loader.peek()
         late = trainer.rank == 0 and settings.max_time is not None and time.perf_counter() - start > settings.max_time
         trainer.ask_to_stop(received() or (MAX_TIME if late else 0))
         outputs = _step(trainer, batch, following, position)
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
         if finite or trainer.on_nonfinite == WARN:
-            totals.add(outputs, order.size(position))
+            totals.add(outputs, size)
         stops = not finite and trainer.on_nonfinite == STOP
         if not finite and listener and not stops:
             listener.not_finite(trainer.step, trainer.numbers(outputs), trainer.skipped > skipped)
         skipped = trainer.skipped
-        records += order.batch
+        records += loader.batch
         if report is not None:
             report.step()
         step = trainer.step
         if saving is not None and not trainer.is_saving:
             _saved(saving, listener)
             saving = None
-        at = now.epoch + now.batch / order.batches
-        if _due(settings.log, step, ended, total):
+        at = now.epoch + (now.batch / loader.batches if loader.batches else 0)
+        if _due(settings.log, step, ended, final):
             passed = time.perf_counter() - begun
             last = totals.take()
             progress = Progress(
@@ -138,7 +145,8 @@ def run(
                 last,
                 trainer.last_rate,
                 records / passed,
-                (total - step) * order.batch * passed / records,
+                None if total is None else (total - step) * loader.batch * passed / records,
+                now.batch * loader.batch if loader.batches is None else None,
                 {} if report is None else report.numbers(passed),
             )
             if listener and not stops:
@@ -152,8 +160,8 @@ def run(
             if listener:
                 listener.evaluated(step, at, last)
             better, over = judged.judge(trainer, last)
-        if kept is not None and (trainer.stopping or better or over or _due(kept.every, step, ended, total)):
-            meta: dict[str, JsonValue] = {"position": [now.epoch, now.batch], **judged.meta()}
+        if kept is not None and (trainer.stopping or better or over or _due(kept.every, step, ended, final)):
+            meta = {**loader.saved(trainer.program.all_gather_text), **judged.meta()}
             trainer.finish_saving()
             _saved(saving, listener)
             saving = step, trainer.save(Path(kept.folder), meta, kept.keep.last, judged.best_step, kept.background)
@@ -169,7 +177,7 @@ def run(
     _saved(saving, listener)
     trainer.check_last_loss()
     reason = trainer.stopping or (EARLY_STOP if over else 0)
-    return Ended(last, reason if trainer.step < total else 0)
+    return Ended(last, 0 if final else reason)
 
 
 def _saved(saving: tuple[int, Path] | None, listener: Listener | None) -> None:
@@ -190,17 +198,15 @@ def _step(
         ) from None
 
 
-def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> Mapping[str, JsonValue]:
-    """Resumes from a checkpoint: tensors, the step's number, and the position in the data; what was saved beside them."""
+def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> tuple[Mapping[str, JsonValue], str]:
+    """Resumes from a checkpoint: tensors, the step's number, and the position in the data.
+
+    What was saved beside them, and how the position is found, where that takes time.
+    """
     meta = trainer.load(path, option)
-    match meta.get("position"):
-        case [int(epoch), int(batch)]:
-            loader.seek(Position(epoch, batch))
-        case _:
-            loader.seek(Position(*divmod(trainer.step, max(loader.order.batches, 1))))
-    return meta
+    return meta, loader.restore(meta, trainer.step)
 
 
-def _due(every: int | Literal["epoch"], step: int, ended: bool, total: int) -> bool:
+def _due(every: int | Literal["epoch"], step: int, ended: bool, final: bool) -> bool:
     """Whether an action with the interval `every` is due after a step; after the last step it always is."""
-    return step == total or (ended if every == "epoch" else step % every == 0)
+    return final or (ended if every == "epoch" else step % every == 0)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 from partc.runtime.artifact.training.lr_schedule import Rate
@@ -23,6 +23,7 @@ from pydantic import JsonValue
 from ..artifact.format import Manifest, Port, TrainingRecord
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE, SKIPPED
+from ..data import Loader
 from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import Outputs, Program
 from ..execution.symbol_bindings import Halted
@@ -30,6 +31,7 @@ from ..job.turn import TRAINER, Turn, one_at_a_time
 from ..user_code import user_code
 from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
+from .data import Choices, loader_of
 from .ema import Averages
 from .evaluation import Evaluation
 from .finite import (
@@ -40,9 +42,6 @@ from .finite import (
     not_finite,
     stopped,
 )
-
-if TYPE_CHECKING:
-    pass
 
 Item = TypeVar("Item")
 
@@ -117,6 +116,14 @@ class Trainer:
     def inputs(self) -> list[Port]:
         """What this rank reads of a batch."""
         return [port for port in self.ports if self.rank in port.ranks]
+
+    def loader(self, data: object, epochs: int | None = None, **choices: Unpack[Choices]) -> Loader:
+        """This rank's batches of a path, of what `data:` of a plan may say, or of the object that a data file would define.
+
+        `batch`, `seed`, `shuffle`, `drop_last`, `interleave` are those of the plan unless they are given, as are the `fields` of `data`.
+        Without `epochs` it has no end. It is a context; `saved` is for `save`, `restore` takes what `load` returns.
+        """
+        return loader_of(data, self.record, self.ports, self.rank, self.program.largest, epochs, choices)
 
     @property
     def turn(self) -> Turn:

@@ -9,32 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from data_case import port, whole
 from partc.runtime.artifact.format import Port
-from partc.runtime.artifact.tensors.boxes import merge
 from partc.runtime.data import Loader, Position, Spec, open_loader
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
-
-
-def port(
-    name: str, type: str, shape: list[int | str] | None, ranks: int = 1, cut: dict[int, int] | None = None
-) -> Port:
-    """A port that `ranks` ranks read, each a piece where dims are cut into so many parts, the last dim fastest."""
-    if cut is None:
-        return Port(name=name, type=f"tensor({type})", shape=shape, ranks=list(range(ranks)))
-    boxes = []
-    for rank in range(ranks):
-        box, at = [], rank
-        for dim in reversed(range(len(shape or []))):
-            parts = cut.get(dim, 1)
-            box.append([at % parts, at % parts + 1, parts])
-            at //= parts
-        boxes.append(box[::-1])
-    return Port(name=name, type=f"tensor({type})", shape=shape, ranks=list(range(ranks)), boxes=boxes)
-
-
-def whole(port: Port, pieces: list[np.ndarray]) -> np.ndarray:
-    return merge(port.boxes, pieces) if port.boxes else pieces[0]
 
 
 @pytest.fixture
@@ -140,7 +119,7 @@ def test_only_what_is_needed_is_transformed(digits: Path, function: str, read: s
     ports = [port("label", "int64", ["batch"], 4, {0: 4})]
     loader = open_loader(transformed(digits, function), ports, 1, 8, depth=0, epochs=1)
     list(loader)
-    transform = loader._reader._data.transform
+    transform = loader.source.reader._data.transform
     assert transform is not None
     assert set(transform.function.__globals__["sizes"]) == read  # the first, of a whole batch, tells what comes out
 
@@ -176,7 +155,7 @@ def test_reads_ahead_in_one_thread_that_ends(digits: Path) -> None:
     loader = open_loader(transformed(digits, "plain"), ports, 0, 10, depth=3)
     assert not threads()
     next(loader)
-    transform = loader._reader._data.transform
+    transform = loader.source.reader._data.transform
     assert transform is not None
     sizes, deadline = transform.function.__globals__["sizes"], time.monotonic() + 5
     while len(sizes) < 5 and time.monotonic() < deadline:

@@ -87,7 +87,7 @@ def test_lengths_that_a_source_tells_are_not_read(tmp_path: Path, kind: str, rea
     (tmp_path / "s.py").write_text(f"{SOURCES}\nsource = {kind}()\n")
     said = {"source": str(tmp_path / "s.py"), "length": "ids"}
     loader = open_loader(Spec.parse(said), [port("ids", ["n", "s"])], 0, 5, depth=0)
-    assert loader._reader._data.sources[0]._object.reads == reads  # type: ignore[attr-defined]
+    assert loader.source.reader._data.sources[0]._object.reads == reads  # type: ignore[attr-defined]
 
 
 def test_pieces_have_the_length_of_the_whole(corpus: Path) -> None:
@@ -169,7 +169,7 @@ def test_unequal_lengths_that_nobody_spoke_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("source = 3", "its `source` is a int without `__len__` or `__getitem__`"),
+        ("source = 3", "its `source` is a int, which has neither `__len__` and `__getitem__` nor `__iter__`"),
         ("other = 3", "it does not define `source`"),
         (
             "class source:\n    def __len__(self): return 3\n    def __getitem__(self, at): return at / 0",
@@ -177,7 +177,7 @@ def test_unequal_lengths_that_nobody_spoke_of(tmp_path: Path) -> None:
         ),
         (
             "class source:\n    def __len__(self): return 3\n    def __getitem__(self, at): return (1, 2)",
-            "by one index: a record is a tuple, not a dict",
+            "by one index: a record has 2 values, and the model has the inputs 'y'",
         ),
         (
             "class source:\n    def __len__(self): return 3\n    def __getitem__(self, at): return {'x': 1.5}",

@@ -100,6 +100,7 @@ PROGRAM: Mapping[str, Case] = {
     "record_times": lambda program, k, _: program.record_times() is not None,
     "all_gather_text": said("all_gather_text", "a\nb", ["a\nb"]),
     "any_rank": said("any_rank", True, True),
+    "largest": said("largest", 7, 7),
     "describe": lambda program, k, _: bool(program.describe(0)),
     "beside": lambda program, k, _: program.beside("infer").usable,
     "leave": lambda program, k, _: program.leave(ValueError("x")) is None,
@@ -114,6 +115,7 @@ TRAINER: Mapping[str, Case] = {
     "numbers": said("numbers", {"a": 1}, {"a": 1}),
     "ask_to_stop": said("ask_to_stop", 0, None),
     "check_last_loss": nothing("check_last_loss"),
+    "loader": lambda trainer, k, _: next(trainer.loader(BATCH, batch=8)).keys() == BATCH.keys(),
     "evaluate": evaluated,
     "save": saved,
     "finish_saving": lambda trainer, k, folder: trainer.finish_saving() is None,
@@ -125,7 +127,7 @@ TRAINER: Mapping[str, Case] = {
 KINDS: dict[type, Mapping[str, Case]] = {LocalProgram: LOCAL, Program: PROGRAM, Trainer: TRAINER}
 STILL = {
     *("inputs", "outputs", "state", "looked_up", "usable", "describe", "leave", "release", "close", "ranks", "rank"),
-    *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving"),
+    *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving", "loader"),
 }
 """What works after the end; all else is a RankError then."""
 EACH = [(kind, name) for kind, cases in KINDS.items() for name in cases]

@@ -17,7 +17,8 @@ import pytest
 from partc.cli.main import invoke
 from partc.compiler.frontend.user_code import importable
 from partc.compiler.pipeline import compile_model
-from partc.runtime.data.code import Code, CodeSource, Transform
+from partc.runtime.data.code import Code, Transform
+from partc.runtime.data.sources.user_source import user_source
 from partc.runtime.user_code import UserCodeError, run_file, user_code
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -101,7 +102,7 @@ def test_functions_and_objects_that_do_not_tell(tmp_path: Path) -> None:
     transform = Transform.load(f"{tmp_path / 't.py'}:same", Code())
     assert transform({"x": np.ones(3)}, 3, None)["x"].shape == (3,)
     with pytest.raises(UserCodeError, match=r"t\.py:3: ZeroDivisionError"):
-        CodeSource(Code().value(tmp_path / "t.py", "source"), "t.py")
+        user_source(Code().value(tmp_path / "t.py", "source"), "t.py", None, 0)
 
 
 def test_long_and_chained_errors() -> None:

@@ -51,6 +51,7 @@ IN_PROCESS = (
     "partc train towers",
     "partc train losses",
     "partc train averaged",
+    "partc train loader --data",
     "partc eval",
 )
 """Commands of the guide whose ranks are threads of this test: others of their kind run over MPI, and to start processes takes long."""
@@ -114,6 +115,8 @@ def test_a_page_shows_what_happens(page: Path, tmp_path: Path, capsys: pytest.Ca
         pytest.importorskip("transformers", "5.0", reason='needs transformers: pip install "partc[transformers]"')
     if page.name == "fine_tuning.md":
         pytest.importorskip("torch", reason="its models are torch modules")
+    if page.name == "data.md":
+        pytest.importorskip("torch", reason='needs torch, whose DataLoader it shows: pip install "partc[torch]"')
     folder = tmp_path / "samples"
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("build*", "resnet18.*", "__pycache__"))
     trouble = shown(page, folder, capsys)

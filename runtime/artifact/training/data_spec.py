@@ -1,6 +1,7 @@
 """What `data:` of a plan or `--data` says: files, what is done to a batch of them, and how lengths are handled.
 
     data: digits.npz                      a path: an .npz, a folder, or a .py file that defines `source`
+    data: shards/train-*.tar              samples in tar files, as WebDataset has them
 
     data:                                 or files for inputs, and options
       x: train-images-idx3-ubyte.gz
@@ -10,6 +11,10 @@
     data:                                 an input that holds no records has one value for all of them
       source: digits.npz
       temperature: 0.5
+
+    data:
+      source: loader.py                   records or batches without names, or with other ones
+      fields: [x, label]                  names in the order of a tuple's values; {label: target} of a mapping's keys
 
     data:
       source: corpus/                     a path, where there are options; also with further `input: file`
@@ -89,9 +94,15 @@ class Data(Options):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_input, json_schema_input_type=_Value)]]
 
-    source: _Text | None = Field(None, description="A .npz, a folder, or a .py file that defines `source`.")
+    source: _Text | None = Field(
+        None, description="A .npz, a folder, .tar shards, or a .py file that defines `source`."
+    )
     transform: Annotated[str, AfterValidator(_function)] | None = Field(
         None, description="A function of a mapping of batch arrays that returns one: file.py:function."
+    )
+    fields: Annotated[tuple[_Text, ...], Field(strict=False)] | dict[str, _Text] = Field(
+        (),
+        description="Names of a record's values in their order, [x, label], or by input the key of a mapping: {label: target}.",
     )
     length: _Text | None = Field(None, description="The ragged field whose lengths make batches.")
     pad: dict[str, float] = Field({}, description="By ragged field the number that fills it up: {labels: -100}.")
@@ -166,6 +177,8 @@ class Spec:
     """By input one value for all records."""
     transform: str = ""
     """`file.py:function`; empty: none."""
+    fields: tuple[str, ...] | Mapping[str, str] = ()
+    """Names of a record's values in their order, or by input the key of a mapping."""
     length: str = ""
     """The ragged field whose lengths make batches; empty: none."""
     pad: Mapping[str, float] = field(default_factory=dict)
@@ -189,6 +202,7 @@ class Spec:
             files={name: Path(path) for name, path in data.files.items()},
             values=data.values,
             transform=data.transform or "",
+            fields=data.fields,
             length=data.length or "",
             pad=data.pad,
             multiple=data.multiple,
@@ -232,6 +246,9 @@ def _value(name: str, text: str, before: object) -> object:
         match name:
             case "multiple" | "window":
                 return int(text)
+            case "fields":
+                pairs = [pair.partition(":") for pair in text.split(",")]
+                return {name: key for name, _, key in pairs} if ":" in text else text.split(",")
             case "buckets":
                 return [int(bound) for bound in text.split(",")]
             case "pad":

@@ -149,9 +149,11 @@ class LoopSettings(DataSettings):
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         return {name: one for name, one in handler(self).items() if one is not None}
 
-    def total_steps(self, batches: int) -> int:
-        """The number of steps where an epoch has so many batches."""
-        return self.steps if self.steps is not None else (self.epochs or 1) * batches
+    def total_steps(self, batches: int | None) -> int | None:
+        """The number of steps where an epoch has so many batches; None where that is not known and epochs are counted."""
+        if self.steps is not None or batches is None:
+            return self.steps
+        return (self.epochs or 1) * batches
 
     def merged(self, said: LoopSettings) -> Self:
         """The same with what another one says."""

@@ -1,0 +1,88 @@
+"""What one rank reads of a batch by the shards of its inputs: a span of the records, and of these its shard of the other dims.
+
+It does not matter where the batch comes from. Sizes that ranks cannot share are found on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from partc.runtime.artifact.tensors.boxes import divisor, slices
+
+from ..artifact.format import Port
+from ..artifact.tensors.dtypes import Array
+from .convert import Conversion, described
+
+T = TypeVar("T")
+
+
+class RankInputs:
+    """The inputs of a model, and those of them of which a rank reads a shard."""
+
+    def __init__(self, ports: Sequence[Port], rank: int) -> None:
+        self.rank = rank
+        self.needed = [_records_first(port) for port in ports if port.ranks]
+        """What any rank reads, the dim of the records before the others."""
+        self.own = [port for port in self.needed if rank in port.ranks]
+
+    def spans(self, size: int) -> dict[str, tuple[int, int]]:
+        """By input, which of the records of a batch this rank reads."""
+        return {port.name: _span(port, self.rank, size) for port in self.own}
+
+    def shard(self, conversion: Conversion, records: Array) -> Array:
+        """This rank's shard of an input, of its records: contiguous and of the input's type."""
+        found = conversion.shard(records, self.rank)
+        return np.ascontiguousarray(np.moveaxis(found, 0, conversion.port.batch_dim))
+
+    def indivisible(self, size: int) -> Iterator[tuple[Port, int]]:
+        """The inputs that are sharded along the batch into a number that does not divide it, with that number."""
+        for port in self.needed:
+            parts = divisor(port.boxes or [], 0) if port.shape != [] else 1
+            if size % parts:
+                yield port, parts
+
+    def of_one_size(self, size: int) -> Iterator[Port]:
+        """The inputs that were compiled for this one size of a batch."""
+        return (port for port in self.needed if port.shape is not None and port.shape[:1] == [size])
+
+
+def uneven_batch(inputs: RankInputs, batch: int) -> Iterator[str]:
+    """Batches that a cut of dim 0 does not divide."""
+    for port, parts in inputs.indivisible(batch):
+        yield (
+            f"input '{port.name}' is sharded into {parts} along its batch, and batches have {batch} records\n"
+            f"  help: take a multiple of {parts}"
+        )
+
+
+def uneven_rest(inputs: RankInputs, batch: int, rest: int) -> Iterator[tuple[str, int]]:
+    """Why a last, smaller batch cannot be read; with the number that does not divide it, 0 where the model takes one size."""
+    single = {port.name for port in inputs.of_one_size(batch)}
+    parts = {port.name: number for port, number in inputs.indivisible(rest)}
+    for port in inputs.needed:
+        if port.name in single:
+            yield f"the model takes {described(port)}", 0
+        elif port.name in parts:
+            yield f"input '{port.name}' is sharded into {parts[port.name]} along its batch", parts[port.name]
+
+
+def _records_first(port: Port) -> Port:
+    """An input as data has it: with the dim of the records before the others."""
+
+    def turned(dims: Sequence[T]) -> list[T]:
+        return [dims[port.batch_dim], *dims[: port.batch_dim], *dims[port.batch_dim + 1 :]]
+
+    if not port.batch_dim or port.shape is None:
+        return port
+    boxes = None if port.boxes is None else [turned(box) for box in port.boxes]
+    return port.model_copy(update={"shape": turned(port.shape), "boxes": boxes})
+
+
+def _span(port: Port, rank: int, size: int) -> tuple[int, int]:
+    box = port.box(rank)
+    if box is None:
+        return 0, size
+    (rows,) = slices(box[:1], (size,))
+    return rows.start, rows.stop

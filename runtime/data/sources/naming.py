@@ -1,0 +1,88 @@
+"""The names of a record's or a batch's fields, whatever form it has.
+
+    {"x": ..., "label": ...}      a mapping names its fields itself; `fields: {label: target}` takes the input 'label' from its 'target'
+    (image, digit)                a tuple or a list: in the order of `fields: [x, label]`, else of the model's inputs
+    image                         anything else is one field
+
+`Unfit` says what does not fit, without the place, which the caller knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TypeAlias, cast
+
+from ...errors import PartcError
+
+FieldNames: TypeAlias = tuple[str, ...] | Mapping[str, str]
+
+
+class Unfit(PartcError):
+    """What the user's code gave is not what was asked for."""
+
+
+def quoted(names: Collection[str]) -> str:
+    """Names as messages list them."""
+    return ", ".join(f"'{name}'" for name in names) or "none"
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that is most like this one, where one is."""
+    folded = {one.lower(): one for one in known}
+    found = get_close_matches(name.lower(), list(folded), 1)
+    return folded[found[0]] if found else None
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What a spec's `fields` say, and the names of the model's inputs; no inputs: a transform comes between."""
+
+    fields: FieldNames = field(default=())
+    inputs: tuple[str, ...] = ()
+
+    def of(self, item: object, what: str = "a record") -> Mapping[str, object]:
+        """The fields of a record or a batch by name, nothing copied; `Unfit` where they cannot be told."""
+        if isinstance(item, tuple) and hasattr(item, "_asdict"):
+            item = item._asdict()
+        if isinstance(item, Mapping):
+            return self._of_mapping(cast("Mapping[object, object]", item), what)
+        if item is None:
+            raise Unfit(f"{what} is None")
+        values: Sequence[object] = item if isinstance(item, tuple | list) else (item,)
+        if isinstance(self.fields, Mapping):
+            raise Unfit(
+                f"{what} is a {type(item).__name__}, whose values have no keys\n"
+                "  help: write their names in their order, such as fields: [x, label]"
+            )
+        names = self.fields or self.inputs
+        if not names:
+            raise Unfit(
+                f"{what} is a {type(item).__name__} of {len(values)} values without names, and the data has a transform\n"
+                "  help: write the names in their order, such as fields: [x, label]"
+            )
+        if len(values) != len(names):
+            whose = "`fields` names" if self.fields else "the model has the inputs"
+            raise Unfit(
+                f"{what} has {len(values)} values, and {whose} {quoted(names)}\n"
+                f"  help: give {len(names)}, or name all of them in their order: fields: [x, label, unused]"
+            )
+        return dict(zip(names, values, strict=True))
+
+    def _of_mapping(self, item: Mapping[object, object], what: str) -> Mapping[str, object]:
+        found = {str(name): value for name, value in item.items()}
+        if not self.fields:
+            return found
+        if not isinstance(self.fields, Mapping):
+            raise Unfit(
+                f"{what} is a mapping, which names its fields itself: {quoted(found)}\n"
+                "  help: write fields: {input: key}, or leave `fields` out"
+            )
+        for name, key in self.fields.items():
+            if key not in found:
+                near = nearest(key, found)
+                help = f"\n  help: write fields: {{{name}: {near}}}" if near else ""
+                raise Unfit(f"{what} has no '{key}', from which `fields` takes '{name}'; it has {quoted(found)}{help}")
+        own = {name: found[key] for name, key in self.fields.items()}
+        return {**{name: value for name, value in found.items() if name not in own}, **own}

@@ -1,0 +1,139 @@
+"""Records of an object of the user's, read by an array of indices, or one by one.
+
+    class Digits:
+        def __len__(self): return 60_000
+        def __getitem__(self, indices):                  an array of indices: a dict of arrays, one row each, or a tuple of such
+            return {"x": images[indices], "label": labels[indices]}
+
+A ragged field is a list or an object array of arrays. A `__getitem__` that takes a single index and returns one record is taken
+too; its records are then read one by one and put together, which costs what Python's calls cost. A `Dataset` of torch is never given
+an array of indices, which it does not promise to take: its `__getitems__` gets a list of them, where it has one. Lengths of ragged fields
+are `source.lengths`, a dict of arrays, where it has one; else every record is read once at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, cast
+
+import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array
+
+from ...errors import UsageError
+from ...user_code import UserCodeError, user_code
+from ..fields import Field, Index, Ragged
+from .declared import as_declared, declared, lengths_by_reading, numbered
+from .naming import Naming, Unfit
+from .values import field_values, stacked
+
+
+class _Records(Protocol):
+    """What a user's file defines."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Index | int) -> object: ...
+
+
+class CodeSource:
+    """Records of a user's object. `ragged` names fields that are ragged even where a few records have one length."""
+
+    def __init__(
+        self,
+        found: object,
+        where: str,
+        ragged: Collection[str] = (),
+        naming: Naming | None = None,
+        one_by_one: bool = False,
+    ) -> None:
+        self._where, self._naming, self._object = where, naming or Naming(), cast(_Records, found)
+        with user_code(where, "asking for the number of records"):
+            self._records = len(self._object)
+        self._single = one_by_one
+        self._of_list = getattr(found, "__getitems__", None) if one_by_one else None
+        self.fields: dict[str, Field] = {}
+        if self._records:
+            self.fields = declared(self._probe(), ragged, where)
+
+    def __len__(self) -> int:
+        return self._records
+
+    def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
+        """The named fields of these records."""
+        try:
+            found = self._read(indices, names)
+        except Unfit as error:
+            raise UsageError(f"{self._where}: {error}, {numbered(indices)}") from None
+        return as_declared(found, self.fields, self._where)
+
+    def lengths(self, names: Sequence[str]) -> dict[str, Index]:
+        """The lengths of all records, by ragged field."""
+        with user_code(self._where, "asking for the lengths of its fields"):
+            told = getattr(self._object, "lengths", {})
+            found = {name: np.asarray(told[name], np.int64) for name in names if name in told}
+        left = [name for name in names if name not in found]
+        return found | lengths_by_reading(self.take, self._records, left)
+
+    def _probe(self) -> dict[str, Array | Ragged]:
+        """Two records, read by an array of indices or else one by one, which is kept in mind."""
+        # two, because int() and many more take an array of one element for a number
+        indices = np.array([0, self._records - 1])
+        if self._single:
+            try:
+                return self._read(indices, None)
+            except Unfit as error:
+                raise UsageError(f"{self._where}: {error}") from None
+        try:
+            return self._read(indices, None)
+        except (Unfit, UserCodeError) as error:
+            if isinstance(error, UserCodeError) and not isinstance(error.__cause__, Exception):
+                raise
+            by_array = error
+        self._single = True
+        try:
+            return self._read(indices, None)
+        except (Unfit, UserCodeError) as error:
+            raise UsageError(
+                f"{self._where}: its `source` cannot be read\n"
+                f"  by an array of indices: {_fact(by_array)}\n  by one index: {_fact(error)}\n"
+                "  help: `__getitem__` takes an array of indices and returns a dict of arrays, one row for each"
+            ) from error
+
+    def _read(self, indices: Index, names: Collection[str] | None) -> dict[str, Array | Ragged]:
+        """The fields of these records, as the object takes indices; `Unfit` where it gives something else."""
+        if not self._single:
+            with user_code(self._where, f"reading {numbered(indices)}"):
+                return self._collated(self._object[indices], len(indices), names)
+        if self._of_list is not None:
+            with user_code(self._where, f"reading {numbered(indices)}"):
+                return self._collated(list(self._of_list(indices.tolist())), len(indices), names)
+        given = []
+        for index in indices.tolist():
+            with user_code(self._where, f"reading record {index}"):
+                given.append(self._object[index])
+        with user_code(self._where, f"reading {numbered(indices)}"):
+            return self._collated(given, len(indices), names)
+
+    def _collated(self, given: object, count: int, names: Collection[str] | None) -> dict[str, Array | Ragged]:
+        if isinstance(given, list):
+            records = [self._naming.of(record) for record in given]
+            wanted = names or records[0]
+            missing = [name for name in wanted for record in records if name not in record]
+            found = {} if missing else {name: stacked([record[name] for record in records]) for name in wanted}
+        elif not isinstance(given, Mapping | tuple) and not hasattr(given, "shape"):
+            raise Unfit(f"it returns a {type(given).__name__}, not a dict of arrays")
+        else:
+            fields = self._naming.of(given, "what it returns")
+            missing = [name for name in names or fields if name not in fields]
+            found = {} if missing else {str(name): field_values(fields[name]) for name in names or fields}
+        if missing:
+            raise Unfit(f"it returns no '{missing[0]}'")
+        for name, value in found.items():
+            rows = len(value.lengths) if isinstance(value, Ragged) else value.shape[0] if value.ndim else 0
+            if rows != count:
+                raise Unfit(f"its '{name}' has {rows} rows for {count} indices")
+        return found
+
+
+def _fact(error: Exception) -> str:
+    return error.head if isinstance(error, UserCodeError) else str(error)

@@ -1,0 +1,140 @@
+"""The batches that one rank reads of a stream: the same batches as on any other rank, of each its own records.
+
+Whether a batch is the last of an epoch is known when the next one has been asked for: a stream is always one batch ahead. The last,
+smaller batch is dropped or read, as the plan's `drop_last` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import JsonValue
+
+from ...errors import UsageError
+from ...user_code import UserCodeError
+from ..batches import Read
+from ..code import Batch
+from ..rank_inputs import uneven_rest
+from ..sampler import Position
+from .reader import StreamReader
+from .stream import Stream, StreamBatch
+
+
+class StreamBatches:
+    """The batches of a rank. `lenient`: a last, smaller batch that ranks cannot share is left out, and no error."""
+
+    def __init__(self, stream: Stream, reader: StreamReader, drop_last: bool, lenient: bool = False) -> None:
+        self.batch, self.batches, self.records = stream.batch, stream.batches, stream.records
+        self.again, self.stateful = stream.again, stream.stateful
+        self.reads = bool(reader.inputs.own)
+        self._stream, self._reader, self._drop_last, self._lenient = stream, reader, drop_last, lenient
+
+    def check(self, position: Position) -> None:
+        """UsageError where there is no such position."""
+        known = self.batches is None or position.batch < self.batches
+        if position.epoch < 0 or position.batch < 0 or not known:
+            raise UsageError(
+                f"there is no batch {position.batch} of epoch {position.epoch}: an epoch has {self.batches} batches of {self.batch}\n"
+                "  help: continue with the data and the batch size that training began with"
+            )
+
+    def at(self, records: int, epoch: int) -> Position | None:
+        """The position behind so many records of an epoch, where a batch begins there and the stream's batches have any size."""
+        whole, rest = divmod(records, self.batch)
+        known = self.batches is None or whole < self.batches
+        return None if rest or not known else Position(epoch, whole)
+
+    def read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
+        """The batches from a position on."""
+        try:
+            yield from self._read(position, state, epochs)
+        except UserCodeError as error:
+            raise error.when(f"on rank {self._reader.inputs.rank}") from error.__cause__
+
+    def _read(self, position: Position, state: JsonValue, epochs: int | None) -> Iterator[Read]:
+        while epochs is None or position.epoch < epochs:
+            number = position.batch
+            for given, last in self._epoch(position, state):
+                at = Position(position.epoch, number)
+                batch: Batch = {} if given is None else self._reader.read(given, at)
+                following = None if last is None else Position(at.epoch + 1) if last else Position(at.epoch, number + 1)
+                number += 1
+                size = self._size(at) if given is None else given.size
+                yield Read(batch, size, following, None if given is None else given.state)
+            position, state = Position(position.epoch + 1), None
+
+    def _size(self, at: Position) -> int:
+        """The records of a batch that this rank does not read, of an epoch whose length is known."""
+        if self.records is None or self.batches is None or at.batch + 1 < self.batches:
+            return self.batch
+        return min(self.batch, self.records - at.batch * self.batch)
+
+    def _epoch(self, position: Position, state: JsonValue) -> Iterator[tuple[StreamBatch | None, bool | None]]:
+        """The batches of an epoch from a position on, each with whether it is the last; None: this rank does not know."""
+        if not self.reads:
+            number = position.batch
+            while self.batches is None or number < self.batches:
+                number += 1
+                yield None, None if self.batches is None else number == self.batches
+            return
+        held: StreamBatch | None = None
+        number = position.batch
+        for given in self._whole(position, state):
+            if held is not None:
+                yield held, False
+            held, number = given, number + 1
+            if number == self.batches:  # known: the next one is not waited for
+                break
+        if held is None or (self.batches is not None and number < self.batches):
+            raise self._ended_early(position, number)
+        yield held, True
+
+    def _whole(self, position: Position, state: JsonValue) -> Iterator[StreamBatch]:
+        """The batches of a stream, a smaller one only at the end, and only where it is read."""
+        small: tuple[int, StreamBatch] | None = None
+        stream = self._stream.epoch(position.epoch, position.batch, state)
+        try:
+            for number, given in enumerate(stream, position.batch):
+                where = f"{self._reader.where}: batch {number} of epoch {position.epoch} has {given.size} records"
+                if small is not None:
+                    raise UsageError(
+                        f"{self._reader.where}: batch {small[0]} of epoch {position.epoch} has {small[1].size} records, and is not "
+                        f"the last; batches have {self.batch}\n  help: give batches of one size, the last but for a smaller one"
+                    )
+                if given.size > self.batch:
+                    raise UsageError(f"{where}; batches have {self.batch}\n  help: give batches of one size")
+                if given.size == self.batch:
+                    yield given
+                else:
+                    small = number, given
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        if small is not None and not self._drop_last:
+            for law, _ in uneven_rest(self._reader.inputs, self.batch, small[1].size):
+                if self._lenient:
+                    return
+                raise UsageError(
+                    f"{self._reader.where}: the last batch of epoch {position.epoch} has {small[1].size} records, and {law}\n"
+                    "  help: write drop_last: true, or choose a batch size that leaves none"
+                )
+            yield small[1]
+
+    def _ended_early(self, position: Position, number: int) -> UsageError:
+        """The error of an epoch that has ended before it should."""
+        where = self._reader.where
+        if self.batches is not None:
+            return UsageError(
+                f"{where}: epoch {position.epoch} has ended after {number} batches, and its length says {self.batches}\n"
+                "  help: give it the length that it has"
+            )
+        if position.batch:
+            return UsageError(
+                f"{where}: epoch {position.epoch} has fewer than the {position.batch} batches after which the checkpoint was saved\n"
+                "  help: resume with the data that training began with"
+            )
+        return UsageError(
+            f"{where}: epoch {position.epoch} has ended before its first batch of {self.batch} records\n"
+            "  help: choose a smaller batch, or give more records"
+        )

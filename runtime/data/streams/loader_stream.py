@@ -1,0 +1,232 @@
+"""A `DataLoader` of torch, or one that is used alike, as a stream of its own batches; torch is imported by whoever made it.
+
+Epoch e is drawn from s + e, where s is the first seed of the loader's own generator, else the plan's `seed`: what a loop over the loader
+gives behind `torch.manual_seed(seed + e)`. So ranks draw the same order, and no epoch depends on the one before.
+
+Where torch itself puts batches together from the indices of its batch sampler, a rank lets it load the records of its own shard alone, and
+goes to a place inside an epoch without loading what is in front of it; of a `TensorDataset` it takes the rows of whole tensors, without
+torch's workers. Otherwise each rank loads whole batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+from pydantic import JsonValue
+
+from ...errors import UsageError
+from ...user_code import UserCodeError, user_code
+from ..fields import Rows
+from ..sources.user_source import UserSource
+from ..sources.values import as_array
+from .process_errors import of_process
+from .state import restored, says_its_place, stored
+from .stream import StreamBatch
+
+Span: TypeAlias = Callable[[int], tuple[int, int]]
+
+AGAIN = "reads epoch {epoch} again from its beginning, and skips its first {records} records: the data cannot go on elsewhere"
+_DRAWING = Lock()
+"""Ranks that are threads share torch's generator: one draws its epoch's order at a time."""
+_COPIED = (
+    *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "in_order"),
+)
+
+
+class LoaderStream:
+    """The batches of a loader. `span`: which records of a batch this rank needs; None where it reads none, or a batch is read as one."""
+
+    def __init__(self, found: UserSource, batch: int | None, seed: int, drop_last: bool, span: Span | None) -> None:
+        self._where, self._seed = found.where, seed
+        loader = self._loader = found.value
+        sampler = loader.batch_sampler
+        refuse_own_shards(loader, found.where)
+        with user_code(found.where, "asking for the size and the number of batches"):
+            own = loader.batch_size or getattr(sampler, "batch_size", None)
+            indexed = sampler is not None and not _is_of(loader.dataset, "IterableDataset")
+            plain = indexed and _is_of(sampler, "BatchSampler", exact=True)
+            self.records = len(sampler.sampler) if plain and hasattr(sampler.sampler, "__len__") else None
+        if isinstance(own, int) and batch not in (None, own):
+            raise UsageError(
+                f"{found.where}: its DataLoader has batches of {own}, and the global batch is {batch}\n"
+                f"  help: the batch of the loader is that of all ranks together: leave `batch` out, or write batch: {own}"
+            )
+        size = own if isinstance(own, int) else batch
+        if size is None:
+            raise UsageError(
+                f"{found.where}: the batch size of its DataLoader is not known\n"
+                "  help: use --batch, or `batch:` in the plan's `train:`"
+            )
+        self.batch = size
+        self.batches = None
+        if self.records is not None:
+            dropped = drop_last or sampler.drop_last
+            self.batches = self.records // size + (bool(self.records % size) and not dropped)
+            if not self.batches:
+                raise UsageError(
+                    f"{found.where}: {self.records} records do not fill one batch of {size}\n"
+                    f"  help: take batches of at most {self.records}"
+                )
+        self._rows: _OwnRows | None = None
+        if indexed and _is_of(loader, "DataLoader", exact=True):
+            self._rows = _OwnRows(sampler, size, self.batches, span if _puts_together(loader) else None)
+            self._loader = _with_sampler(loader, self._rows, found.where)
+        self._columns: list[Rows] = []
+        if self._rows is not None and _puts_together(loader) and _is_of(loader.dataset, "TensorDataset", exact=True):
+            self._columns = [Rows(as_array(tensor)) for tensor in loader.dataset.tensors]
+        self.stateful = says_its_place(loader)
+        self.again = "" if self._rows is not None else AGAIN
+        self._has_own = getattr(loader, "generator", None) is not None
+        drawn = not self._has_own and type(getattr(sampler, "sampler", None)).__module__.startswith("torchdata.")
+        # the samplers of torchdata draw the seed of a generator themselves, each rank another one
+        self._seeds = [(one, seed if drawn else one.initial_seed()) for one in _generators(loader)]
+        self._told_epochs = (loader.sampler, sampler, getattr(sampler, "sampler", None), loader.dataset)
+
+    def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
+        """The batches of an epoch but for the first `skip`."""
+        left = skip
+        if self._rows is not None:
+            self._rows.begin(skip)
+            left = 0
+        with _DRAWING:
+            self._draw(epoch)
+            if state is not None:
+                with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
+                    self._loader.load_state_dict(restored(state))
+                left = 0
+            with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
+                batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
+            value = self._next(batches, skip - left, epoch)
+        number = skip - left
+        while value is not _END:
+            if left:
+                left -= 1
+            else:
+                yield self._given(value)
+            number += 1
+            value = self._next(batches, number, epoch)
+
+    def _by_columns(self, rows: _OwnRows) -> Iterator[object]:
+        """The batches of a dataset of tensors, each by one indexing of whole tensors: what torch stacks of single records."""
+        torch = sys.modules["torch"]
+        torch.empty((), dtype=torch.int64).random_(
+            generator=self._loader.generator
+        )  # as torch draws it for its workers
+        for indices in rows:
+            yield tuple(column.take(np.asarray(indices, np.int64)) for column in self._columns)
+
+    def _next(self, batches: Iterator[object], number: int, epoch: int) -> object:
+        """The next batch of the loader, `_END` behind the last."""
+        doing = f"reading batch {number} of epoch {epoch} of its DataLoader"
+        try:
+            with user_code(self._where, doing):
+                return next(batches, _END)
+        except UserCodeError as error:
+            raise of_process(error, self._where, doing, getattr(self._loader, "num_workers", 0)) from error.__cause__
+
+    def _given(self, value: object) -> StreamBatch:
+        state: JsonValue = None
+        if self.stateful:
+            with user_code(self._where, "asking for the state of its DataLoader"):
+                state = stored(self._loader.state_dict())
+        if self._rows is not None:
+            return StreamBatch(value, *self._rows.sizes.popleft(), state=state)
+        size = _length(value)
+        return StreamBatch(value, size, size, state=state)
+
+    def _draw(self, epoch: int) -> None:
+        """Makes what is random in an epoch depend on nothing but its number."""
+        torch = sys.modules.get("torch")
+        if torch is not None and not self._has_own:
+            torch.manual_seed(self._seed + epoch)
+        for generator, seed in self._seeds:
+            generator.manual_seed(seed + epoch)
+        for one in self._told_epochs:
+            if one is not None and hasattr(one, "set_epoch"):
+                with user_code(self._where, f"beginning epoch {epoch}"):
+                    one.set_epoch(epoch)
+
+
+_END = object()
+
+
+class _OwnRows:
+    """A batch sampler without the batches that are skipped, and of the others with the indices of the records that a rank needs."""
+
+    def __init__(self, sampler: Any, batch: int, batches: int | None, span: Span | None) -> None:
+        self.sampler, self._span = sampler, span
+        self._batch, self._batches = batch, batches
+        self._skip = 0
+        self.sizes: deque[tuple[int, int, int]] = deque()
+        """The records of the batches that are under way, how many of them are loaded, and from which one on."""
+
+    def begin(self, skip: int) -> None:
+        self._skip = skip
+        self.sizes.clear()
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        for number, indices in enumerate(islice(self.sampler, self._batches)):
+            if number < self._skip:
+                continue
+            whole = 0, len(indices)
+            first, last = whole if self._span is None or whole[1] != self._batch else self._span(self._batch)
+            self.sizes.append((len(indices), last - first, first))
+            yield indices[first:last]
+
+    def __len__(self) -> int:
+        return max((len(self.sampler) if self._batches is None else self._batches) - self._skip, 0)
+
+
+def refuse_own_shards(loader: Any, where: str) -> None:
+    """UsageError where a loader leaves records to other ranks itself."""
+    for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if sampler is not None and hasattr(sampler, "num_replicas") and sampler.num_replicas > 1:
+            raise UsageError(
+                f"{where}: its DataLoader has a {type(sampler).__name__}, which deals records to {sampler.num_replicas} ranks\n"
+                "  help: leave the sampler out: the loader's batch is that of all ranks together, and each takes its part"
+            )
+
+
+def _is_of(value: object, name: str, exact: bool = False) -> bool:
+    """Whether a value is of a class of torch's, or with `exact` of none that is derived from it."""
+    classes = type(value).__mro__[: 1 if exact else None]
+    return any(one.__name__ == name and one.__module__.partition(".")[0] == "torch" for one in classes)
+
+
+def _puts_together(loader: Any) -> bool:
+    """Whether torch itself stacks the records of a batch, which then has the same shape whichever records it has."""
+    module = getattr(loader.collate_fn, "__module__", "")
+    stacks = loader.collate_fn.__name__ == "default_collate" if hasattr(loader.collate_fn, "__name__") else False
+    return stacks and module.startswith("torch.") and getattr(loader, "in_order", True)
+
+
+def _with_sampler(loader: Any, sampler: _OwnRows, where: str) -> Any:
+    """The same loader with another batch sampler."""
+    options: Mapping[str, Any] = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+    if not loader.num_workers:
+        options = {name: one for name, one in options.items() if name != "prefetch_factor"}
+    with user_code(where, "opening its DataLoader"):
+        return type(loader)(batch_sampler=sampler, **options)
+
+
+def _generators(loader: Any) -> list[Any]:
+    """The generators of its own that a loader draws from."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    found = [getattr(one, "generator", None) for one in (loader, loader.sampler, sampler)]
+    return [*{id(one): one for one in found if hasattr(one, "initial_seed")}.values()]
+
+
+def _length(value: object) -> int:
+    """The records of a batch, by its first field."""
+    if isinstance(value, Mapping) and value:
+        value = next(iter(value.values()))
+    elif isinstance(value, tuple | list) and value:
+        value = value[0]
+    return len(value) if hasattr(value, "__len__") else 0

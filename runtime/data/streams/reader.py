@@ -1,0 +1,175 @@
+"""What one rank takes of a batch that a stream gives: its records, transformed, in the types and the shards of the model's inputs.
+
+Batches are held against the model whenever they have other types or shapes than the one before. A type never changes; a shape may where
+the model has a symbol for it. A transform sees what it sees of records in files (`data/reader.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.training.data_spec import Spec
+
+from ...errors import UsageError
+from ...user_code import user_code
+from ..code import Batch, Transform
+from ..convert import Conversion, conversions
+from ..dataset import LENGTH
+from ..fields import Field, Index, Ragged
+from ..padding import padded_lengths
+from ..rank_inputs import RankInputs
+from ..reader import batch_generator
+from ..sampler import Position
+from ..sources.naming import Naming, Unfit, quoted
+from ..sources.values import as_array, field_values, stacked
+from .stream import StreamBatch
+
+
+class StreamReader:
+    """Makes a rank's inputs of given batches; UsageError, with the place, where they do not fit the model or one another."""
+
+    def __init__(
+        self, spec: Spec, where: str, inputs: RankInputs, naming: Naming, transform: Transform | None, seed: int
+    ) -> None:
+        self.inputs, self.where = inputs, where
+        self._spec, self._naming, self._transform, self._seed = spec, naming, transform, seed
+        self._dtypes: dict[str, np.dtype[np.generic]] = {}
+        self._signature: dict[str, Field] = {}
+        self._conversions: dict[str, Conversion] = {}
+
+    def span(self, size: int) -> tuple[int, int]:
+        """Which records of a batch of this size are needed here."""
+        if self._transform is not None and self._transform.random:
+            return 0, size
+        spans = self.inputs.spans(size).values()
+        return min(begin for begin, _ in spans), max(end for _, end in spans)
+
+    def read(self, given: StreamBatch, position: Position) -> Batch:
+        """By input, what this rank reads of a batch."""
+        place = f"{self.where}: batch {position.batch} of epoch {position.epoch}"
+        first, last = self.span(given.size)
+        try:
+            with user_code(self.where, f"taking batch {position.batch} of epoch {position.epoch}"):
+                fields = self._of_records(given, first, last) if given.records else self._of_batch(given, first, last)
+        except Unfit as error:
+            raise UsageError(f"{place}: {error}") from None
+        if self._transform is not None:
+            generator = batch_generator(self._seed, position) if self._transform.random else None
+            fields = self._transform(fields, last - first, generator)
+        self._check(fields, given.size, place)
+        found = {}
+        for name, (begin, end) in self.inputs.spans(given.size).items():
+            found[name] = self.inputs.shard(self._conversions[name], fields[name][begin - first : end - first])
+        return found
+
+    def _of_batch(self, given: StreamBatch, first: int, last: int) -> Batch:
+        """The fields of a batch, of those records that this rank needs."""
+        wanted = self._wanted()
+        found: Batch = {}
+        for name, value in self._naming.of(given.value, "a batch").items():
+            if wanted is not None and name not in wanted:
+                continue
+            array = field_values(value)
+            if isinstance(array, Ragged):
+                raise Unfit(f"'{name}' is a list of arrays of unequal lengths\n  help: fill them up in `collate_fn`")
+            if not array.ndim or len(array) != given.rows:
+                shape = list(array.shape)
+                raise Unfit(
+                    f"'{name}' is {shape} in a batch of {given.rows} records\n  help: its first dim counts records"
+                )
+            found[name] = array[first - given.first : last - given.first]
+        return found
+
+    def _of_records(self, given: StreamBatch, first: int, last: int) -> Batch:
+        """The fields of the records that this rank needs, put together."""
+        assert isinstance(given.value, list)
+        pads = self._spec.pad
+        records = [self._naming.of(one) for one in (given.value if pads else given.value[first:last])]
+        begin = 0 if pads else first
+        wanted = self._wanted()
+        names = [name for name in records[0] if wanted is None or name in wanted or name in pads]
+        for number, record in enumerate(records):
+            if missing := [name for name in names if name not in record]:
+                raise Unfit(f"record {begin + number} of it has no '{missing[0]}'; it has {quoted(record)}")
+        found: Batch = {}
+        ragged: dict[str, Ragged] = {}
+        for name in names:
+            values = [record[name] for record in records]
+            if name in pads:
+                ragged[name] = _ragged(values, name)
+                continue
+            array = stacked(values[first - begin : last - begin])
+            if isinstance(array, Ragged):
+                raise Unfit(
+                    f"records of '{name}' have unequal lengths, {array.lengths.min()} to {array.lengths.max()}\n"
+                    f"  help: say what fills them up: pad: {{{name}: 0}}"
+                )
+            found[name] = array
+        return found | self._padded(ragged, first, last)
+
+    def _padded(self, ragged: Mapping[str, Ragged], first: int, last: int) -> Batch:
+        """Ragged fields, padded to what the global batch needs, and their lengths."""
+        view = _RaggedBatch(self._spec, self._transform, ragged)
+        lengths, problems = padded_lengths(view, self.inputs.needed, [*ragged])
+        if problems:
+            raise Unfit("\n".join(problems))
+        found: Batch = {}
+        for one in lengths:
+            for name in one.names:
+                value = ragged[name]
+                width = one.of(np.arange(len(value.lengths)))
+                found[name] = value.padded(width, self._spec.pad[name])[first:last]
+                found[name + LENGTH] = value.lengths[first:last]
+        return found
+
+    def _wanted(self) -> Collection[str] | None:
+        """The fields that the model reads; None behind a transform, which may read any."""
+        return None if self._transform is not None else {port.name for port in self.inputs.needed}
+
+    def _check(self, fields: Batch, size: int, place: str) -> None:
+        """UsageError where the fields are not what the model takes, or have another type than before."""
+        signature = {name: Field(one.dtype, one.shape[1:]) for name, one in fields.items()}
+        if signature == self._signature:
+            return
+        problems = [
+            f"'{name}' is {one.dtype}, and was {self._dtypes[name]} before\n  help: give every batch the same types"
+            for name, one in signature.items()
+            if one.dtype != self._dtypes.get(name, one.dtype)
+        ]
+        found, differences = conversions(self.inputs.needed, signature, size)
+        if gone := [name for name in self._dtypes if name not in signature]:
+            problems += [f"it has no {quoted(gone)}, which batches had before; it has {quoted(signature)}"]
+        elif self._signature:
+            before = ", ".join(f"'{name}' {one}" for name, one in self._signature.items())
+            problems += [f"{one}\n  batches before had {before}" for one in differences]
+        else:
+            problems += differences
+        if problems:
+            raise UsageError("\n".join(f"{place}: {problem}" for problem in problems))
+        self._signature, self._conversions = signature, found
+        self._dtypes = {name: one.dtype for name, one in signature.items()}
+
+
+@dataclass(frozen=True)
+class _RaggedBatch:
+    """The ragged fields of one batch, as padding asks for those of a dataset."""
+
+    spec: Spec
+    transform: Transform | None
+    fields: Mapping[str, Ragged]
+
+    def ragged(self, names: Collection[str]) -> list[str]:
+        return [name for name in names if name in self.fields]
+
+    def lengths(self, name: str) -> Index:
+        return self.fields[name].lengths
+
+
+def _ragged(values: Sequence[object], name: str) -> Ragged:
+    arrays: list[Array] = [as_array(value) for value in values]
+    if any(not array.ndim for array in arrays):
+        raise Unfit(f"records of '{name}' are single values and have no length")
+    return Ragged.of(arrays)

@@ -1,0 +1,72 @@
+"""The data of a loop of one's own: what `data:` of a plan may say, or the object that a data file would define.
+
+with load_trainer("build") as trainer, trainer.loader(DataLoader(digits, batch_size=32), epochs=2) as batches:
+    for batch in batches:
+        trainer.train(batch, batches.peek())
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from partc.runtime.artifact.training.data_spec import Spec
+
+from ..artifact.format import Port, TrainingRecord
+from ..data import Loader, open_loader
+from ..errors import UsageError
+
+
+class Choices(TypedDict, total=False):
+    """What a call may say in place of the plan: keys of `train:`, and `fields` of `data`."""
+
+    batch: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    interleave: int
+    fields: tuple[str, ...] | Mapping[str, str]
+
+
+def loader_of(
+    data: object,
+    record: TrainingRecord,
+    ports: list[Port],
+    rank: int,
+    largest: Callable[[int], int],
+    epochs: int | None,
+    choices: Choices,
+) -> Loader:
+    """A rank's batches of the data, by the settings of the artifact where a call says nothing else."""
+    if unknown := choices.keys() - Choices.__annotations__.keys():
+        known = ", ".join(Choices.__annotations__)
+        raise UsageError(f"loader() takes no {', '.join(sorted(unknown))}\n  help: it takes data, epochs, {known}")
+    settings = record.settings
+    says: dict[str, Any] = {
+        name: choices.get(name, getattr(settings, name)) for name in ("batch", "seed", "shuffle", "drop_last")
+    }
+    interleave = choices.get("interleave", settings.interleave)
+    says["shuffle"] = says["shuffle"] and interleave is None
+    spec, source = (Spec.parse(data, Path.cwd()), None) if _is_spec(data) else (Spec(), data)
+    spec = replace(spec, fields=choices.get("fields", spec.fields))
+    return open_loader(
+        spec,
+        ports,
+        rank,
+        interleave=interleave or 1,
+        epochs=epochs,
+        fixed=record.fixed,
+        source=source,
+        largest=largest,
+        **says,
+    )
+
+
+def _is_spec(data: object) -> bool:
+    """Whether data is a path, or a mapping such as a plan has; else it is the source itself."""
+    if isinstance(data, Mapping):
+        return all(isinstance(value, str | int | float | list | tuple | dict) for value in data.values())
+    return isinstance(data, str | os.PathLike)

@@ -1,0 +1,306 @@
+"""Every record once an epoch, on any number of ranks, stopped after any step and resumed on others: for each kind of source."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_case import joined, sharded
+from partc.runtime.data import Loader, Spec, open_loader
+
+RECORDS, BATCH, EPOCHS = 41, 6, 2
+X = np.arange(RECORDS * 4, dtype=np.float32).reshape(RECORDS, 4)
+LABEL = np.arange(RECORDS, dtype=np.int64)
+TORCH = pytest.importorskip("torch", reason="torch is not installed: most sources here are its")
+
+
+class Single(TORCH.utils.data.Dataset):  # type: ignore[misc, name-defined]
+    """Records one by one: an array of indices is none of its business."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        assert isinstance(index, int)
+        return TORCH.from_numpy(X[index]), int(LABEL[index])
+
+
+class Many(Single):
+    """Records by a list of indices."""
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [{"label": LABEL[index], "x": X[index]} for index in indices]
+
+
+class Iterable(TORCH.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
+    """Records in their own order."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(X, LABEL, strict=True)
+
+
+def loader(dataset: Any = None, **options: Any) -> Any:
+    tensors = TORCH.utils.data.TensorDataset(TORCH.from_numpy(X), TORCH.from_numpy(LABEL))
+    return TORCH.utils.data.DataLoader(dataset or tensors, **{"batch_size": BATCH, **options})
+
+
+def generator_of_its_own() -> Any:
+    return loader(shuffle=True, generator=TORCH.Generator().manual_seed(11))
+
+
+def collated() -> Any:
+    return loader(
+        shuffle=True, collate_fn=lambda rows: {"x": np.stack([x for x, _ in rows]), "label": [y for _, y in rows]}
+    )
+
+
+def records(epoch: int) -> Iterator[dict[str, Any]]:
+    for k in np.random.default_rng(epoch).permutation(RECORDS).tolist():
+        yield {"x": X[k].tolist(), "label": k}
+
+
+def arrow() -> Any:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    features = datasets.Features(
+        {
+            "x": datasets.Sequence(datasets.Value("float32")),
+            "label": datasets.Value("int64"),
+            "s": {"a": datasets.Value("int8")},
+        }
+    )
+    return datasets.Dataset.from_dict({"x": X, "label": LABEL, "s": [{"a": 1}] * RECORDS}, features=features)
+
+
+def arrow_stream() -> Any:
+    return arrow().remove_columns("s").to_iterable_dataset(num_shards=3)
+
+
+def shuffled_stream() -> Any:
+    return arrow_stream().shuffle(seed=5, buffer_size=7)
+
+
+def stateful() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it asks torch for all of its names, deprecated ones too
+        data = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+        return data.StatefulDataLoader(Single(), batch_size=BATCH, shuffle=True)
+
+
+SOURCES = {
+    "tensors": lambda: TORCH.utils.data.TensorDataset(TORCH.from_numpy(X), TORCH.from_numpy(LABEL)),
+    "mapping": lambda: {"x": X, "label": TORCH.from_numpy(LABEL)},
+    "list": lambda: [{"x": x, "label": y} for x, y in zip(X, LABEL, strict=True)],
+    "single": Single,
+    "many": Many,
+    "arrow": arrow,
+    "loader": lambda: loader(shuffle=True),
+    "own": generator_of_its_own,
+    "workers": lambda: loader(Single(), shuffle=True, num_workers=2),
+    "collated": collated,
+    "iterable_loader": lambda: loader(Iterable()),
+    "iterable": Iterable,
+    "records": lambda: records,
+    "arrow_stream": arrow_stream,
+    "shuffled_stream": shuffled_stream,
+    "stateful": stateful,
+}
+STATEFUL = ("arrow_stream", "stateful")
+FOUND_AGAIN = ("iterable_loader", "iterable", "records", "shuffled_stream")
+
+
+def opened(source: Any, ranks: int, drop_last: bool = True, depth: int = 0) -> list[Loader]:
+    """The loaders of the ranks, each with a source of its own, as processes have."""
+    ports = sharded(ranks)
+    return [
+        open_loader(Spec(), ports, rank, BATCH, 3, drop_last=drop_last, depth=depth, epochs=EPOCHS, source=source())
+        for rank in range(ranks)
+    ]
+
+
+def run(loaders: list[Loader], steps: int | None = None) -> list[dict[str, np.ndarray]]:
+    """The global batches of some steps, by default of all that there are."""
+    ports = sharded(len(loaders))
+    found = []
+    while steps is None or len(found) < steps:
+        shards = [next(loader, None) for loader in loaders]
+        if shards[0] is None:
+            assert all(shard is None for shard in shards)
+            break
+        found.append(joined(ports, [shard for shard in shards if shard is not None]))
+    return found
+
+
+def same(have: list[dict[str, np.ndarray]], want: list[dict[str, np.ndarray]]) -> None:
+    assert len(have) == len(want)
+    for one, other in zip(have, want, strict=True):
+        assert one.keys() == other.keys()
+        for name in other:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_ranks_share_each_batch_and_an_epoch_has_every_record_once(kind: str) -> None:
+    whole = run(opened(SOURCES[kind], 1))
+    each = RECORDS // BATCH
+    assert len(whole) == EPOCHS * each
+    for epoch in range(EPOCHS):
+        labels = np.concatenate([batch["label"] for batch in whole[epoch * each :][:each]])
+        assert len(set(labels.tolist())) == each * BATCH
+        np.testing.assert_array_equal(np.concatenate([one["x"] for one in whole[epoch * each :][:each]]), X[labels])
+    for ranks in (2, 3):
+        same(run(opened(SOURCES[kind], ranks)), whole)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_what_was_stopped_goes_on_on_other_ranks(kind: str) -> None:
+    whole = run(opened(SOURCES[kind], 1))
+    for steps, before, after in ((1, 1, 3), (4, 2, 1), (6, 3, 2), (9, 2, 3), (11, 1, 2)):
+        first = opened(SOURCES[kind], before, depth=2)
+        same(run(first, steps), whole[:steps])
+        saved = json.loads(json.dumps(first[0].saved(lambda text: ["", text])))
+        assert saved["position"] == [*divmod(steps, RECORDS // BATCH)]
+        assert ("stream" in saved) == (kind in STATEFUL)
+        for loader in first:
+            loader.close()
+        then = opened(SOURCES[kind], after, depth=2)
+        said = [loader.restore(saved, steps) for loader in then]
+        same(run(then), whole[steps:])
+        inside = steps % (RECORDS // BATCH)
+        assert said == ([said[0]] * after if inside and kind in FOUND_AGAIN else [""] * after)
+        if said[0]:
+            assert f"skips its first {inside * BATCH} records" in said[0]
+        for loader in then:
+            loader.close()
+
+
+@pytest.mark.parametrize("kind", ["single", "loader", "collated", "iterable_loader", "records", "arrow_stream"])
+def test_the_last_smaller_batch_is_read_where_it_is_not_dropped(kind: str) -> None:
+    whole = run(opened(SOURCES[kind], 1, drop_last=False))
+    assert [len(batch["label"]) for batch in whole] == [6, 6, 6, 6, 6, 6, 5] * EPOCHS
+    for epoch in range(EPOCHS):
+        labels = np.concatenate([batch["label"] for batch in whole[epoch * 7 :][:7]])
+        assert sorted(labels.tolist()) == LABEL.tolist()
+
+
+def test_batches_of_another_size_go_on_where_one_begins() -> None:
+    whole = np.concatenate([one["label"] for one in run(opened(SOURCES["records"], 1))])
+    first = opened(SOURCES["records"], 1)
+    run(first, 4)
+    saved = first[0].saved(lambda text: [text])
+    other = open_loader(Spec(), sharded(1), 0, 8, 3, epochs=1, source=records)
+    other.restore(saved, 4)
+    np.testing.assert_array_equal(next(other)["label"], whole[24:32])
+    five = open_loader(Spec(), sharded(1), 0, 5, 3, epochs=1, source=records)
+    with pytest.raises(
+        Exception, match=r"after 24 records of epoch 0, in batches of 6, and no batch of 5 begins there"
+    ):
+        five.restore(saved, 4)
+    ordered = open_loader(Spec(), sharded(1), 0, 8, 3, epochs=1, source={"x": X, "label": LABEL})
+    ordered.restore(saved, 4)
+    assert ordered.position().batch == 3
+
+
+@pytest.mark.parametrize("kind", ["loader", "workers"])
+def test_an_epoch_is_what_torch_draws_after_its_seed(kind: str) -> None:
+    found = [batch["label"] for batch in run(opened(SOURCES[kind], 2))]
+    own = SOURCES[kind]()
+    drawn = []
+    for epoch in range(EPOCHS):
+        TORCH.manual_seed(3 + epoch)
+        drawn += [label.numpy() for _, label in own][:-1]
+    for one, other in zip(found, drawn, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_rank_loads_no_records_but_its_own() -> None:
+    class Counted(Single):
+        read: list[int]
+
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            self.read.append(index)
+            return super().__getitem__(index)
+
+    datasets = [Counted() for _ in range(3)]
+    for dataset in datasets:
+        dataset.read = []
+    rank = iter(datasets)
+    whole = run(opened(lambda: loader(next(rank), shuffle=True), 3))
+    assert len(whole) == EPOCHS * 6
+    for number, dataset in enumerate(datasets):
+        assert dataset.read == [int(label) for batch in whole for label in batch["label"][2 * number :][:2]]
+
+
+def test_a_tensor_is_not_copied() -> None:
+    x = TORCH.from_numpy(X.copy())
+    batches = [{"x": x[:6], "label": list(range(6))}]
+    given = loader(batches, batch_size=1, collate_fn=lambda one: one[0])
+    batch = next(open_loader(Spec(), sharded(2), 1, 6, depth=0, source=_Whole(given)))
+    assert batch["x"].ctypes.data == x.data_ptr() + 3 * 4 * 4
+
+
+class _Whole:
+    """A loader of a kind that nothing is known of."""
+
+    batch_size, sampler, batch_sampler, generator, collate_fn = 6, None, None, None, None
+
+    def __init__(self, batches: Any) -> None:
+        self.dataset = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
+def shards(folder: Path, samples: int = RECORDS, each: int = 10) -> Path:
+    """Tar files of a few samples each."""
+    for begin in range(0, samples, each):
+        with tarfile.open(folder / f"s_{begin:03}.tar", "w") as archive:
+            for k in range(begin, min(begin + each, samples)):
+                buffer = io.BytesIO()
+                np.save(buffer, X[k])
+                for ending, data in (("x.npy", buffer.getvalue()), ("label.cls", str(k).encode())):
+                    member = tarfile.TarInfo(f"part/{k:06}.{ending}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+    return folder
+
+
+def test_shards_are_records_like_others(tmp_path: Path) -> None:
+    pattern = str(shards(tmp_path) / "s_*.tar")
+    spec = Spec.parse(pattern)
+
+    def of(ranks: int) -> list[Loader]:
+        return [open_loader(spec, sharded(ranks), rank, BATCH, 3, epochs=EPOCHS) for rank in range(ranks)]
+
+    whole = run(of(1))
+    same(whole, run(opened(lambda: {"x": X, "label": LABEL}, 1)))
+    same(run(of(3)), whole)
+    files = sorted(str(one) for one in tmp_path.iterdir())
+    same(run(opened(lambda: files, 2)), whole)
+    there = of(2)
+    run(there, 7)
+    then = of(3)
+    for one in then:
+        assert one.restore(there[0].saved(lambda text: [text]), 7) == ""
+    same(run(then), whole[7:])
+
+
+def test_neither_torch_nor_datasets_is_imported_for_others() -> None:
+    import subprocess
+
+    code = (
+        "import sys, numpy as np\nfrom data_case import sharded\nfrom partc.runtime.data import Spec, open_loader\n"
+        "next(open_loader(Spec(), sharded(1), 0, 2, source=lambda: iter([((1., 2., 3., 4.), 1)] * 4)))\n"
+        "print([name for name in ('torch', 'datasets', 'pyarrow', 'PIL') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
