@@ -185,7 +185,7 @@ class _Lookup:
         return replace(self, sets=sets, group=self.comm.group(sets))
 
     def parts(self, asking: Group) -> list[tuple[Group, tuple[bool, bool]]]:
-        """The ranks that take part, apart by whether they have rows, and whether they ask."""
+        """Participating ranks, grouped by (owns rows, asks for rows)."""
         found: dict[tuple[bool, bool], list[int]] = {}
         owning = {rank for ranks in self.sets for rank in ranks[: self.owners]}
         for rank in dict.fromkeys(rank for ranks in self.sets for rank in ranks):

@@ -178,7 +178,7 @@ class _Recompute:
         return {value for some in made for value in some}
 
     def once(self, item: Item, readers: Mapping[There, set[Own | None]]) -> Own | None:
-        """The region of an op that is in no microbatch's tasks, where there is but one and nothing else reads it in the backward pass."""
+        """The single region that reads an op outside all microbatches, or None if several do or the backward pass reads it elsewhere."""
         assert self.program.plan.pipeline is not None
         own = self.of_node(item)
         if (

@@ -116,7 +116,7 @@ def _alternatives(tokens: list[str], start: int, depth: int = 0) -> tuple[list[l
 
 
 def _choice(tokens: list[str]) -> tuple[str, str | None]:
-    """What a path begins with that these tokens match, and their regular expression; None where that is all."""
+    """The literal prefix of a pattern and the regular expression of the rest, None if the pattern is literal."""
     parts: list[list[str]] = [[]]
     for token in tokens:
         if token == ".":
