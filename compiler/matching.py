@@ -281,7 +281,7 @@ def _inside(program: Loaded, pattern: str) -> Iterator[tuple[ir.Node, str, ir.No
             if attribute.type != ir.AttributeType.GRAPH:
                 continue
             for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
-                name = name_of(inner)
+                name = inner.name or ""  # a node of a body may have none in its file
                 if any(map(matches, (name, str(inner.meta.get(OWN_NAME) or name), f"{path}.{name}"))):
                     yield node, attribute.name, inner
 

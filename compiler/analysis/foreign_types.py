@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import operand_name
 
 _STANDARD = ("", "ai.onnx")
 
@@ -42,7 +42,7 @@ def foreign_types(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     found = _types(proto.SerializeToString(deterministic=True), tuple(map(str, given)), inputs, ctx.opset)
     for out in node.outputs:
         if out.type is None:
-            out.type = _named(found.get(name_of(out), ""))
+            out.type = _named(found.get(operand_name(out), ""))
 
 
 def _named(text: str) -> ir.TypeProtocol | None:

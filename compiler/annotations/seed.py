@@ -16,7 +16,7 @@ from partc.compiler.annotations.spread import Spread, any_layout, layout_on, mes
 from partc.compiler.errors import Problem
 from partc.compiler.frontend import annotation_keys as keys
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import operand_name
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh
@@ -215,4 +215,4 @@ def _letters(operands: tuple[str | None, ...], k: int) -> str | None:
 
 def _name(values: Sequence[ir.Value | None], k: int) -> str:
     value = values[k]
-    return name_of(value) if value is not None else ""
+    return operand_name(value)

@@ -60,7 +60,7 @@ def _decompose_collectives(model: ir.Model, training: Training, known: Known) ->
     for node in nodes:
         x, old = node.inputs[0], node.outputs[0]
         assert x is not None
-        name, path = name_of(old), str(node.name or old.name)
+        name, path = name_of(old), node.name or name_of(old)
         y = ir.Value(name=name, type=old.type, shape=old.shape)
         ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
         old.name, old.shape = f"{name}.top", None

@@ -18,7 +18,7 @@ from partc.compiler.analysis.part_symbols import BatchDims, quotient
 from partc.compiler.analysis.shapes import inferred
 from partc.compiler.dims.facts import Facts
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.program import Annotated
 from partc.compiler.ir.value_info import Shape, SymbolInfo
 from partc.compiler.ops.rule import Rule
@@ -189,7 +189,7 @@ def _put(
     work: Rewriting[Annotated], at: ir.Node, one: ir.Node, there: dict[str, ir.Value], behind: bool = False
 ) -> ir.Node:
     """A node of a local form in front of another, or behind it; `there` has its operands by their names, and gets what it makes."""
-    outputs = [there.setdefault(name_of(value), ir.Value(name=_free(work, name_of(value)))) for value in one.outputs]
+    outputs = [there.setdefault(name, ir.Value(name=_free(work, name))) for name in map(operand_name, one.outputs)]
     inputs = [None if value is None else there[name_of(value)] for value in one.inputs]
     name = name_of(outputs[0]) + (".of_batch" if behind else "")
     node = ir.Node(one.domain, one.op_type, inputs, one.attributes.values(), outputs=outputs, name=name)

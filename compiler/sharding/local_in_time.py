@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import name_of, operands_of
+from partc.compiler.ir.graph import operand_name, operands_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.ops.rule import Local, Rule
 
@@ -36,13 +36,13 @@ def _local(program: Typed, node: ir.Node, rule: Rule, shards: Mapping[str, int],
     inputs, outputs = map(list, operands_of(node))
     operands = (*zip(node.inputs, rule.inputs, strict=False), *zip(node.outputs, rule.outputs, strict=False))
     values = [value for value in (*node.inputs, *node.outputs) if value is not None and value in program.values]
-    shapes = {name_of(value): program.values[value].shape for value in values}
+    shapes = {operand_name(value): program.values[value].shape for value in values}
     smaller = dict(shapes)
     for value, letters in operands:
-        shape = None if value is None else shapes.get(name_of(value))
+        shape = None if value is None else shapes.get(operand_name(value))
         if value is not None and shape is not None and letters is not None:
             dims = zip(shape, letters, strict=False)
-            smaller[name_of(value)] = tuple(
+            smaller[operand_name(value)] = tuple(
                 dim // shards.get(one, 1) if isinstance(dim, int) else dim for dim, one in dims
             )
     made = Local(node, rule, shards, numbers, inputs, outputs, shapes, smaller)

@@ -19,7 +19,7 @@ from partc.compiler.autodiff.engine import Backward as Found
 from partc.compiler.autodiff.engine import RowGradient, differentiate_nodes
 from partc.compiler.autodiff.scope import Scope
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.local_form import LocalForm, over_values
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Compute, Value
@@ -62,7 +62,7 @@ class NodeGradient:
     @cached_property
     def made(self) -> set[str]:
         """The places of what the backward nodes make."""
-        return {name_of(out) for node in self.found.nodes for out in node.outputs}
+        return {operand_name(out) for node in self.found.nodes for out in node.outputs}
 
     @cached_property
     def constants(self) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 from partc.compiler.errors import Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
-from partc.compiler.ir.graph import WRITTEN, name_of
+from partc.compiler.ir.graph import WRITTEN, operand_name
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh, primes
@@ -238,7 +238,7 @@ class RegionShardings:
         """The values of the main graph by name."""
         graph = self.program.model.graph
         made = (out for node in graph for out in node.outputs)
-        return {name_of(value): value for value in (*made, *graph.initializers.values(), *graph.inputs)}
+        return {operand_name(value): value for value in (*made, *graph.initializers.values(), *graph.inputs)}
 
     def _as_operands(self, region: RegionMatch, node: ir.Node, call: RegionCall) -> bool:
         """Shards the one node of a region by its op's strategy; False if the rule's entries are not the node's own operands."""

@@ -13,7 +13,7 @@ from itertools import chain
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
 from partc.compiler.ir.choice import NodeOnGroup
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.program import Sharded
 from partc.compiler.ir.sharded import Ranks, ShardedValue, facts_of, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
@@ -227,7 +227,7 @@ def _computes_both(versions: ValueVersions, one: ShardedValue, other: ShardedVal
 
 def _name(versions: ValueVersions, value: ir.Value, own: frozenset[str], fed: Collection[str]) -> None:
     """Names the versions of a value: none as another value of the model (`own`), or as a scalar that a training step is `fed`."""
-    name = name_of(value)
+    name = operand_name(value)
     allowed = "" if name in fed and not value.is_graph_input() else name
     defs, delivered = versions.defs.get(value, []), versions.delivered.get(value, ())
     if value.is_graph_input():  # nobody makes it: what is whole is one value, however groups overlap
