@@ -22,6 +22,7 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from ..errors import UsageError
 from ..user_code import run_file, user_code
 from .sources.values import as_array
+from .streams.process_errors import leave_to_the_reader
 
 Batch: TypeAlias = dict[str, Array]
 
@@ -47,6 +48,7 @@ class Code:
         if path not in self.ran:
             try:
                 self.ran[path] = run_file(path)
+                leave_to_the_reader()
             except Exception as error:
                 self.ran[path] = error
         found = self.ran[path]

@@ -72,6 +72,7 @@ def test_over_mpi_stopped_and_resumed_it_ends_in_the_same_bits(folder: Path, sou
 
 DIES = """
 import os, numpy as np, torch
+for _ in torch.utils.data.DataLoader([1], num_workers=1): pass  # in the main thread torch handles the signal of a child that ends
 class Dies(torch.utils.data.Dataset):
     def __len__(self): return 60
     def __getitem__(self, index):

@@ -25,7 +25,7 @@ from ...user_code import UserCodeError, user_code
 from ..fields import Rows
 from ..sources.user_source import UserSource
 from ..sources.values import as_array
-from .process_errors import of_process
+from .process_errors import leave_to_the_reader, of_process
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
 
@@ -78,6 +78,7 @@ class LoaderStream:
         if indexed and _is_of(loader, "DataLoader", exact=True):
             self._rows = _OwnRows(sampler, size, self.batches, span if _puts_together(loader) else None)
             self._loader = _with_sampler(loader, self._rows, found.where)
+        leave_to_the_reader()
         self._columns: list[Rows] = []
         if self._rows is not None and _puts_together(loader) and _is_of(loader.dataset, "TensorDataset", exact=True):
             self._columns = [Rows(as_array(tensor)) for tensor in loader.dataset.tensors]
