@@ -100,6 +100,7 @@ def test_a_name_that_is_neither_is_refused_with_what_there_is() -> None:
         add_metric(from_proto(model("y"), Path("m.onnx")), "accurcy", metric("accurcy", {}), "p:3")
     assert str(caught.value) == (
         "p:3: 'accurcy' is no metric and no output of the model\n"
-        "  the metrics are accuracy, top_k, mse, mae, auc, perplexity, precision, recall, f1, r2, formula; the model's outputs are 'y'\n"
+        "  the metrics are accuracy, top_k, mse, mae, auc, perplexity, precision, recall, f1, confusion, r2, formula; "
+        "the model's outputs are 'y'\n"
         "  help: say 'accuracy'"
     )
