@@ -62,6 +62,19 @@ def collated() -> Any:
     )
 
 
+class Batches:
+    """A batch sampler of the user's, another order in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.default_rng(self.epoch).permutation(RECORDS).tolist()
+        return (order[begin : begin + BATCH] for begin in range(0, RECORDS, BATCH))
+
+
 def records(epoch: int) -> Iterator[dict[str, Any]]:
     for k in np.random.default_rng(epoch).permutation(RECORDS).tolist():
         yield {"x": X[k].tolist(), "label": k}
@@ -105,6 +118,9 @@ SOURCES = {
     "own": generator_of_its_own,
     "workers": lambda: loader(Single(), shuffle=True, num_workers=2),
     "collated": collated,
+    "sampler": lambda: TORCH.utils.data.DataLoader(Single(), batch_sampler=Batches()),
+    "persistent": lambda: loader(Many(), shuffle=True, num_workers=1, persistent_workers=True),
+    "arrow_loader": lambda: loader(arrow().remove_columns("s").with_format("torch"), shuffle=True),
     "iterable_loader": lambda: loader(Iterable()),
     "iterable": Iterable,
     "records": lambda: records,
