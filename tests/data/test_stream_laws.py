@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_case import joined, sharded
-from partc.runtime.data import Loader, Spec, open_loader
+from partc.runtime.data import Loader, Position, Spec, open_loader
 
 RECORDS, BATCH, EPOCHS = 41, 6, 2
 X = np.arange(RECORDS * 4, dtype=np.float32).reshape(RECORDS, 4)
@@ -252,6 +252,28 @@ def test_a_rank_loads_no_records_but_its_own() -> None:
     assert len(whole) == EPOCHS * 6
     for number, dataset in enumerate(datasets):
         assert dataset.read == [int(label) for batch in whole for label in batch["label"][2 * number :][:2]]
+
+
+def test_a_rank_without_inputs_reads_nothing_and_is_told_the_end() -> None:
+    def never() -> Iterator[Any]:
+        raise AssertionError("it was read")
+        yield
+
+    told = iter([2 * BATCH, 2 * BATCH, 2 * 5 + 1, 2 * BATCH])
+    asked = []
+
+    def largest(number: int) -> int:
+        asked.append(number)
+        return next(told)
+
+    idle = open_loader(Spec(), sharded(2), 2, BATCH, epochs=2, drop_last=False, source=never, largest=largest)
+    found = [(next(idle), idle.size, idle.position()) for _ in range(4)]
+    assert found == [({}, 6, Position(0, 1)), ({}, 6, Position(0, 2)), ({}, 5, Position(1, 0)), ({}, 6, Position(1, 1))]
+    assert asked == [0] * 4
+    known = open_loader(
+        Spec(), sharded(1), 1, None, epochs=1, drop_last=False, source=loader(Single()), largest=largest
+    )
+    assert [known.size for _ in known] == [6] * 6 + [5]
 
 
 def test_a_tensor_is_not_copied() -> None:
