@@ -31,6 +31,8 @@ from .sources.user_source import STREAMS, UserSource, user_source
 from .streams.open import open_stream
 
 DEPTH = 2
+STREAM_PATIENCE = 5.0
+"""Seconds that a stream has, once no more of it is needed, to give what it has been asked for: it may wait for what never comes."""
 
 
 class Loader:
@@ -161,7 +163,8 @@ class Loader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(None if error is None else PATIENCE)
+        ends = isinstance(self.source, OrderedBatches)
+        self.close(PATIENCE if error is not None else None if ends else STREAM_PATIENCE)
 
     def _next(self) -> Read:
         if not self._depth or not self.source.reads:

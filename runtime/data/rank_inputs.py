@@ -34,6 +34,8 @@ class RankInputs:
     def shard(self, conversion: Conversion, records: Array) -> Array:
         """This rank's shard of an input, of its records: contiguous and of the input's type."""
         found = conversion.shard(records, self.rank)
+        if not conversion.port.batch_dim:
+            return found
         return np.ascontiguousarray(np.moveaxis(found, 0, conversion.port.batch_dim))
 
     def indivisible(self, size: int) -> Iterator[tuple[Port, int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from partc.runtime import data
 from partc.runtime.artifact.training.data_spec import Data, data_of_words
 from partc.runtime.data import Spec
 from partc.runtime.errors import UsageError
@@ -65,3 +67,22 @@ def test_all_that_is_wrong_is_told() -> None:
         assert told in str(caught.value)
     with pytest.raises(UsageError, match="--data: buckets: expected a list, but got the string 'a'"):
         data_of_words(["d.npz", "length=x", "buckets=a"])
+
+
+def test_the_package_lists_its_files() -> None:
+    listed = set(re.findall(r"\b(\w+\.py|\w+/)(?=\s)", data.__doc__ or ""))
+    folder = Path(data.__file__).parent
+    there = {f"{one.name}/" for one in folder.iterdir() if (one / "__init__.py").exists()}
+    assert listed == there | {one.name for one in folder.glob("*.py") if one.name != "__init__.py"}
+
+
+def test_fields_are_names_or_keys() -> None:
+    assert Spec.parse({"source": "s.py", "fields": ["x", "label"]}).fields == ("x", "label")
+    assert Spec.parse({"source": "s.py", "fields": {"label": "target"}}).fields == {"label": "target"}
+    for word, wanted in (
+        ("fields=x,label", ("x", "label")),
+        ("fields=label:target,x:image", {"label": "target", "x": "image"}),
+    ):
+        assert Spec.of(data_of_words(["s.py", word], BASE), "--data").fields == wanted
+    with pytest.raises(UsageError, match="fields"):
+        Spec.parse({"source": "s.py", "fields": 3})

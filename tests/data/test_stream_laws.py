@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_case import joined, sharded
-from partc.runtime.data import Loader, Spec, open_loader
+from partc.runtime.data import Loader, Position, Spec, open_loader
 
 RECORDS, BATCH, EPOCHS = 41, 6, 2
 X = np.arange(RECORDS * 4, dtype=np.float32).reshape(RECORDS, 4)
@@ -62,6 +62,19 @@ def collated() -> Any:
     )
 
 
+class Batches:
+    """A batch sampler of the user's, another order in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.default_rng(self.epoch).permutation(RECORDS).tolist()
+        return (order[begin : begin + BATCH] for begin in range(0, RECORDS, BATCH))
+
+
 def records(epoch: int) -> Iterator[dict[str, Any]]:
     for k in np.random.default_rng(epoch).permutation(RECORDS).tolist():
         yield {"x": X[k].tolist(), "label": k}
@@ -105,6 +118,9 @@ SOURCES = {
     "own": generator_of_its_own,
     "workers": lambda: loader(Single(), shuffle=True, num_workers=2),
     "collated": collated,
+    "sampler": lambda: TORCH.utils.data.DataLoader(Single(), batch_sampler=Batches()),
+    "persistent": lambda: loader(Many(), shuffle=True, num_workers=1, persistent_workers=True),
+    "arrow_loader": lambda: loader(arrow().remove_columns("s").with_format("torch"), shuffle=True),
     "iterable_loader": lambda: loader(Iterable()),
     "iterable": Iterable,
     "records": lambda: records,
@@ -236,6 +252,28 @@ def test_a_rank_loads_no_records_but_its_own() -> None:
     assert len(whole) == EPOCHS * 6
     for number, dataset in enumerate(datasets):
         assert dataset.read == [int(label) for batch in whole for label in batch["label"][2 * number :][:2]]
+
+
+def test_a_rank_without_inputs_reads_nothing_and_is_told_the_end() -> None:
+    def never() -> Iterator[Any]:
+        raise AssertionError("it was read")
+        yield
+
+    told = iter([2 * BATCH, 2 * BATCH, 2 * 5 + 1, 2 * BATCH])
+    asked = []
+
+    def largest(number: int) -> int:
+        asked.append(number)
+        return next(told)
+
+    idle = open_loader(Spec(), sharded(2), 2, BATCH, epochs=2, drop_last=False, source=never, largest=largest)
+    found = [(next(idle), idle.size, idle.position()) for _ in range(4)]
+    assert found == [({}, 6, Position(0, 1)), ({}, 6, Position(0, 2)), ({}, 5, Position(1, 0)), ({}, 6, Position(1, 1))]
+    assert asked == [0] * 4
+    known = open_loader(
+        Spec(), sharded(1), 1, None, epochs=1, drop_last=False, source=loader(Single()), largest=largest
+    )
+    assert [known.size for _ in known] == [6] * 6 + [5]
 
 
 def test_a_tensor_is_not_copied() -> None:

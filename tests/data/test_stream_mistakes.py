@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,21 @@ def test_streams_that_end() -> None:
     short.restore({"position": [0, 5], "batch": 4}, 5)
     with pytest.raises(UsageError, match="epoch 0 has fewer than the 5 batches after which the checkpoint was saved"):
         next(short)
+
+
+def test_a_stream_that_waits_for_ever_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partc.runtime.data.loader.STREAM_PATIENCE", 0.2)
+    come = threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield from [(X[0], 1)] * 9
+        come.wait(60)
+
+    begun = time.monotonic()
+    with open_loader(Spec(), sharded(1), 0, 4, source=source) as loader:
+        next(loader)
+    assert time.monotonic() - begun < 30
+    come.set()
 
 
 def test_code_that_raises() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from threading import Lock
 from typing import Any, TypeAlias
@@ -44,7 +45,7 @@ class LoaderStream:
     """The batches of a loader. `span`: which records of a batch this rank needs; None where it reads none, or a batch is read as one."""
 
     def __init__(self, found: UserSource, batch: int | None, seed: int, drop_last: bool, span: Span | None) -> None:
-        self._where, self._seed = found.where, seed
+        self._where, self._seed_of_plan = found.where, seed
         loader = self._loader = found.value
         sampler = loader.batch_sampler
         refuse_own_shards(loader, found.where)
@@ -94,10 +95,10 @@ class LoaderStream:
         """The batches of an epoch but for the first `skip`."""
         left = skip
         if self._rows is not None:
-            self._rows.begin(skip)
+            self._rows.begin(skip, partial(self._seed, epoch, 1))
             left = 0
         with _DRAWING:
-            self._draw(epoch)
+            self._begin(epoch)
             if state is not None:
                 with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
                     self._loader.load_state_dict(restored(state))
@@ -116,10 +117,6 @@ class LoaderStream:
 
     def _by_columns(self, rows: _OwnRows) -> Iterator[object]:
         """The batches of a dataset of tensors, each by one indexing of whole tensors: what torch stacks of single records."""
-        torch = sys.modules["torch"]
-        torch.empty((), dtype=torch.int64).random_(
-            generator=self._loader.generator
-        )  # as torch draws it for its workers
         for indices in rows:
             yield tuple(column.take(np.asarray(indices, np.int64)) for column in self._columns)
 
@@ -142,13 +139,21 @@ class LoaderStream:
         size = _length(value)
         return StreamBatch(value, size, size, state=state)
 
-    def _draw(self, epoch: int) -> None:
-        """Makes what is random in an epoch depend on nothing but its number."""
+    def _seed(self, epoch: int, drawn: int = 0) -> None:
+        """Makes what is random in an epoch depend on nothing but its number; `drawn` numbers of it have been drawn already.
+
+        torch draws one for its workers before the order, but not again where they stay from epoch to epoch.
+        """
         torch = sys.modules.get("torch")
         if torch is not None and not self._has_own:
-            torch.manual_seed(self._seed + epoch)
+            torch.manual_seed(self._seed_of_plan + epoch)
         for generator, seed in self._seeds:
             generator.manual_seed(seed + epoch)
+        if torch is not None and drawn:
+            torch.empty(drawn, dtype=torch.int64).random_(generator=getattr(self._loader, "generator", None))
+
+    def _begin(self, epoch: int) -> None:
+        self._seed(epoch)
         for one in self._told_epochs:
             if one is not None and hasattr(one, "set_epoch"):
                 with user_code(self._where, f"beginning epoch {epoch}"):
@@ -158,21 +163,27 @@ class LoaderStream:
 _END = object()
 
 
+def _nothing() -> None:
+    """Nothing is random before an epoch has begun."""
+
+
 class _OwnRows:
     """A batch sampler without the batches that are skipped, and of the others with the indices of the records that a rank needs."""
 
     def __init__(self, sampler: Any, batch: int, batches: int | None, span: Span | None) -> None:
         self.sampler, self._span = sampler, span
         self._batch, self._batches = batch, batches
-        self._skip = 0
+        self._skip, self._seed = 0, _nothing
         self.sizes: deque[tuple[int, int, int]] = deque()
         """The records of the batches that are under way, how many of them are loaded, and from which one on."""
 
-    def begin(self, skip: int) -> None:
-        self._skip = skip
+    def begin(self, skip: int, seed: Callable[[], None]) -> None:
+        """How many batches the next iteration skips, and what it calls before the order is drawn."""
+        self._skip, self._seed = skip, seed
         self.sizes.clear()
 
     def __iter__(self) -> Iterator[Sequence[int]]:
+        self._seed()
         for number, indices in enumerate(islice(self.sampler, self._batches)):
             if number < self._skip:
                 continue
