@@ -84,6 +84,7 @@ OF_TRAINING = {
         "plan.yaml:5: 'train.clip'",
         "help: write clip: {norm: 1.5}, the largest global norm, or {value: 1.5}",
     ],
+    "metrics: [accuracy, {type: top_k, k: 3}]": ["a list of metrics has names alone", "write {top_k: {...}}"],
     "clip: yes": ["'train.clip'", "help: write clip: {norm: 1.0}"],
     "checkpoint: here": ["'train.checkpoint'", "help: write checkpoint: {folder: checkpoints, every: 100}"],
     "batch: 8\n  accumulate: 3": [

@@ -185,6 +185,10 @@ def _named(value: object) -> object:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list):
+        if options := next((one for one in value if isinstance(one, dict | list)), None):
+            kind = options.get("type", "accuracy") if isinstance(options, dict) else "accuracy"
+            remedy = f"metrics with options are a mapping: write {{{kind}: {{...}}}}"
+            raise Refused("a list of metrics has names alone", help=remedy)
         value = {str(one): {"type": one} for one in value}
     if not isinstance(value, dict):
         raise Refused("metrics are a list of names, or a mapping from names to options", help="write [accuracy]")
