@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("compiler/README.md", "runtime/README.md", "CONTRIBUTING.md", "README.md")
-EXAMPLES = {"layers.py", "model.py", "records.py", "watch.py"}
+EXAMPLES = {"layers.py", "loader.py", "model.py", "records.py", "watch.py"}
 """Files of a user, which examples name; so are those before a line or a function, `resize.py:to_32`."""
 NAME = re.compile(r"(?<![\w./*~-])(?:[\w*]+/)*[a-z_*][\w*]*\.py\b(?!/|:\w)")
 DIFF = re.compile(r"^```diff$.*?^```$", re.M | re.S)

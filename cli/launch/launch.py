@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -49,16 +50,20 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         program = [sys.executable, "-P", "-m", "partc.cli.job.rank", given.dumps()]
         command = command_line(launcher, manifest.ranks, hosts, extra, program)
         console.detail(shlex.join(command))
+        local = hosts.file is None and hosts.names is None
+        here = local and not any(name in os.environ for name in _ALLOCATED)
 
         def tick() -> None:
-            if (number := signals.passed) and (pids := [pid for pid in run_dir.pids() if pid]):
+            pids = [pid for pid in run_dir.pids() if pid] if signals.passed else []
+            if (number := signals.passed) and (pids or here):
                 signals.passed = 0
-                if min((step for step, _ in run_dir.board()), default=0) < 1:
+                if not pids or min((step for step, _ in run_dir.board()), default=0) < 1:
                     signals.noted.append(number)  # before the first step there is nothing to save
                     pids = []
                 for pid in pids:
                     with contextlib.suppress(OSError):
                         os.kill(pid, number)
+                        os.kill(pid, signal.SIGCONT)  # one that is stopped has to run to save
             if job.training is not None:
                 if latest := read_progress(run_dir.folder / PROGRESS):
                     bar.show(*latest)
@@ -72,9 +77,7 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
 
         try:
             before = bar.close if job.training is not None else progress.close
-            local = hosts.file is None and hosts.names is None
             environment = launch_environment(launcher, run_dir.folder if local else None, run_dir.memory)
-            here = local and not any(name in os.environ for name in _ALLOCATED)
             return supervise(command, environment, run_dir, where, tick, before, signals, job.stall, here)
         finally:
             bar.close()

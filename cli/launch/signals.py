@@ -36,6 +36,11 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     @property
+    def asked(self) -> bool:
+        """Whether the ranks were asked to save and end, or are to be."""
+        return bool(self._asked)
+
+    @property
     def exit_code(self) -> int | None:
         """The exit code that the first signal asks for; None where none has come."""
         return 128 + self.noted[0] if self.noted else None

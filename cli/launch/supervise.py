@@ -116,6 +116,9 @@ def supervise(
         while process.poll() is None and not signals.noted:
             tick()
             stopped.look(process.pid, run_dir.pids())
+            if signals.asked:
+                with contextlib.suppress(OSError):  # a stopped launcher, too, has to run for its ranks to end
+                    process.send_signal(signal.SIGCONT)
             if heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE:
                 break
             time.sleep(_POLL)

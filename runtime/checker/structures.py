@@ -108,7 +108,7 @@ def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
     """The program without the nodes that a program before it had, over operands of these types; `known`, to which its own are added.
 
     What they make is an input then. A node stays where it reads integers, which may be a shape, that another one of the program makes,
-    and with it what makes such integers.
+    and with it what makes such integers, or a value of unknown shape, which no input has.
     """
     ports = _declared(model)
     types = {name: port.SerializeToString() for name, port in ports.items()}
@@ -131,7 +131,7 @@ def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
     for at, node in reversed([*enumerate(model.graph.node)]):
         if at in new or not numbers.isdisjoint(node.output):
             new.add(at)
-            numbers.update(name for name in reads(node) if _is_integer(ports.get(name)))
+            numbers.update(name for name in reads(node) if _is_integer(ports.get(name)) or not _has_shape(ports[name]))
     kept = [node for at, node in enumerate(model.graph.node) if at in new]
     rest = ModelProto()
     rest.CopyFrom(model)
@@ -151,6 +151,10 @@ def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
 def _is_integer(port: ValueInfoProto | None) -> bool:
     """Whether a value is of integers, or may be."""
     return port is None or port.type.tensor_type.elem_type in (TensorProto.INT32, TensorProto.INT64)
+
+
+def _has_shape(port: ValueInfoProto) -> bool:
+    return bool(port.type.HasField("tensor_type") and port.type.tensor_type.HasField("shape"))
 
 
 def _unlike(model: ModelProto) -> list[NodeProto]:

@@ -32,8 +32,12 @@ class Evaluation:
             return self._whole
         return self._streamed
 
+    @property
+    def programs(self) -> list[Program]:
+        """Those that are there."""
+        return [program for program in (self._whole, self._streamed) if program is not None]
+
     def release(self) -> None:
         """Gives back what the programs hold."""
-        for program in (self._whole, self._streamed):
-            if program is not None:
-                program.release()
+        for program in self.programs:
+            program.release()

@@ -18,6 +18,10 @@ CASES = [
     Case("run", 3, "stepping", Act("SIGKILL", "launcher")),
     Case("train", 2, "stepping", Act("os._exit", "user", 1), 0.3),
     Case("pipeline", 2, "stepping", Act("SIGKILL", "rank", 1), 0.1),
+    Case("train", 2, "starting", Act("SIGSTOP", "launcher")),  # before a rank has begun; then SIGTERM to partc
+    Case(
+        "train", 2, "stepping", Act("SIGSTOP", "launcher"), 0.2
+    ),  # then SIGTERM: the ranks save and end, the launcher cannot
 ]
 
 

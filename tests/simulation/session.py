@@ -324,7 +324,7 @@ def piece(array: np.ndarray, box: Any) -> np.ndarray:
 def _programs(end: Program | Trainer) -> list[Program]:
     if isinstance(end, Program):
         return [end]
-    return [end.program, *([end._evaluation] if end._evaluation is not None else [])]
+    return [end.program, *(end._evaluation.programs if end._evaluation is not None else [])]
 
 
 def _given(end: Program | Trainer, step: Mapping[str, Any]) -> dict[str, Any]:
