@@ -118,17 +118,17 @@ def _failures_are_not_told(session: Session, patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_agreement_on_one_rank(session: Session, patch: pytest.MonkeyPatch) -> None:
-    tell, bind = Binder.tell, Binder.bind
+    announce, bind = Binder.announce, Binder.bind
 
     def alone(self: Binder, inputs: Any, agreements: Any, *rest: Any) -> Any:
         own = SimpleNamespace(begin=lambda vector: lambda: vector)
-        return tell(self, inputs, own if self.rank == 1 else agreements, *rest)
+        return announce(self, inputs, own if self.rank == 1 else agreements, *rest)
 
     def bound(self: Binder, *rest: Any) -> Any:
         bindings, values = bind(self, *rest)
         return {"B": 3, **bindings}, values
 
-    patch.setattr(Binder, "tell", alone)
+    patch.setattr(Binder, "announce", alone)
     patch.setattr(Binder, "bind", bound)
 
 
