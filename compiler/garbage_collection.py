@@ -1,8 +1,7 @@
 """When Python's garbage collector looks for reference cycles: not while a program is compiled, nor while modules are imported for it.
 
 Both make objects that live until the end, and few cycles. The collector would look through all of them again and again, and
-free next to nothing. Behind the block they are of the oldest generation, as what has survived many collections: in the youngest one the
-next allocation would have them all looked through.
+free next to nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,4 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():  # else an application has frozen objects of its own, which stay so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()

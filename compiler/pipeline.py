@@ -274,6 +274,7 @@ def compile_model(
         return _compiled(source, model, chosen, plan, out, options, watch)
 
 
+@uncollected()
 def _compiled(
     source: Source, model: Path, chosen: Plan | None, plan: Path | None, out: Path, options: Options, watch: Watch
 ) -> Report:

@@ -36,7 +36,7 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the ranks were asked to save and end, or are to be."""
         return bool(self._asked)
 

@@ -116,7 +116,7 @@ def supervise(
         while process.poll() is None and not signals.noted:
             tick()
             stopped.look(process.pid, run_dir.pids())
-            if signals.asked:
+            if signals.is_requested:
                 with contextlib.suppress(OSError):  # a stopped launcher, too, has to run for its ranks to end
                     process.send_signal(signal.SIGCONT)
             if heard.failed_at is not None and time.monotonic() - heard.failed_at > _PATIENCE:
