@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
 import tarfile
 import warnings
 from collections.abc import Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,21 @@ def test_what_was_stopped_goes_on_on_other_ranks(kind: str) -> None:
             assert f"skips its first {inside * BATCH} records" in said[0]
         for loader in then:
             loader.close()
+
+
+def test_workers_that_stay_end_with_the_last_reader() -> None:
+    """Not with a cycle that the garbage collector finds some day: torch then waits 5 seconds for each of them."""
+    before = {one.pid for one in active_children()}
+    gc.disable()
+    try:
+        (reader,) = opened(SOURCES["persistent"], 1, depth=2)
+        run([reader], 4)
+        assert {one.pid for one in active_children()} > before
+        reader.close()
+        del reader
+        assert {one.pid for one in active_children()} <= before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["single", "loader", "collated", "iterable_loader", "records", "arrow_stream"])

@@ -93,10 +93,19 @@ class LoaderStream:
 
     def epoch(self, epoch: int, skip: int, state: JsonValue) -> Iterator[StreamBatch]:
         """The batches of an epoch but for the first `skip`."""
-        left = skip
-        if self._rows is not None:
-            self._rows.begin(skip, partial(self._seed, epoch, 1))
-            left = 0
+        if self._rows is None:
+            yield from self._epoch(epoch, skip, skip, state)
+            return
+        self._rows.begin(skip, partial(self._seed, epoch, 1))
+        try:
+            yield from self._epoch(epoch, skip, 0, state)
+        finally:
+            # The sampler no longer refers to this stream, so that the loader goes with its last reader: of a cycle that the garbage
+            # collector finds, torch's end of workers that stay waits 5 seconds for each.
+            self._rows.begin(0, _nothing)
+
+    def _epoch(self, epoch: int, skip: int, left: int, state: JsonValue) -> Iterator[StreamBatch]:
+        """The batches of an epoch behind `skip`, of which the loader still gives `left`."""
         with _DRAWING:
             self._begin(epoch)
             if state is not None:
