@@ -1,7 +1,7 @@
 """The programs that evaluate: of a batch of any size, and, where stages run microbatches, of one that these divide.
 
-Both give the same numbers of a batch. The second one runs its stages at the same time, so it takes each batch that it can: usually all but
-the last one, which has the records that are left.
+Both give the same numbers of a batch, up to the rounding of sums over microbatches. The second one runs its stages at the same time, so it
+takes each batch that it can: usually all but the last one, which has the records that are left.
 """
 
 from __future__ import annotations

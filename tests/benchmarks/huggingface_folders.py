@@ -9,13 +9,12 @@ each layer (three for a decoder's with attention to an encoder), and one for eac
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import transformers as hf
-from through_commands import through_the_commands, told
+from through_commands import both_ways
 
 LAYERS = 2
 DECODER = {
@@ -60,29 +59,17 @@ ZOO: Mapping[str, Callable[[], hf.PreTrainedModel]] = {
 IDEAL = dict.fromkeys(ZOO, 2 * LAYERS + 1) | {"t5": 5 * LAYERS + 2, "vit": 2 * LAYERS, "whisper": 5 * LAYERS + 2}
 
 
+def made(name: str, folder: Path) -> str:
+    """The folder of a model with random weights."""
+    torch.manual_seed(0)
+    ZOO[name]().eval().save_pretrained(folder / name)
+    return name
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(ZOO))
-    failed = []
-    rows = []
-    for name in parser.parse_args().models.split(","):
-        print(name, flush=True)
-        torch.manual_seed(0)
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            ZOO[name]().eval().save_pretrained(folder / name)
-            try:
-                sent, spent = through_the_commands(name, folder)
-                _, export = told(f"partc export {name} -o {name}.onnx", folder)
-                again, later = through_the_commands(f"{name}.onnx", folder)
-            except RuntimeError as error:
-                failed.append(f"{name}: {error}")
-                continue
-        if sent != again or f"{IDEAL[name]} AllReduce" not in sent:
-            failed.append(f"{name}: sends {sent}; from its file {again}; ideal are {IDEAL[name]} AllReduce")
-        rows.append(f"{name:8} {spent:6.1f} s from the folder   {export:6.1f} s export, then {later:6.1f} s   {sent}")
-    print("\n".join(["", *rows, *failed]))
-    return bool(failed)
+    return both_ways(parser.parse_args().models.split(","), made, IDEAL)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -34,3 +36,29 @@ def through_the_commands(model: str, folder: Path) -> tuple[str, float]:
     spent = sum(told(command, folder)[1] for command in commands)
     (sent,) = re.findall(r"^# Communication in a step: (.*)\.$", (folder / plan).read_text(), re.MULTILINE)
     return sent, spent
+
+
+def both_ways(models: Sequence[str], made: Callable[[str, Path], str], collectives: Mapping[str, int]) -> int:
+    """Takes models through the commands as `made` writes them, and as `partc export` does; the exit code.
+
+    Prints a row for each. Failed has one that sends another number of AllReduce than its `collectives`, or another way from its file.
+    """
+    failed = []
+    rows = []
+    for name in models:
+        print(name, flush=True)
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            model = made(name, folder)
+            try:
+                sent, spent = through_the_commands(model, folder)
+                _, export = told(f"partc export {model} -o {name}.onnx", folder)
+                again, later = through_the_commands(f"{name}.onnx", folder)
+            except RuntimeError as error:
+                failed.append(f"{name}: {error}")
+                continue
+        if sent != again or f"{collectives[name]} AllReduce" not in sent:
+            failed.append(f"{name}: sends {sent}; from its file {again}; expected are {collectives[name]} AllReduce")
+        rows.append(f"{name:8} {spent:6.1f} s as it is   {export:6.1f} s export, then {later:6.1f} s   {sent}")
+    print("\n".join(["", *rows, *failed]))
+    return bool(failed)

@@ -9,10 +9,9 @@ An AllReduce is one for each two products of which ranks share the first one's o
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
-from through_commands import through_the_commands, told
+from through_commands import both_ways
 
 MODEL = """import sys
 
@@ -38,36 +37,24 @@ OPERATORS = (
     "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward",
 )  # fmt: skip
 ZOO = {
-    "resnet50": ("torchvision.models.resnet50(weights=None)", 20),
-    "convnext": ("torchvision.models.convnext_tiny(weights=None)", 18),
-    "vit": ('timm.create_model("vit_small_patch16_224", pretrained=False)', 24),
+    "resnet50": "torchvision.models.resnet50(weights=None)",
+    "convnext": "torchvision.models.convnext_tiny(weights=None)",
+    "vit": 'timm.create_model("vit_small_patch16_224", pretrained=False)',
 }
-"""By name a model as Python makes it, and the AllReduce of a step."""
+COLLECTIVES = {"resnet50": 20, "convnext": 18, "vit": 24}
+"""The AllReduce of a step."""
+
+
+def made(name: str, folder: Path) -> str:
+    """The file of a model with random weights."""
+    (folder / f"{name}.py").write_text(MODEL.format(model=ZOO[name], operators=OPERATORS))
+    return f"{name}.py"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(ZOO))
-    failed = []
-    rows = []
-    for name in parser.parse_args().models.split(","):
-        print(name, flush=True)
-        code, collectives = ZOO[name]
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            (folder / f"{name}.py").write_text(MODEL.format(model=code, operators=OPERATORS))
-            try:
-                sent, spent = through_the_commands(f"{name}.py", folder)
-                _, export = told(f"partc export {name}.py -o {name}.onnx", folder)
-                again, later = through_the_commands(f"{name}.onnx", folder)
-            except RuntimeError as error:
-                failed.append(f"{name}: {error}")
-                continue
-        if sent != again or f"{collectives} AllReduce" not in sent:
-            failed.append(f"{name}: sends {sent}; from its file {again}; known are {collectives} AllReduce")
-        rows.append(f"{name:8} {spent:6.1f} s as torch's   {export:6.1f} s export, then {later:6.1f} s   {sent}")
-    print("\n".join(["", *rows, *failed]))
-    return bool(failed)
+    return both_ways(parser.parse_args().models.split(","), made, COLLECTIVES)
 
 
 if __name__ == "__main__":
