@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
@@ -32,10 +32,6 @@ INLINE_BYTES = 128
 _PAGE = 4096
 _READING = threading.Lock()
 _CHUNK = 1 << 20
-
-
-class _Digest(Protocol):
-    def update(self, data: memoryview, /) -> None: ...
 
 
 Stored = tuple[str | None, int, tuple[int, ...], tuple[int, ...]]
@@ -91,16 +87,16 @@ def _write_file(
     prefix = header_bytes(rows, {name: text for name, _, text in ordered}, _PAGE)
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256(prefix)
+    sums = _Sums(prefix)
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
         for _, tensor, _ in ordered:
             if isinstance(tensor, ir.ExternalTensor):
-                hashed = hasher.submit(_hash_range, digest, tensor)
+                hashed = hasher.submit(_sum_range, sums, tensor)
                 _copy_range(tensor, out)
             else:
                 data = _bytes_of(tensor)
-                hashed = hasher.submit(digest.update, data)
+                hashed = hasher.submit(sums.update, data)
                 _write_all(out, data)
             hashed.result()
     locations: dict[str, Location] = {}
@@ -108,7 +104,7 @@ def _write_file(
     for name, tensor, _ in ordered:
         locations[name] = Location(file, end, tensor.nbytes)
         end += tensor.nbytes
-    return FileRecord(bytes=end, sha256=digest.hexdigest()), locations
+    return FileRecord(bytes=end, sha256=sums.sha256.hexdigest(), crc32=f"{sums.crc32:08x}"), locations
 
 
 def _in_format(tensor: ir.TensorProtocol) -> tuple[str, Sequence[int]]:
@@ -126,8 +122,20 @@ def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
     return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
 
 
-def _hash_range(digest: _Digest, tensor: ir.ExternalTensor) -> None:
-    """Reads the tensor's bytes through one small buffer, which stays in the cache, and hashes them."""
+class _Sums:
+    """The checksums of a file while it is written."""
+
+    def __init__(self, begin: bytes) -> None:
+        self.sha256 = hashlib.sha256(begin)
+        self.crc32 = zlib.crc32(begin)
+
+    def update(self, data: memoryview) -> None:
+        self.sha256.update(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+
+
+def _sum_range(sums: _Sums, tensor: ir.ExternalTensor) -> None:
+    """Reads the tensor's bytes through one small buffer, which stays in the cache, and adds them to the sums."""
     buffer = memoryview(bytearray(_CHUNK))
     left = tensor.nbytes
     with open_regular(tensor.path) as file:
@@ -136,7 +144,7 @@ def _hash_range(digest: _Digest, tensor: ir.ExternalTensor) -> None:
             count = file.readinto(buffer[: min(left, _CHUNK)])
             if not count:
                 raise EOFError(f"'{tensor.path}' was cut short while it was read")
-            digest.update(buffer[:count])
+            sums.update(buffer[:count])
             left -= count
 
 

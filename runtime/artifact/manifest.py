@@ -1,8 +1,9 @@
 """Opening an artifact: the manifest, and the proof that the files a rank needs are those that the compiler wrote.
 
-Nothing is believed: the manifest is held against its schema, every needed file against its recorded size and SHA-256, every path
-of external data against the folder (links resolved) and every region against its file. With `trust` the contents are not hashed;
-sizes and paths are checked all the same.
+Nothing is believed: the manifest is held against its schema, every needed file against its recorded size and checksum, every path
+of external data against the folder (links resolved) and every region against its file. The checksum of weights is CRC-32, which finds
+damage in a third of the time of SHA-256; all else, and everything in `partc check`, is compared by SHA-256. With `trust` the contents
+are not read for this; sizes and paths are checked all the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import hashlib
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,6 +40,7 @@ _LINE_END = re.compile(
 )
 """A line end inside of a text of JSON, where it can only be an escape, or one of those that JSON takes as they are."""
 _SHOWN = 32
+_CHUNK = 1 << 18
 _TOLD = 20
 _AGAIN = "help: compile again, or copy the whole folder again"
 
@@ -137,8 +140,12 @@ class Artifact:
             yield f"{file}: {why}"
         elif (size := file.stat().st_size) != record.bytes:
             yield f"{file}: has {size} bytes, the manifest says {record.bytes}"
-        elif not self.trust and (found := sha256(file)) != record.sha256:
-            yield f"{file}: was changed: its SHA-256 begins with {found[:12]}, the manifest says {record.sha256[:12]}"
+        elif not self.trust:
+            kind, wanted, sum_of = (
+                ("CRC-32", record.crc32, crc32) if record.crc32 else ("SHA-256", record.sha256, sha256)
+            )
+            if (found := sum_of(file)) != wanted:
+                yield f"{file}: was changed: its {kind} is {found[:12]}, the manifest says {wanted[:12]}"
 
 
 def open_artifact(folder: str | Path, *, rank: int | None = None, trust: bool = False, program: str = "") -> Artifact:
@@ -157,6 +164,15 @@ def sha256(file: Path) -> str:
     """The SHA-256 of a file's contents, in hexadecimal."""
     with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def crc32(file: Path) -> str:
+    """The CRC-32 of a file's contents, in hexadecimal; read through one small buffer, which stays in the cache."""
+    found, buffer = 0, memoryview(bytearray(_CHUNK))
+    with open_regular(file) as stream:
+        while count := stream.readinto(buffer):
+            found = zlib.crc32(buffer[:count], found)
+    return f"{found:08x}"
 
 
 def stamp(folder: Path) -> tuple[int, ...] | None:

@@ -115,7 +115,7 @@ def test_missing_truncated_and_changed_files(folder: Path) -> None:
     assert refusal(folder) == f"build/{WEIGHTS}: has {len(data) - 1} bytes, the manifest says {len(data)}"
     assert refusal(folder, trust=True) == f"build/{WEIGHTS}: has {len(data) - 1} bytes, the manifest says {len(data)}"
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert refusal(folder).startswith(f"build/{WEIGHTS}: was changed: its SHA-256 begins with ")
+    assert refusal(folder).startswith(f"build/{WEIGHTS}: was changed: its SHA-256 is ")
     open_artifact(folder, rank=0, trust=True)
     weights.unlink()
     assert refusal(folder) == f"build/{WEIGHTS}: is missing"
