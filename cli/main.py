@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": "Compare the compiled model with the unsharded model.",
     "check": "Check an artifact from its files alone.",
     "inspect": "Show nodes, memory and communication of each rank.",
+    "diff": "Show what changed between two artifacts.",
     "simulate": "Show the time and memory of a pipeline schedule.",
     "profile": "Show where the time of a trace went.",
     "plan": "Write a starting plan for a model.",

@@ -1,0 +1,165 @@
+"""The command `partc diff`: what changed between two artifacts, for a review by people or in CI."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from partc.cli.commands.run import parse_sizes
+from partc.cli.output import console
+from partc.cli.output.table import Table, show_tables
+from partc.runtime.units import count, size_text
+
+if TYPE_CHECKING:
+    from partc.cli.difference.compare import Change, Difference, Measured
+    from partc.cli.difference.threshold import Threshold
+    from partc.runtime.artifact.manifest import Artifact
+
+_SHOWN = 20
+_TITLES = {
+    "placement": "where nodes run",
+    "layouts": "how nodes are cut",
+    "shards": "what ranks hold of weights",
+    "communication": "what travels",
+}
+
+
+def _thresholds(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> list[Threshold]:
+    from partc.cli.difference.threshold import parse_threshold
+
+    found, problems = [], []
+    for text in given:
+        try:
+            found.append(parse_threshold(text))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise click.BadParameter("\n  ".join(problems))
+    return found
+
+
+@click.command()
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
+@click.option(
+    "--fail-if",
+    "thresholds",
+    multiple=True,
+    metavar="NAME>AMOUNT",
+    callback=_thresholds,
+    help="End with 1 where a measure grew by more, such as bytes>5%, memory>100MB or placement>0; may be repeated.",
+)
+@click.option("--all", "all_rows", is_flag=True, help="Show every change, not the first 20 of a kind.")
+def command(
+    first: Path, second: Path, given: Mapping[str, int], thresholds: Sequence[Threshold], all_rows: bool
+) -> int:
+    """Show what changed from the artifact in FIRST to the one in SECOND: placement, layouts, shards of weights, communication, memory.
+
+    Both are compared at the same sizes. Changes that differ in the numbers of their names alone are one row. Measures for --fail-if are
+    messages, bytes, memory and weights, in percent or absolute; of placement, layouts, shards and communication the number of changes
+    counts. Exit code 1 where a threshold is exceeded.
+
+    \b
+    partc diff main/build build
+    partc diff main/build build --fail-if 'bytes>5%' --fail-if 'placement>0'
+    """
+    from partc.cli.difference.compare import difference
+    from partc.cli.difference.facts import Facts, facts_of
+    from partc.cli.difference.threshold import exceeded
+    from partc.runtime.artifact.manifest import open_artifact
+
+    old, new = open_artifact(first, trust=True), open_artifact(second, trust=True)
+    sizes = _sizes(old, new, given)
+    found, unknown = [], 0
+    for name in dict.fromkeys([*old.programs, *new.programs]):
+        facts = [facts_of(one.beside(name), sizes) if name in one.programs else Facts() for one in (old, new)]
+        found.append(difference(name, *facts))
+        unknown += max(one.unknown for one in facts)
+    beyond = exceeded(thresholds, found)
+    console.result(
+        {
+            "ok": not beyond,
+            "first": str(first),
+            "second": str(second),
+            "sizes": dict(sizes),
+            "ranks": [old.manifest.ranks, new.manifest.ranks],
+            "programs": {
+                one.program: {
+                    "measures": {row.name: {"before": row.before, "after": row.after} for row in one.measures},
+                    "changes": [dataclasses.asdict(change) for change in one.changes],
+                }
+                for one in found
+            },
+            "exceeded": beyond,
+        }
+    )
+    if old.manifest.ranks != new.manifest.ranks:
+        console.echo(f"ranks: {old.manifest.ranks} became {new.manifest.ranks}\n")
+    for one in found:
+        if len(found) > 1:
+            console.echo(f"program {one.program}")
+        if one.changes or any(row.grown for row in one.measures):
+            show_tables(_tables(one, None if all_rows else _SHOWN))
+        else:
+            console.echo("nothing is placed, cut or sent otherwise, and no measure differs")
+        console.echo()
+    if sizes:
+        console.echo(f"sizes are for {', '.join(f'{name}={size}' for name, size in sizes.items())}; --set changes them")
+    if unknown:
+        console.echo(f"without {count(unknown, 'value')} whose size is known only at run time")
+    for text in beyond:
+        console.echo(f"exceeded: {text}", err=True)
+    return 1 if beyond else 0
+
+
+def _sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict[str, int]:
+    """The sizes at which both are compared: those given, else the first artifact's typical ones; UsageError where either forbids one."""
+    from partc.cli.job.inputs import choose_sizes
+    from partc.cli.output.stats import typical_sizes
+    from partc.runtime.errors import UsageError
+
+    typical = {**typical_sizes(new.manifest), **typical_sizes(old.manifest)}
+    problems = [f"--set {name}: neither artifact has a symbol '{name}'" for name in given if name not in typical]
+    sizes = {**typical, **given}
+    for artifact in (old, new):
+        own = {name: size for name, size in sizes.items() if name in artifact.manifest.symbols}
+        problems += [f"{artifact.folder}: {text}" for text in choose_sizes(artifact.manifest.symbols, own)[1]]
+    if problems:
+        raise UsageError("\n".join([*problems, "  help: --set NAME=SIZE to a size that both artifacts allow"]))
+    return sizes
+
+
+def _tables(found: Difference, most: int | None) -> Iterator[Table]:
+    """The measures, and a table of changes for each kind that has any."""
+    from partc.cli.difference.compare import alike
+    from partc.cli.difference.facts import IN_BYTES, KINDS, MEASURES
+
+    table = Table(["measure", ">before", ">after", ">change"])
+    for one in found.measures:
+        shown = size_text if one.name in IN_BYTES else "{:,}".format
+        table.add(MEASURES[one.name], shown(one.before), shown(one.after), _change_text(one))
+    yield table
+    for kind in KINDS:
+        rows = alike(found.of(kind))
+        if not rows:
+            continue
+        left = 0 if most is None else max(len(rows) - most, 0)
+        title = f"{_TITLES[kind]}: {count(len(found.of(kind)), 'change')}"
+        table = Table(["", ">times", "name", "before", "after", "why"], title=title)
+        for change, times in rows[: len(rows) - left]:
+            table.add(_sign(change), times, change.name, change.before or "-", change.after or "-", change.why)
+        if left:
+            table.add("", "", f"and {count(left, 'row')} more, which --all shows", "", "", "")
+        yield table
+
+
+def _sign(change: Change) -> str:
+    return "+" if not change.before else "-" if not change.after else "~"
+
+
+def _change_text(one: Measured) -> str:
+    return "=" if not one.grown else "new" if not one.before else f"{one.percent:+.3g} %"
