@@ -30,6 +30,7 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import Plan, read_plan
+from partc.compiler.rewrite.caches import caches_as_state
 from partc.compiler.rewrite.counted_indices import counted_indices
 from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
@@ -43,6 +44,7 @@ from partc.compiler.sharding.values.sums import defer_all_reduce
 from partc.compiler.start import start
 from partc.compiler.targets.choose_targets import choose_targets
 from partc.compiler.targets.copies import copy_between_targets
+from partc.compiler.tasks.keep_caches import keep_caches
 from partc.compiler.tasks.localize import localize
 from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.serve import serve
@@ -61,6 +63,7 @@ Watch = Callable[[str], None]
 """A callback with the name of the pass, or other work, that begins."""
 PASSES: tuple[Pass, ...] = (
     normalize,  # the single-device model
+    caches_as_state,
     add_training,
     shapes,
     repeat_tables,
@@ -80,6 +83,7 @@ PASSES: tuple[Pass, ...] = (
     localize,  # the local view
     differentiate,
     update,
+    keep_caches,
     lower,
     pipeline,
     copy_between_targets,

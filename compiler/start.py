@@ -44,6 +44,8 @@ def start(
         plan = replace(plan, pipeline=plan.pipeline.of_forward_passes)
     model = source.model
     weights: tuple[str, ...] = ()
+    if plan.generate is not None:
+        model = source.model.clone()
     if plan.train is not None:
         from partc.compiler.training.trainable import trainable_names
 

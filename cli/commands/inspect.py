@@ -82,7 +82,7 @@ def command(
     stats = [rank_stats(artifact, one, sizes) for one in range(manifest.ranks)]
     targets = [one for k in range(manifest.ranks) for one in target_stats(unrolled(artifact.model(k)), k, sizes)]
     memory = memory_of_ranks(artifact, sizes)
-    trains = any(record.next for record in manifest.state)
+    trains = manifest.training is not None and any(record.next for record in manifest.state)
     trained = [
         training_stats(manifest, unrolled(artifact.model(one)), one, sizes) for one in range(manifest.ranks) if trains
     ]

@@ -1,14 +1,15 @@
 """The memory of each rank by target as a table: what it holds from step to step, and what a step takes beside that.
 
 weights             what is read there, and parameters and statistics that lie there; a weight counts on every target that reads it
-optimizer           what else is kept from step to step and lies there
+optimizer           what else a training keeps from step to step and lies there
+caches              keys and values of tokens, which a decoder keeps there
 inputs, outputs     those of two steps, in a training with the batches that are read ahead
 between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that the runtime asks for
 inside segments     what onnxruntime takes for values and kernels inside of them
 sessions            what onnxruntime and the runtime hold of each session and node
 evaluation          the last three of the program that evaluates a training
 loading             what onnxruntime needs to lay out the weights of convolutions, before the first step
-peak memory         weights, optimizer and sessions with the rest of a step, or with loading where that is more
+peak memory         weights, optimizer, caches and sessions with the rest of a step, or with loading where that is more
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def memory_table(memory: Sequence[RankMemory]) -> Table:
     columns = {
         "weights": [target.weights + target.parameters for _, target in rows],
         "optimizer": [target.optimizer for _, target in rows],
+        "caches": [target.caches for _, target in rows],
         "inputs, outputs": [target.inputs_outputs for _, target in rows],
         "between segments": [target.between for _, target in rows],
         "inside segments": [target.inside for _, target in rows],

@@ -16,6 +16,7 @@ from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
     BYTES,
+    CACHE,
     DOMAIN,
     OPTIMIZER,
     PHASE,
@@ -50,7 +51,7 @@ class TrainingStats:
 
 def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     """By kind the bytes of what a rank keeps from step to step."""
-    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0}
+    found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0, CACHE: 0}
     for record in manifest.state:
         dtype = dense(record.type)
         if rank in record.ranks and dtype is not None:

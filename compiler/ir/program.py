@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from partc.compiler.plan.rules import Plan
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
+    from partc.runtime.artifact.generation import GenerationRecord
 
 _OF_THE_MODEL = ("parameter", "statistics")
 Phase = TypeVar("Phase", bound="Loaded")
@@ -55,6 +56,10 @@ class Loaded:
     kind: ProgramKind = ProgramKind.STEP
     trainable: tuple[str, ...] = ()
     strict: bool = False
+    caches: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
+    """By cache that ranks keep what takes its place after a step, where the plan generates."""
+    generation: GenerationRecord | None = None
+    """What makes the tokens of such a plan."""
     beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
     """The plan's other programs that are there by now, over whose tensors this one is."""
     warnings: tuple[str, ...] = ()

@@ -289,7 +289,7 @@ class State:
     version: ShardedValue
     next: Value | None
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
+    kind: Literal["parameter", "optimizer", "statistics", "gradient", "scale", "cache"]
     parameter: str = ""
     initial: float | Law = 0.0
     target: str = ""

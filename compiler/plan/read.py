@@ -113,6 +113,7 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         train=train,
         pipeline=pipeline,
         precision=entries.precision.placed(where) if entries.precision else None,
+        generate=entries.generate.placed(where) if entries.generate else None,
         target=tuple(
             TargetRule(pattern, target, where("target", pattern)) for pattern, target in entries.target.items()
         ),

@@ -17,6 +17,7 @@ from partc.compiler.plan.groups import Axes, axes_of, spanned, workers_of
 from partc.compiler.plan.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
+    from partc.compiler.plan.generate import GenerateRules
     from partc.compiler.plan.pipeline import PipelineRules
     from partc.compiler.plan.precision import PrecisionRules
     from partc.compiler.plan.target import TargetRule
@@ -173,6 +174,7 @@ class Plan(RankRules):
     pipeline: PipelineRules | None = None
     precision: PrecisionRules | None = None
     target: tuple[TargetRule, ...] = ()
+    generate: GenerateRules | None = None
 
     @staticmethod
     def whole() -> Plan:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from partc.compiler.dims.symbol import LARGEST, Symbol
 from partc.compiler.plan.dataset import DatasetEntry, DatasetForm
+from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checked_roles, placed, rank_of, ranks_of
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
@@ -270,6 +271,11 @@ class PlanEntries(DataEntries):
     precision: Annotated[PrecisionRules | None, Remedy(_precision)] = Field(
         None, description="Computation in 16 bits, with weights and sums in float32."
     )
+    generate: Annotated[GenerateRules | None, Remedy("write generate: {slots: 8, length: 4096}")] = Field(
+        None,
+        description="A decoder with past and present keeps its caches from step to step: the plan then compiles to a program that makes "
+        "tokens.",
+    )
     pipeline: Annotated[PipelineEntry | None, Remedy("write pipeline: {microbatches: 4}")] = Field(
         None,
         description="A batch runs as microbatches through the stages that the placement makes, in training and without it.",
@@ -294,6 +300,10 @@ class PlanEntries(DataEntries):
         if self.pipeline is not None and self.pipeline.statistics is not None and self.train is None:
             law = "without training a normalization takes its running statistics"
             raise Refused("'statistics' without 'train'", law, "leave out 'statistics'", "pipeline")
+        for key, other in (("train", self.train), ("pipeline", self.pipeline)):
+            if self.generate is not None and other is not None:
+                law = "a program that makes tokens neither learns nor runs microbatches"
+                raise Refused(f"'generate' beside '{key}'", law, f"leave out '{key}', or 'generate'", "generate")
         scale = self.precision.scale if self.precision is not None else None
         if self.train is not None and scale is not None and scale.dynamic:
             said = self.train.on_nonfinite

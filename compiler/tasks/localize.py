@@ -46,6 +46,8 @@ def localize(program: Targeted) -> Localized:
     for value in graph.initializers.values():
         for home in versions.defs.get(value, ()):
             comm.declare(home, comm.values.at[home])
+            if value in program.caches:  # ranks keep it (`keep_caches`)
+                continue
             for place, ranks in home.holders:  # ranks with the same shard share one record
                 job.weights.add(ranks, comm.values.at[home], RankTensor(comm.values.at[home], home, place))
     done = {home for defs in versions.defs.values() for home in defs}

@@ -56,6 +56,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Literal
 
+from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
 from partc.runtime.artifact.port import Dim, Port, Shape
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
@@ -251,13 +252,12 @@ class Collective(Record):
 
 GRADIENT_NORM = "gradient_norm"
 """The output of a step that is the norm of its gradients, where the plan reports it."""
-SCALE = "scale"
-"""The kind of state that a step replaces also where it changes nothing else: the scale of the loss, and its count of steps."""
+SCALE, CACHE = "scale", "cache"
+"""Kinds of state: the scale of the loss and its count of steps, replaced also where a step changes nothing else; keys and values of tokens."""
 
 
 class TensorRecord(Record):
-    """A tensor that training keeps from step to step: a parameter, what the optimizer keeps of one, running statistics, or the scale of
-    the loss.
+    """A tensor kept from step to step: a parameter, what an optimizer keeps of one, statistics, the scale of the loss, a decoder's cache.
 
     `value` is its name in the rank files, an input there. `tensor` is its global name, which checkpoints use: `fc1.weight`,
     `fc1.weight.momentum`; a tensor that lies in several ways has a record for each. `shape` is the whole's; `ranks` hold it, whole, or
@@ -267,7 +267,7 @@ class TensorRecord(Record):
 
     value: str
     tensor: str
-    kind: Literal["parameter", "optimizer", "statistics", "scale"]
+    kind: Literal["parameter", "optimizer", "statistics", "scale", "cache"]
     type: str
     shape: list[int]
     ranks: Ranks
@@ -353,8 +353,8 @@ class ArtifactRecord(Record):
 class Manifest(ArtifactRecord):
     """The index of an artifact as one of its programs needs it: what all have in common, and what is its own.
 
-    `name` is the program's; `is_main`: whether it is the artifact's first, which has the state's first values. `groups`: by name
-    disjoint lists of ranks. `state`: what its ranks keep from step to step; `training` is there where its steps train.
+    `name` is the program's; `is_main`: whether it is the artifact's first, which has the state's first values. `groups`: by name disjoint
+    lists of ranks. `state`: what its ranks keep from step to step; `training`: of one that trains; `generation`: of one that makes tokens.
 
     Types, shapes and causes of messages stand in rank files, too: a rank reads its own file alone, and must know what the others
     send it, and reports and checks of the whole artifact need not open all files. The checker holds the two against each other.
@@ -371,6 +371,7 @@ class Manifest(ArtifactRecord):
     rank_files: Programs = []
     state: list[StateRecord] = []
     training: TrainingRecord | None = None
+    generation: GenerationRecord | None = None
 
     @property
     def prefix(self) -> str:

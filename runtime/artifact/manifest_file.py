@@ -35,6 +35,7 @@ from .format import (
     Transfer,
     inside,
 )
+from .generation import GenerationRecord
 from .ranks import Programs, Ranks
 
 _COMMON = tuple(ArtifactRecord.model_fields)
@@ -78,6 +79,7 @@ class ManifestFile(Record):
     )
     state: Annotated[list[TensorRecord], FailFast()] = Field([])
     training: TrainingRecord | None = None
+    generation: GenerationRecord | None = None
     files: dict[Annotated[str, AfterValidator(inside)], FileRecord]
     model: SourceRecord
     plan: SourceRecord | None
@@ -96,6 +98,7 @@ class ManifestFile(Record):
                 StateRecord.model_construct(**dict(one), next=following) for one, following in self._following(own.kept)
             ],
             training=self.training if is_main else None,
+            generation=self.generation if is_main else None,
             **{key: getattr(self, key) for key in _COMMON},
             **{key: getattr(own, key) for key in _OWN},
         )
@@ -130,6 +133,7 @@ class ManifestFile(Record):
                 for one in main.state
             ],
             training=main.training,
+            generation=main.generation,
             **{key: getattr(main, key) for key in _COMMON},
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from onnx import ModelProto
-from partc.runtime.artifact.format import MANIFEST, SCALE, Law, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import CACHE, MANIFEST, SCALE, Law, Manifest, Shape, StateRecord
 from partc.runtime.artifact.tensors.boxes import Region, full_region, overlap, region, remaining
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.checker.graph.declared import declared_types, type_of
@@ -171,7 +171,9 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-        elif record.kind not in ("optimizer", SCALE) and not isinstance(record.initial, Law) and manifest.is_main:
+        elif (
+            record.kind not in ("optimizer", SCALE, CACHE) and not isinstance(record.initial, Law) and manifest.is_main
+        ):
             # the other programs of an artifact run over the tensors of the main one, and have no values of their own
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN

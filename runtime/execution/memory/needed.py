@@ -3,6 +3,7 @@
     weights             what is read there; a weight counts on every target that reads it
     parameters          what is kept from step to step and lies there, statistics included, but for the next
     optimizer           the optimizer's tensors, and moving averages of parameters
+    caches              keys and values of tokens, of a decoder
     inputs, outputs     the inputs of a step and the next, in a training of those read ahead, too; outputs of a step and the last
     between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
     inside segments     what onnxruntime takes while it runs a segment: an estimate (`program/session_memory.py`)
@@ -23,7 +24,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PULL
+from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PULL
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span
 from ...artifact.manifest import Artifact
@@ -66,6 +67,7 @@ class TargetMemory:
     weights: int = 0
     parameters: int = 0
     optimizer: int = 0
+    caches: int = 0
     inputs_outputs: int = 0
     between: int = 0
     inside: int = 0
@@ -77,7 +79,7 @@ class TargetMemory:
     @property
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
-        kept = self.weights + self.parameters + self.optimizer + self.sessions
+        kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions
         return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
 
 
@@ -115,6 +117,8 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
         bytes = dtype.bytes_of(record.local_shape(rank)) if dtype is not None else 0
         if record.kind in ("parameter", "statistics"):
             one.parameters += bytes
+        elif record.kind == CACHE:
+            one.caches += bytes
         else:
             one.optimizer += bytes
         if averaged and record.kind == "parameter" and record.tensor in trained:

@@ -1,0 +1,37 @@
+"""`generate` of a plan: a decoder with past and present keeps its caches, and makes tokens.
+
+generate: {slots: 8, length: 4096, chunk: 64, stop: [2]}
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from partc.compiler.plan.placed_options import PlacedOptions
+from partc.runtime.options import Refused
+from pydantic import Field, model_validator
+
+MOST_SLOTS, MOST_TOKENS = 1 << 12, 1 << 24
+
+
+class GenerateRules(PlacedOptions):
+    """How many sequences at once, and how long."""
+
+    KEY: ClassVar[str] = "generate"
+
+    slots: int = Field(1, ge=1, le=MOST_SLOTS, description="The number of sequences that are made at once.")
+    length: int = Field(ge=2, le=MOST_TOKENS, description="The most tokens of a sequence, prompt and answer together.")
+    chunk: int = Field(
+        64,
+        ge=1,
+        le=MOST_TOKENS,
+        description="The most tokens of a prompt that one step takes; a longer prompt takes several.",
+    )
+    stop: list[int] = Field([], description="The tokens behind which a sequence ends; it has them.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerateRules:
+        if self.chunk > self.length:
+            fact = f"a chunk of {self.chunk} tokens is longer than a sequence, {self.length}"
+            raise Refused(fact, help="choose a smaller 'chunk', or a larger 'length'", key="chunk")
+        return self
