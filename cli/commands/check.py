@@ -57,7 +57,7 @@ def command(folder: Path) -> int:
         safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
         copied = f", {checked.copied:,} copied at the end of a step" if checked.copied else ""
         equal = f"; {count(checked.copies, 'replicated shard')}, proven to stay identical" if checked.copies else ""
-        console.echo(f"training: {safe}{copied}{equal}")
+        console.echo(f"{'training' if checked.trains else 'kept'}: {safe}{copied}{equal}")
     if checked.microbatches:
         console.echo(f"pipeline: {checked.microbatches} microbatches, each once in every task")
     for one in checked.kept if any(one.microbatches for one in checked.kept) else ():

@@ -47,6 +47,7 @@ class Checked:
     named: Sequence[Named] = ()
     kept: Sequence[RowsMemory] = ()
     microbatches: int = 0
+    trains: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def _checked(run: _Run) -> Checked:
         named,
         [] if run.found else _rows_memory(subject),
         max((1 + task.microbatch for row in subject.rows.values() for task in row.tasks if task), default=0),
+        manifest.training is not None,
     )
 
 

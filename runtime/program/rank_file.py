@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, contradictions
 from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense
@@ -105,8 +106,8 @@ class RankFile:
 
     @cached_property
     def updated_in_place(self) -> list[StateRecord]:
-        """The records of the state that an optimizer's node replaces in place."""
-        updated = set(self._updated)
+        """The records of the state that an optimizer's node, or one that appends to a cache, replaces in place."""
+        updated = {*self._updated, *(one.next for one in appended(self.model, self.state))}
         return [one for one in self.state if one.next in updated]
 
     @cached_property

@@ -13,7 +13,7 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     own place    the output takes the place of that operand which the function makes it of
     guard        the node stands behind the one that makes the guard, if there is one: the runtime decides by it whether updates run
 
-What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this.
+The one reader of a cache appends to it where it lies (`artifact/graph/cache_append.py`). What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, PULL, PUSH, SEND, Manifest, StateRecord
+from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.graph.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
@@ -91,6 +92,7 @@ class _Rank:
         """The count of both ways, and what is wrong."""
         found = list[Violation]()
         in_place: dict[str, int] = {}
+        appends = {one.value for one in appended(self.model, self.records)}
         for record in self.records:
             makers = self.makers.get(record.next, [])
             if len(makers) != 1:
@@ -106,7 +108,8 @@ class _Rank:
             found += self._check_function(at)
             found += self._check_rows(at)
         found += self._check_in_flight(in_place)
-        return Replaced(len(in_place), len(self.records) - len(in_place)), found
+        number = len(in_place) + len(appends)
+        return Replaced(number, len(self.records) - number), found
 
     def _function(self, at: int) -> FunctionProto | None:
         """The function with which a node updates in place; None for an ordinary node, whose result is copied."""

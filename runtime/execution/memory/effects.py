@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from ...artifact.format import CACHE
 from ...program.steps import (
     Collective,
     Copy,
@@ -97,7 +98,8 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
     match step:
         case Segment():
             sums = dict(step.sums) if step.task else {}
-            return Effects(text, _uses(step.inputs), _uses(step.outputs), sums)
+            appended = {one.value: one.next for one in program.state.records if one.kind == CACHE}
+            return Effects(text, _uses(step.inputs), _uses(step.outputs), {**sums, **appended})
         case Copy():
             return Effects(text, _uses([step.source]), _uses([step.result]))
         case Update():
