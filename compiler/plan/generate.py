@@ -27,6 +27,10 @@ class GenerateRules(PlacedOptions):
         le=MOST_TOKENS,
         description="The most tokens of a prompt that one step takes; a longer prompt takes several.",
     )
+    sampling: bool = Field(
+        True,
+        description="Whether rank 0 gets the logits of each new token, to draw from them; without it only the likeliest can be taken.",
+    )
     stop: list[int] = Field([], description="The tokens behind which a sequence ends; it has them.")
 
     @model_validator(mode="after")

@@ -27,14 +27,17 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import drop_unread, name_of
 from partc.compiler.ir.program import Loaded
 from partc.compiler.plan.generate import GenerateRules
-from partc.compiler.plan.rules import SymbolRule
+from partc.compiler.plan.pattern import literal_pattern
+from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.opset import converted
 from partc.runtime.artifact.generation import GenerationRecord
 
-POSITION = "position"
+POSITION, COUNT, NEXT = "position", "count", "next_token"
+"""The inputs [slots] and the output [slots] of the program beside the model's."""
 _OPSET = 24
 """The first one with TensorScatter."""
 _MASK, _ROWS = "attention_mask", "position_ids"
+_ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
 _COPIES = ("Squeeze", "Unsqueeze", "Reshape", "Identity", "Cast")
 
 
@@ -56,11 +59,18 @@ def caches_as_state(program: Loaded) -> Loaded:
     )
     for name in work.fixed:
         symbols.pop(name, None)
-    plan = replace(program.plan, dims=replace(program.plan.dims, symbols=symbols))
+    everyone = OutputRule(literal_pattern(NEXT), tuple(range(program.plan.ranks)), rules.where())
+    plan = replace(
+        program.plan,
+        dims=replace(program.plan.dims, symbols=symbols),
+        outputs=(*program.plan.outputs, everyone),
+    )
     record = GenerationRecord(
         tokens=name_of(work.ids),
         position=POSITION,
-        logits=work.logits(),
+        count=COUNT,
+        next=NEXT,
+        logits=name_of(work.logits) if rules.sampling else "",
         slots=rules.slots,
         length=rules.length,
         chunk=most,
@@ -106,8 +116,7 @@ class _Caches:
         for node in self.graph:
             for value in node.outputs:
                 value.shape = None if value not in kept else value.shape
-        position = ir.Value(name=POSITION, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([self.rules.slots]))
-        self.graph.inputs.append(position)
+        position, count = (self._fed(name) for name in (POSITION, COUNT))
         first = self.graph[0]
         past = self._op("ReduceMax", [position], keepdims=1)
         tokens = self._op("Shape", [ids], start=1, end=2)
@@ -116,17 +125,28 @@ class _Caches:
         self.graph.insert_before(first, self._new)
         self._new = []
         for value in (*self.graph.inputs, *self.graph.outputs):
-            if value is not position and value.shape is not None:
+            if value not in (position, count) and value.shape is not None:
                 value.shape = ir.Shape([self.rules.slots if str(dim) == batch else dim for dim in value.shape])
         for pair in pairs:
             self._keep(pair, position, past, length)
         if self.rules.slots > 1:
             self._give_rows(position, past)
+        self.logits = self._choose(self._scores(), count)
         drop_unread(self.graph)
         self._refuse_one_length(past)
 
-    def logits(self) -> str:
-        """The name of the output that scores every token of the vocabulary; CompileError where it is not one."""
+    def _fed(self, name: str) -> ir.Value:
+        """A number for each sequence, which a step is given."""
+        if any(value.name == name for value in self.graph.inputs):
+            fact = f"the model has an input '{name}'"
+            law = "a step is given position and count beside the model's inputs"
+            raise CompileError(Problem(self.name, fact, law, "rename the input where the model is exported"))
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([self.rules.slots]))
+        self.graph.inputs.append(value)
+        return value
+
+    def _scores(self) -> ir.Value:
+        """The output that scores every token of the vocabulary for every token of the step; CompileError where there is not one."""
         found = [
             value
             for value in self.graph.outputs
@@ -136,9 +156,54 @@ class _Caches:
             and value.dtype.is_floating_point()
         ]
         if len(found) == 1:
-            return name_of(found[0])
+            return found[0]
         fact = f"{len(found)} outputs of the model are floats [batch, tokens, vocabulary]"
         raise CompileError(Problem(self.rules.where(), fact, "one of them has the logits of the tokens"))
+
+    def _choose(self, scores: ir.Value, count: ir.Value) -> ir.Value:
+        """Lets the model score the last token of each sequence alone, and takes the likeliest token; what scores."""
+        assert scores.shape is not None
+        width = scores.shape[2]
+        if not isinstance(width, int):
+            fact = f"the last dim of '{scores.name}' is {width}"
+            raise CompileError(Problem(self.rules.where(), fact, "the number of tokens of the vocabulary is known"))
+        at = _head(scores) or scores
+        self._new = []
+        one, zero, axis = (self._constant(f"{COUNT}.{name}", n) for name, n in (("one", 1), ("zero", 0), ("axis", [1])))
+        last = self._op("Unsqueeze", [self._op("Max", [self._op("Sub", [count, one]), zero]), axis])
+        row = self._op("GatherND", [at, last], batch_dims=1)
+        reader = next((node for node, k in at.uses() if k == 0 and node.op_type == "MatMul"), None)
+        if at is scores or reader is None:
+            self._append()
+            logits = row
+        else:
+            self.graph.insert_before(reader, self._new)
+            reader.replace_input_with(0, row)
+            logits = scores
+        self._new = []
+        vocabulary = self._constant(f"{NEXT}.vocabulary", np.arange(width))
+        top = self._op("ReduceMax", [logits, axis], keepdims=1)
+        likeliest = self._op(
+            "Where", [self._op("Equal", [logits, top]), vocabulary, self._constant(f"{NEXT}.none", width)]
+        )
+        chosen = self._op("ReduceMin", [likeliest, axis], keepdims=0)
+        self._append()
+        position = self.graph.outputs.index(scores)
+        name = scores.name
+        if logits is not scores:
+            scores.name, logits.name = None, name
+        logits.type, logits.shape = scores.type, ir.Shape([self.rules.slots, width])
+        chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([self.rules.slots])
+        self.graph.outputs[position] = chosen
+        if self.rules.sampling:
+            self.graph.outputs.append(logits)
+        return logits
+
+    def _append(self) -> None:
+        """Puts the new nodes at the end."""
+        for node in self._new:
+            self.graph.append(node)
+        self._new = []
 
     def _pairs(self) -> list[_Pair]:
         """The caches; CompileError where there are none, or one has another reader."""
@@ -216,7 +281,9 @@ class _Caches:
         value, node, present = pair.past, pair.append, pair.present
         assert value.shape is not None
         sizes = [self.rules.slots, *value.shape.dims[1:]]
-        sizes[pair.axis] = self.rules.length
+        sizes[pair.axis] = (
+            self.rules.length + self.rules.chunk - 1
+        )  # a step writes so many entries, also where fewer are meant
         if wrong := [str(dim) for dim in sizes if not isinstance(dim, int)]:
             fact = f"'{value.name}' has the dim {wrong[0]}, which is neither the batch nor the one along which it grows"
             raise CompileError(Problem(self.name, fact, help=f"export the model with a number for {wrong[0]}"))
@@ -351,4 +418,33 @@ def _reads_as_row(node: ir.Node, length: ir.Value) -> bool:
     """Whether a node adds the length to the numbers of a step's tokens."""
     return node.op_type == "Add" and any(
         value is not None and value is not length and _is_range(value) for value in node.inputs
+    )
+
+
+def _head(scores: ir.Value) -> ir.Value | None:
+    """What the last product of a model multiplies with its weights, behind which nothing mixes tokens; None where there is no such product."""
+    value = scores
+    while (node := value.producer()) is not None:
+        others = [one for one in node.inputs[1:] if one is not None]
+        if node.op_type == "MatMul":
+            return node.inputs[0] if _is_weight(others[0]) else None
+        if (
+            node.op_type not in _ELEMENTWISE
+            or not all(_is_weight(one) for one in others)
+            or len(value.uses()) > (value is not scores)
+        ):
+            return None
+        first = node.inputs[0]
+        assert first is not None
+        value = first
+    return None
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether a value is made of weights alone."""
+    node = value.producer()
+    if node is None:
+        return value.const_value is not None
+    return node.op_type in ("Transpose", "Cast", "Identity", "DequantizeLinear") and all(
+        _is_weight(one) for one in node.inputs if one is not None
     )

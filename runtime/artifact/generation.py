@@ -6,16 +6,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class GenerationRecord(BaseModel):
-    """The program takes `tokens` [slots, n], n at most `chunk`, and `position` [slots], the number of tokens before those of each sequence.
+    """Names of the program's inputs and outputs, and how many sequences (slots) of which length its ranks keep.
 
-    It gives `logits` [slots, n, vocabulary]. `length`: the most tokens of a sequence. `stop`: the tokens behind which one ends.
+    A step is given `tokens` [slots, n], n at most `chunk`, of which the first `count` [slots] of each sequence are meant, and `position`
+    [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits` is
+    not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. `length`: the most tokens of a sequence.
+    `stop`: the tokens behind which one ends.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokens: str
     position: str
-    logits: str
+    count: str
+    next: str
+    logits: str = ""
     slots: int = Field(ge=1)
     length: int = Field(ge=2)
     chunk: int = Field(ge=1)
