@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .execution.inputs import Whole
     from .execution.program import Program, load
     from .execution.rank_program import describe_action
+    from .generation.generator import Generator, load_generator, load_local_generator
+    from .generation.request import Request
     from .training.load import load_trainer
     from .training.trainer import Trainer
 
@@ -30,24 +32,32 @@ _HOMES = {
     "load": "execution.program",
     "load_local": "execution.in_process",
     "load_trainer": "training.load",
+    "Generator": "generation.generator",
+    "Request": "generation.request",
+    "load_generator": "generation.generator",
+    "load_local_generator": "generation.generator",
 }
 
 __all__ = [
     "Artifact",
     "ArtifactError",
+    "Generator",
     "InputError",
     "LocalProgram",
     "NonFiniteError",
     "PartcError",
     "Program",
     "RankError",
+    "Request",
     "StepError",
     "Trainer",
     "UsageError",
     "Whole",
     "describe_action",
     "load",
+    "load_generator",
     "load_local",
+    "load_local_generator",
     "load_trainer",
     "open_artifact",
 ]

@@ -253,7 +253,7 @@ class Collective(Record):
 GRADIENT_NORM = "gradient_norm"
 """The output of a step that is the norm of its gradients, where the plan reports it."""
 SCALE, CACHE = "scale", "cache"
-"""Kinds of state: the scale of the loss and its count of steps, replaced also where a step changes nothing else; keys and values of tokens."""
+"""Kinds of state: the loss scale and its count of steps, replaced also where a step changes nothing else; a decoder's keys and values."""
 
 
 class TensorRecord(Record):

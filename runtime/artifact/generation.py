@@ -9,8 +9,8 @@ class GenerationRecord(BaseModel):
     """Names of the program's inputs and outputs, and how many sequences (slots) of which length its ranks keep.
 
     A step is given `tokens` [slots, n], n at most `chunk`, of which the first `count` [slots] of each sequence are meant, and `position`
-    [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits` is
-    not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. `length`: the most tokens of a sequence.
+    [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
+    is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. `length`: the most tokens of a sequence.
     `stop`: the tokens behind which one ends.
     """
 
@@ -21,6 +21,7 @@ class GenerationRecord(BaseModel):
     count: str
     next: str
     logits: str = ""
+    vocabulary: int = Field(ge=1)
     slots: int = Field(ge=1)
     length: int = Field(ge=2)
     chunk: int = Field(ge=1)

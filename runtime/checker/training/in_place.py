@@ -13,7 +13,8 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     own place    the output takes the place of that operand which the function makes it of
     guard        the node stands behind the one that makes the guard, if there is one: the runtime decides by it whether updates run
 
-The one reader of a cache appends to it where it lies (`artifact/graph/cache_append.py`). What other nodes make in place of a tensor, such as running statistics, is copied when the step ends, and needs nothing of this.
+The one reader of a cache appends to it where it lies (`artifact/graph/cache_append.py`). What other nodes make in place of a tensor, such
+as running statistics, is copied when the step ends, and needs nothing of this.
 """
 
 from __future__ import annotations

@@ -1,0 +1,105 @@
+"""The next token of each sequence, taken in the graph: a decoder scores the last token of a step alone, and the likeliest one goes out.
+
+    logits = MatMul(h, W)       ->  logits = MatMul(GatherND(h, count - 1), W)          [slots, vocabulary]
+                                    next_token = ReduceMin(Where(logits = ReduceMax(logits), 0 .. vocabulary - 1, vocabulary))
+
+Where the vocabulary is cut, the two reductions are partial on each rank: two AllReduces of one number for each sequence. Of equal scores
+the lowest token wins; of scores that are not finite none does, and the number is that of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.plan.generate import GenerateRules
+from partc.compiler.rewrite.node_builder import NodeBuilder
+
+NEXT = "next_token"
+_ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
+_OF_WEIGHTS = ("Cast", "DequantizeLinear", "Identity", "Transpose")
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The outputs [slots] and [slots, vocabulary], and the size of the vocabulary."""
+
+    chosen: ir.Value
+    logits: ir.Value
+    vocabulary: int
+
+
+def scores_of(graph: ir.Graph, where: str) -> ir.Value:
+    """The output that scores every token of the vocabulary behind each token of a step; CompileError where there is not one."""
+    found = [
+        value
+        for value in graph.outputs
+        if value.shape is not None
+        and len(value.shape) == 3
+        and value.dtype is not None
+        and value.dtype.is_floating_point()
+    ]
+    if len(found) != 1:
+        fact = f"{len(found)} outputs of the model are floats [batch, tokens, vocabulary]"
+        raise CompileError(Problem(where, fact, "one of them has the logits of the tokens"))
+    return found[0]
+
+
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, rules: GenerateRules) -> NextToken:
+    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it."""
+    assert scores.shape is not None
+    graph, vocabulary = build.graph, scores.shape[2]
+    if not isinstance(vocabulary, int):
+        fact = f"the last dim of '{scores.name}' is {vocabulary}"
+        raise CompileError(Problem(rules.where(), fact, "the number of tokens of the vocabulary is known"))
+    head, name, axis = _head(scores), scores.name, build.constant("axis", [1])
+    before = build.op("before", "Sub", [count, build.constant("one", 1)])
+    row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
+    last = build.op(
+        "last",
+        "GatherND",
+        [scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])],
+        batch_dims=1,
+    )
+    build.put(before=head)
+    if head is not None:
+        head.replace_input_with(0, last)
+    logits = last if head is None else scores
+    top = build.op("top", "ReduceMax", [logits, axis], keepdims=1)
+    numbers, nobody = build.constant("numbers", np.arange(vocabulary)), build.constant("nobody", vocabulary)
+    likeliest = build.op("likeliest", "Where", [build.op("is_top", "Equal", [logits, top]), numbers, nobody])
+    chosen = build.op("next", "ReduceMin", [likeliest, axis], keepdims=0)
+    build.put()
+    if logits is not scores:
+        scores.name, logits.name = None, name
+    logits.type, logits.shape = scores.type, ir.Shape([rules.slots, vocabulary])
+    chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([rules.slots])
+    graph.outputs[graph.outputs.index(scores)] = chosen
+    if rules.sampling:
+        graph.outputs.append(logits)
+    return NextToken(chosen, logits, vocabulary)
+
+
+def _head(scores: ir.Value) -> ir.Node | None:
+    """The last product of a model with weights, behind which nothing mixes tokens; None where there is none."""
+    value: ir.Value | None = scores
+    while value is not None and (node := value.producer()) is not None:
+        others = [one for one in node.inputs[1:] if one is not None]
+        if len(value.uses()) > (value is not scores) or not all(map(_is_weight, others)):
+            return None
+        if node.op_type == "MatMul":
+            return node
+        if node.op_type not in _ELEMENTWISE:
+            return None
+        value = node.inputs[0]
+    return None
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether a value is made of weights alone."""
+    node = value.producer()
+    if node is None:
+        return value.const_value is not None
+    return node.op_type in _OF_WEIGHTS and all(_is_weight(one) for one in node.inputs if one is not None)

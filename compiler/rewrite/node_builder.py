@@ -1,0 +1,62 @@
+"""Nodes that a rewrite puts into a model, named below one word, as if a module of that name had made them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
+
+
+class NodeBuilder:
+    """Makes nodes, which wait to be put somewhere into the graph, and constants, which are there at once."""
+
+    def __init__(self, graph: ir.Graph, path: str) -> None:
+        self.graph, self.path = graph, path
+        self._new: list[ir.Node] = []
+        self._names = {value.name for node in graph for value in node.outputs} | {value.name for value in graph.inputs}
+        self._scopes = {
+            key for node in graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props
+        }
+
+    def op(self, word: str, kind: str, inputs: Sequence[ir.Value | None], **attributes: int) -> ir.Value:
+        """What a node makes, named after `word`."""
+        name = self._free(f"{self.path}.{word}")
+        node = ir.node(kind, inputs, attributes=attributes, name=name)
+        node.outputs[0].name = name
+        if TORCH_SCOPES in self._scopes:
+            node.metadata_props[TORCH_SCOPES] = repr(["", self.path, name])
+        elif self._scopes:
+            node.metadata_props[ONNXSCRIPT_SCOPES] = repr(["", self.path])
+        self._new.append(node)
+        return node.outputs[0]
+
+    def constant(self, word: str, numbers: npt.ArrayLike) -> ir.Value:
+        """Whole numbers, int64; the same for the same word."""
+        name = f"{self.path}.{word}"
+        if name not in self.graph.initializers:
+            array = np.asarray(numbers, np.int64)
+            kind, shape = ir.TensorType(ir.DataType.INT64), ir.Shape(array.shape)
+            value = ir.Value(name=name, type=kind, shape=shape, const_value=ir.tensor(array, name=name))
+            self.graph.register_initializer(value)
+        return self.graph.initializers[name]
+
+    def put(self, *, before: ir.Node | None = None, after: ir.Node | None = None) -> None:
+        """Puts the nodes that wait into the graph: before or behind a node, else at its end."""
+        if before is not None:
+            self.graph.insert_before(before, self._new)
+        elif after is not None:
+            self.graph.insert_after(after, self._new)
+        else:
+            self.graph.extend(self._new)
+        self._new = []
+
+    def _free(self, name: str) -> str:
+        """The name, with a number where it is taken."""
+        number, found = 1, name
+        while found in self._names:
+            number, found = number + 1, f"{name}_{number}"
+        self._names.add(found)
+        return found

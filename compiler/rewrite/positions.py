@@ -1,0 +1,133 @@
+"""The positions of a decoder's sequences, each its own: what a model takes of the shape of its past, or is given as an input.
+
+Shape(past)[axis]                            ->  max(position)
+Unsqueeze(Range(0, tokens) + past, [0, ..])  ->  Unsqueeze(Range(0, tokens) + position as a column, [..])
+position_ids [batch, tokens]                 ->  Range(0, tokens) + position as a column
+attention_mask [batch, past + tokens]        ->  1 for the entries before position + tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.graph import name_of
+from partc.compiler.plan.generate import GenerateRules
+from partc.compiler.rewrite.node_builder import NodeBuilder
+
+MASK, ROWS = "attention_mask", "position_ids"
+"""Inputs by the names that exporters give them."""
+_COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
+
+
+class Positions:
+    """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
+
+    def __init__(self, build: NodeBuilder, position: ir.Value, ids: ir.Value, rules: GenerateRules) -> None:
+        self.build, self.position, self.rules = build, position, rules
+        first = build.graph[0]
+        self.past = build.op("past", "ReduceMax", [position], keepdims=1)
+        self.tokens = build.op("tokens", "Shape", [ids], start=1, end=2)
+        self.length = build.op("length", "Add", [self.past, self.tokens])
+        self._feed({value.name: value for value in build.graph.inputs})
+        build.put(before=first)
+
+    def measure(self, node: ir.Node, shape: Sequence[int], axis: int) -> None:
+        """Lets the readers of the shape of a past read the shape of what is valid of a cache, which has `shape` and grows along `axis`."""
+        rank, name = len(shape), name_of(node.outputs[0])
+        ends = (node.attributes.get_int("start", 0), node.attributes.get_int("end", rank))
+        begin, end = (min(max(one + rank if one < 0 else one, 0), rank) for one in ends)
+        sizes = [
+            self.past if dim == axis else self.build.constant(f"{name}.{dim}", [shape[dim]])
+            for dim in range(begin, end)
+        ]
+        made = sizes[0] if len(sizes) == 1 else self.build.op("shape", "Concat", sizes, axis=0)
+        self.build.put(before=node)
+        ir.convenience.replace_all_uses_with(node.outputs[0], made)
+        self.build.graph.remove(node, safe=True)
+
+    def give_rows(self) -> None:
+        """Gives every sequence the numbers of its own tokens, where an export counts from one length for all."""
+        for node, steps in [*self._rows()]:
+            readers = [reader for reader, _ in node.outputs[0].uses()]
+            axes = [_axes(reader) for reader in readers]
+            if self.rules.slots == 1 or any(not one or one[0] != 0 for one in axes):
+                continue
+            column = self.build.op("column", "Unsqueeze", [self.position, self.build.constant("axis", [1])])
+            rows = self.build.op("rows_of_tokens", "Add", [column, steps])
+            self.build.put(after=node)
+            for reader, (_, *left) in zip(readers, axes, strict=True):
+                if left:
+                    reader.replace_input_with(0, rows)
+                    reader.replace_input_with(1, self.build.constant(f"{name_of(reader.outputs[0])}.axes", left))
+                else:
+                    ir.convenience.replace_all_uses_with(reader.outputs[0], rows)
+
+    def refuse_one_length(self) -> None:
+        """CompileError where a node takes the longest sequence's length for that of each."""
+        node = next((node for node, _ in self._rows()), None)
+        if self.rules.slots > 1 and node is not None:
+            fact = f"{node.op_type} '{node.name}' takes one length for all sequences, and 'slots' is {self.rules.slots}"
+            help_ = "export the model with an input 'position_ids', or write slots: 1"
+            raise CompileError(Problem(self.rules.where("slots"), fact, "each sequence has a length of its own", help_))
+
+    def _rows(self) -> Iterator[tuple[ir.Node, ir.Value]]:
+        """The nodes that add the past to the numbers of a step's tokens, each with these."""
+        lengths = _copies_of(self.past)
+        for node in [node for node in self.build.graph if node.op_type == "Add"]:
+            steps = [value for value in node.inputs if value is not None and _is_range(value)]
+            if len(steps) == 1 and any(value in lengths for value in node.inputs):
+                yield node, steps[0]
+
+    def _feed(self, inputs: dict[str | None, ir.Value]) -> None:
+        """Makes the inputs that say positions."""
+        build = self.build
+        zero, one, first, axis = (
+            build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0]), ("axis", [1]))
+        )
+        if ROWS in inputs:
+            steps = build.op(
+                "steps", "Range", [zero, build.op("count_of_tokens", "Squeeze", [self.tokens, first]), one]
+            )
+            column = build.op("column", "Unsqueeze", [self.position, axis])
+            self._instead(inputs[ROWS], build.op(ROWS, "Add", [column, steps]))
+        if MASK in inputs:
+            entries = build.op(
+                "entries", "Range", [zero, build.op("count_of_entries", "Squeeze", [self.length, first]), one]
+            )
+            valid = build.op("valid", "Unsqueeze", [build.op("ends", "Add", [self.position, self.tokens]), axis])
+            kind = inputs[MASK].dtype or ir.DataType.INT64
+            self._instead(
+                inputs[MASK], build.op(MASK, "Cast", [build.op("is_valid", "Less", [entries, valid])], to=kind.value)
+            )
+
+    def _instead(self, given: ir.Value, made: ir.Value) -> None:
+        ir.convenience.replace_all_uses_with(given, made)
+        self.build.graph.inputs.remove(given)
+
+
+def _axes(node: ir.Node) -> list[int]:
+    """The axes of an Unsqueeze, where they are known; of another node none."""
+    value = node.inputs[1] if node.op_type == "Unsqueeze" and len(node.inputs) > 1 else None
+    return (
+        []
+        if value is None or value.const_value is None
+        else [int(one) for one in value.const_value.numpy().reshape(-1)]
+    )
+
+
+def _copies_of(value: ir.Value) -> set[ir.Value]:
+    """The values with the one element of a value, whatever their shape."""
+    found, waiting = {value}, [value]
+    while waiting:
+        for node, k in waiting.pop().uses():
+            if k == 0 and node.op_type in _COPIES and node.outputs[0] not in found:
+                found.add(node.outputs[0])
+                waiting.append(node.outputs[0])
+    return found
+
+
+def _is_range(value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and node.op_type == "Range"
