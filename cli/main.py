@@ -26,6 +26,7 @@ COMMANDS = {
     "run": "Run an artifact over MPI, or in this process.",
     "train": "Train an artifact over MPI, or in this process.",
     "eval": "Evaluate a trained model.",
+    "generate": "Continue prompts with a decoder.",
     "checkpoint": "Show, verify and export checkpoints.",
     "verify": "Compare the compiled model with the unsharded model.",
     "check": "Check an artifact from its files alone.",

@@ -57,6 +57,17 @@ class InferenceJob:
 
 
 @dataclass(frozen=True)
+class GenerationJob:
+    """The command line of `partc generate`: prompts as `texts` or `ids`, or a `file` of them; `options` are those of each `Request`."""
+
+    texts: tuple[str, ...] = ()
+    ids: tuple[tuple[int, ...], ...] = ()
+    file: str | None = None
+    tokenizer: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Reporting:
     """What a run reports: a `quiet` one failures only, a `verbose` one more; with `json` rank 0 prints one document.
 
@@ -71,7 +82,7 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an artifact, an inference unless it has a `training`; paths are absolute.
+    """One run of an artifact, an inference unless it has a `training` or a `generation`; paths are absolute.
 
     `devices` by target the device that it is asked to be. `run_dir` is the launching process's folder with the status board and the
     process ids, None where the user's own launcher started the ranks.
@@ -80,6 +91,7 @@ class Job:
     folder: str
     inference: InferenceJob = InferenceJob()
     training: TrainingJob | None = None
+    generation: GenerationJob | None = None
     threads: int | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     stall: float = 30.0
@@ -96,12 +108,13 @@ class Job:
     def loads(text: str) -> Job:
         """The job that `dumps` wrote."""
         fields = text_of.loads(text)
-        training, inference = fields["training"], fields["inference"]
+        training, generation, inference = fields["training"], fields["generation"], fields["inference"]
         return Job(
             **{
                 **fields,
                 "inference": InferenceJob(**{**inference, "inputs": tuple(inference["inputs"])}),
                 "reporting": Reporting(**fields["reporting"]),
                 "training": None if training is None else TrainingJob(**training),
+                "generation": None if generation is None else GenerationJob(**generation),
             }
         )

@@ -192,6 +192,10 @@ def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
     if job.reporting.verbose and transport.rank == 0 and transport.mpi_alone:
         console.echo(f"ranks of one host share no memory and use MPI: {transport.mpi_alone}", err=True)
     try:
+        if job.generation is not None:
+            from partc.cli.job.generation import run_generation
+
+            return run_generation(job, transport)
         if job.training is None:
             return _infer(job, transport, begin)
         from partc.cli.job.training import run_training
@@ -256,6 +260,11 @@ def prepare(job: Job) -> Manifest:
         from partc.cli.job.training_inputs import check
 
         check(job, manifest)
+        return manifest
+    if job.generation is not None:
+        from partc.cli.job.generation import requests_of
+
+        requests_of(job.generation, manifest)
         return manifest
     open_job_inputs(job, manifest)
     if job.inference.output is not None:

@@ -91,6 +91,10 @@ def run_here(job: Job, manifest: Manifest) -> int:
         from partc.cli.job.training import run_threads
 
         return run_threads(job, manifest)
+    if job.generation is not None:
+        from partc.cli.job.generation import run_threads as generate
+
+        return generate(job, manifest)
     from partc.cli.job.outputs import flatten
     from partc.cli.job.rank import finish, open_job_inputs
     from partc.runtime import load_local

@@ -1,0 +1,89 @@
+"""The command `partc generate`: continues prompts with an artifact whose plan generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from partc.cli.commands.run import WithLauncherOptions, place_options, start
+from partc.cli.job.job import GenerationJob, Job
+from partc.runtime.errors import UsageError
+
+
+def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for text in given:
+        words = text.replace(",", " ").split()
+        if not words or not all(word.isdecimal() for word in words):
+            raise click.BadParameter(f"'{text}' is no list of tokens, such as 1,306,4658")
+        found.append(tuple(map(int, words)))
+    return tuple(found)
+
+
+@click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; may be repeated. Needs --tokenizer.")
+@click.option("--ids", multiple=True, callback=_ids, metavar="1,306,...", help="A prompt as tokens; may be repeated.")
+@click.option(
+    "--prompts",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='A file of JSON lines, {"prompt": "Once"} or {"ids": [1, 306], "max_tokens": 20, "temperature": 0.8}.',
+)
+@click.option(
+    "--tokenizer", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The model's tokenizer.json."
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="The most tokens of an answer.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="T",
+    help="0: the likeliest token; else tokens are drawn.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(min=0), default=0, metavar="K", help="Draw of the K likeliest tokens; 0: of all."
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=1.0,
+    metavar="P",
+    help="Draw of the fewest tokens whose probabilities reach P.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="S", help="What is drawn follows from it alone.")
+@place_options
+@click.pass_context
+def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
+    """Continue prompts with the artifact in FOLDER (by default build), which was compiled by a plan with `generate`.
+
+    One answer is printed as it is made; of several prompts each answer is a line of JSON when it ends. They run at once in the artifact's
+    slots.
+
+    \b
+    partc generate --ids 1,306,4658 --max-tokens 50
+    partc generate --prompt "Once upon a time" --tokenizer llama/tokenizer.json
+    partc generate build --prompts prompts.jsonl --temperature 0.8 --seed 7
+    """
+    if not (given["texts"] or given["ids"] or given["file"]):
+        raise UsageError("no prompt is given\n  help: give --prompt, --ids or --prompts")
+    if given["file"] and (given["texts"] or given["ids"]):
+        raise UsageError("--prompts has all prompts\n  help: leave out --prompt and --ids, or put them into the file")
+    options = {key: given[key] for key in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+    generation = GenerationJob(
+        texts=given["texts"],
+        ids=given["ids"],
+        file=None if given["file"] is None else str(given["file"].absolute()),
+        tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
+        options=options,
+    )
+    return start(ctx, folder, Job(folder=str(folder.absolute()), generation=generation), given)
