@@ -18,7 +18,7 @@ Else it is computed once and sent, and what is made of it may be repeated from t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -96,8 +96,25 @@ def worth_repeating(
 
 
 def following(program: Annotated) -> set[ir.Node]:
-    """The nodes of which the model's own annotations say that they run wherever they are read."""
-    return {node for node, one in program.followed.items() if one.follows}
+    """The nodes that run wherever they are read without being weighed: those of which the model's own annotations say so, and of a decoder
+    what is made of positions alone: masks, angles. Of these a step would send as much as there are tokens before.
+    """
+    found = {node for node, one in program.followed.items() if one.follows}
+    return found | ({*_of_positions(program)} if program.generation is not None else set())
+
+
+def _of_positions(program: Annotated) -> Iterator[ir.Node]:
+    """The nodes of a decoder that read positions, sizes and constants, but neither a cache nor a large weight."""
+    assert program.generation is not None
+    graph, given = program.model.graph, (program.generation.position, program.generation.count)
+    ready = {value for value in graph.inputs if value.name in given}
+    ready |= {value for value in graph.initializers.values() if value not in program.caches and not is_large_weight(value)}
+    for node, values in program.reads.items():
+        sizes = node.op_type in ("Shape", "Size")
+        if node.domain in ("", "ai.onnx") and (sizes or (node.op_type in _CHEAP and ready.issuperset(values))):
+            ready.update(node.outputs)
+            if not sizes:
+                yield node
 
 
 @dataclass(frozen=True)

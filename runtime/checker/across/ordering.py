@@ -113,7 +113,7 @@ def _check_ports(manifest: Manifest, models: Mapping[int, ModelProto]) -> Iterat
         sides = (("input", graph.input, manifest.inputs, kept), ("output", graph.output, manifest.outputs, following))
         for side, ports, records, state in sides:
             listed = {record.name: record for record in records}
-            alone = read_for_sizes_alone(graph) if side == "input" and not manifest.state else set()
+            alone = read_for_sizes_alone(graph) if side == "input" and manifest.training is None else set()
             for port in ports:
                 if port.name in state and port.name not in listed:
                     continue
