@@ -33,6 +33,7 @@ from partc.compiler.matching import output_ranks
 from partc.compiler.sharding.values.operands import output_layout_of
 from partc.compiler.sharding.values.value_versions import ValueVersions
 from partc.compiler.sharding.values.versions import can_share, find_versions, replicated_outputs
+from partc.compiler.tasks.keep_caches import keep_caches
 from partc.compiler.tasks.local_forms import local_forms
 
 
@@ -66,6 +67,7 @@ def localize(program: Targeted) -> Localized:
             forms[instance] = _write(comm, instance)
         for value in node.outputs:
             _make_versions(versions, comm, value, done)
+    keep_caches(program, versions, comm)
     told = replicated_outputs(program, versions, [value for value, (_, cut) in delivered.items() if cut])
     local = LocalView(versions, comm, forms)
     return program.into(Localized, local=local, warnings=(*program.warnings, *told))
