@@ -43,6 +43,7 @@ LAYOUTS = {
     + TENSOR
     + STAGES.format(first="{pp: 0}", second="{pp: 1}"),
 }
+TRAIN = "train: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}"
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [*range(1, 40)], [11, 12], [60, 2, 33, 4]]
 COUNTS = [12, 20, 5, 9, 17]
 
@@ -107,7 +108,7 @@ def test_one_length_for_all_sequences_fits_one_slot_alone(
         assert [answer.tokens for answer in generator.run(requests())] == wanted
     onnx.save(decoder(rows=False), tmp_path / "model.onnx")
     (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 2, length: 64}\n")
-    assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 1
+    assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
     told = capsys.readouterr().err
     assert "takes one length for all sequences, and 'slots' is 2" in told
     assert "position_ids" in told
@@ -121,7 +122,9 @@ def test_a_step_sends_nothing_that_grows_with_what_is_kept(compiled: Compiled) -
     sizes = {one.value: one.bytes for one in manifest.collectives}
     assert {sizes.pop("next_token"), sizes.pop("generate.top")} == {"16", "8"}
     assert sizes.pop("logits") == str(2 * VOCABULARY // 2 * 4)
-    assert set(sizes.values()) == {f"{2 * HEADS * SIZE * 4}*tokens"}
+    row = 2 * HEADS * SIZE * 4
+    # The last sum of the last layer is that of the one token of each sequence that is scored.
+    assert sorted(sizes.values()) == [str(row), *[f"{row}*tokens"] * 3]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -216,12 +219,17 @@ def test_wrong_prompts_end_the_command_before_a_rank_begins(
     assert invoke(["generate", folder, "--prompt", "Once"]) == 2
     assert "needs a tokenizer" in capsys.readouterr().err
     prompts.write_text('{"ids": [1]}\n{"ids": "1"}\nno json\n{"id": [1]}\n{"ids": [1], "seed": "x"}\n')
-    assert invoke(["generate", folder, "--prompts", str(prompts)]) == 1
+    assert invoke(["generate", folder, "--prompts", str(prompts)]) == 2
     told = capsys.readouterr().err
-    for line, words in ((2, "list of whole numbers"), (3, "is no JSON"), (4, "'id' is no key"), (5, "'seed' is")):
+    for line, words in (
+        (2, "'ids' is a list of whole numbers"),
+        (3, "is no JSON"),
+        (4, "'id' is no key"),
+        (5, "'seed' is"),
+    ):
         assert f"prompts.jsonl:{line}: {words}" in told
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert invoke(["generate", folder, "--prompt", "Once", "--tokenizer", str(tmp_path / "tokenizer.json")]) == 1
+    assert invoke(["generate", folder, "--prompt", "Once", "--tokenizer", str(tmp_path / "tokenizer.json")]) == 2
     assert "is no tokenizer" in capsys.readouterr().err
 
 
@@ -233,7 +241,7 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
     (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {length: 64}\n")
     assert (
         invoke(["compile", str(sample / "model.py"), "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "b")])
-        == 1
+        == 2
     )
     assert "plan.yaml:2: the model has no cache" in capsys.readouterr().err
 
@@ -244,14 +252,17 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
         ("{slots: 0, length: 64}", "slots"),
         ("{length: 8, chunk: 9}", "a chunk of 9 tokens is longer than a sequence, 8"),
         ("{slots: 2}", "length"),
-        ("{length: 64}\ntrain: {loss: {type: output, output: logits}}", "'generate' beside 'train'"),
+        (
+            "{length: 64}\ntrain: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}",
+            "'generate' beside 'train'",
+        ),
         ("{length: 64}\npipeline: {microbatches: 2}", "'generate' beside 'pipeline'"),
     ],
 )
 def test_wrong_plans_are_named(keys: str, fact: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(decoder(), tmp_path / "model.onnx")
     (tmp_path / "plan.yaml").write_text(f"ranks: 1\ngenerate: {keys}\n")
-    assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 1
+    assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
     assert fact in capsys.readouterr().err
 
 
