@@ -1,6 +1,6 @@
 """Which sequences run in which slots, and what each step is given: the same on all ranks, since it follows from requests and tokens alone.
 
-A step is either a chunk, of up to `chunk` tokens of each prompt that is not read yet, or one token of each sequence that is made. Both
+A step is either a chunk, of `chunk` tokens of each prompt that is not read yet, or one token of each sequence that is made. Both
 take turns while there are sequences of both kinds: a long prompt holds the others up by one chunk a token. A slot that has no part in a
 step is given no token: what the step writes there lies behind the slot's position, where nothing reads.
 """
@@ -107,6 +107,8 @@ class Slots:
 
     def _step(self, part: Mapping[int, _Sequence], there: Mapping[int, _Sequence]) -> Step:
         width = self.record.chunk if self._last_was_chunk else 1
+        if self.record.slots == 1:  # beside no other sequence no token is needed that is not meant
+            width = min([width, *(one.left or 1 for one in part.values())])
         tokens = np.zeros((self.record.slots, width), np.int64)
         count, position = np.zeros(self.record.slots, np.int64), np.zeros(self.record.slots, np.int64)
         for slot, one in there.items():
