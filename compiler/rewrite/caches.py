@@ -70,6 +70,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         slots=rules.slots,
         length=rules.length,
         chunk=chunk.max,
+        padded=work.padded,
         stop=rules.stop,
     )
     return replace(program, model=model, plan=plan, paths=node_paths(model), caches=work.found, generation=record)
@@ -121,7 +122,7 @@ class _Caches:
         positions.give_rows()
         chosen = choose(self.build, scores, count, self.rules)
         drop_unread(self.graph)
-        positions.refuse_one_length()
+        self.padded = not positions.one_length
         return chosen
 
     def _pairs(self) -> list[_Pair]:

@@ -67,13 +67,15 @@ class Positions:
                 else:
                     ir.convenience.replace_all_uses_with(reader.outputs[0], rows)
 
-    def refuse_one_length(self) -> None:
-        """CompileError where a node takes the longest sequence's length for that of each."""
+    @property
+    def one_length(self) -> bool:
+        """Whether a node takes the longest sequence's length for that of each, once rows are given; CompileError with several slots."""
         node = next((node for node, _ in self._rows()), None)
-        if self.rules.slots > 1 and node is not None:
+        if node is not None and self.rules.slots > 1:
             fact = f"{node.op_type} '{node.name}' takes one length for all sequences, and 'slots' is {self.rules.slots}"
             help_ = "export the model with an input 'position_ids', or write slots: 1"
             raise CompileError(Problem(self.rules.where("slots"), fact, "each sequence has a length of its own", help_))
+        return node is not None
 
     def _rows(self) -> Iterator[tuple[ir.Node, ir.Value]]:
         """The nodes that add the past to the numbers of a step's tokens, each with these."""

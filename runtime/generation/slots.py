@@ -19,7 +19,7 @@ from .request import Answer, Finish, Request
 
 
 @dataclass(frozen=True)
-class Made:
+class NewToken:
     """A token of a request, by the request's number, and whether it ends its sequence."""
 
     request: int
@@ -78,7 +78,7 @@ class Slots:
         self._last_was_chunk = bool(reading) and not (making and self._last_was_chunk)
         return self._step(reading if self._last_was_chunk else making, there)
 
-    def take(self, chosen: Sequence[int]) -> Iterator[Made]:
+    def take(self, chosen: Sequence[int]) -> Iterator[NewToken]:
         """The tokens that the step under way has made; `chosen` has one by slot, of which those without a part mean nothing."""
         for slot, count in self._taking.items():
             one = self._running[slot]
@@ -94,7 +94,7 @@ class Slots:
                 one.answer.finish = "length"
             if one.answer.finish:
                 self._running[slot] = None
-            yield Made(one.number, token, one.answer.finish)
+            yield NewToken(one.number, token, one.answer.finish)
 
     def drawing(self) -> Mapping[int, tuple[Request, int]]:
         """By slot whose next token the step under way draws its request, and the number of that token."""
@@ -107,7 +107,7 @@ class Slots:
 
     def _step(self, part: Mapping[int, _Sequence], there: Mapping[int, _Sequence]) -> Step:
         width = self.record.chunk if self._last_was_chunk else 1
-        if self.record.slots == 1:  # beside no other sequence no token is needed that is not meant
+        if not self.record.padded:
             width = min([width, *(one.left or 1 for one in part.values())])
         tokens = np.zeros((self.record.slots, width), np.int64)
         count, position = np.zeros(self.record.slots, np.int64), np.zeros(self.record.slots, np.int64)

@@ -180,7 +180,7 @@ def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -
     with load_local_generator(compiled()) as generator, pytest.raises(InputError) as error:
         generator.run(some)
     for number, words in enumerate(
-        ["no token", f"{VOCABULARY} is no token", "are 70", "asks for 0", "temperature is -1", "top_p is 0"]
+        ["no token", f"{VOCABULARY} is not a token", "are 70", "asks for 0", "temperature is -1", "top_p is 0"]
     ):
         assert any(f"request {number}: " in line and words in line for line in str(error.value).splitlines()), words
     with load_local_generator(compiled(keys="length: 64, sampling: false")) as generator:
@@ -215,7 +215,7 @@ def test_wrong_prompts_end_the_command_before_a_rank_begins(
     assert invoke(["generate", folder]) == 2
     assert "no prompt is given" in capsys.readouterr().err
     assert invoke(["generate", folder, "--ids", "1,two"]) == 2
-    assert "is no list of tokens" in capsys.readouterr().err
+    assert "is not a list of tokens" in capsys.readouterr().err
     assert invoke(["generate", folder, "--prompt", "Once"]) == 2
     assert "needs a tokenizer" in capsys.readouterr().err
     prompts.write_text('{"ids": [1]}\n{"ids": "1"}\nno json\n{"id": [1]}\n{"ids": [1], "seed": "x"}\n')
@@ -223,14 +223,14 @@ def test_wrong_prompts_end_the_command_before_a_rank_begins(
     told = capsys.readouterr().err
     for line, words in (
         (2, "'ids' is a list of whole numbers"),
-        (3, "is no JSON"),
-        (4, "'id' is no key"),
+        (3, "is not JSON"),
+        (4, "'id' is not a key"),
         (5, "'seed' is"),
     ):
         assert f"prompts.jsonl:{line}: {words}" in told
     (tmp_path / "tokenizer.json").write_text("{}")
     assert invoke(["generate", folder, "--prompt", "Once", "--tokenizer", str(tmp_path / "tokenizer.json")]) == 2
-    assert "is no tokenizer" in capsys.readouterr().err
+    assert "is not a tokenizer" in capsys.readouterr().err
 
 
 def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from partc.runtime.generation.slots import Slots
 VOCABULARY = 50
 
 
-def record(slots: int, chunk: int) -> GenerationRecord:
+def record(slots: int, chunk: int, padded: bool = True) -> GenerationRecord:
     return GenerationRecord(
         tokens="ids",
         position="position",
@@ -25,6 +25,7 @@ def record(slots: int, chunk: int) -> GenerationRecord:
         slots=slots,
         length=64,
         chunk=chunk,
+        padded=padded,
     )
 
 
@@ -51,13 +52,18 @@ request = st.builds(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(request, max_size=9), st.integers(1, 4), st.integers(1, 12))
-def test_every_request_gets_its_tokens_whoever_runs_beside_it(requests: list[Request], slots: int, chunk: int) -> None:
-    running = Slots(record(slots, chunk), requests)
+@given(st.lists(request, max_size=9), st.integers(1, 4), st.integers(1, 12), st.booleans())
+def test_every_request_gets_its_tokens_whoever_runs_beside_it(
+    requests: list[Request], slots: int, chunk: int, padded: bool
+) -> None:
+    running = Slots(record(slots, chunk, padded or slots > 1), requests)
     caches: list[list[int]] = [[] for _ in range(slots)]
     made: list[tuple[int, int]] = []
     while (step := running.next()) is not None:
-        assert step.tokens.shape in ((slots, chunk), (slots, 1))
+        if padded or slots > 1:
+            assert step.tokens.shape in ((slots, chunk), (slots, 1))
+        else:
+            assert step.tokens.shape == (1, step.count[0])
         assert step.count.sum() >= 1
         for slot, (tokens, count, position) in enumerate(zip(step.tokens, step.count, step.position, strict=True)):
             assert position + step.tokens.shape[1] <= 64 + chunk - 1  # what is written has room
@@ -88,17 +94,17 @@ def test_a_long_prompt_holds_others_up_by_one_chunk_a_token() -> None:
 
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
-    count = 20_000
+    count = 4000
 
     def shares(**options: float) -> list[float]:
         one = Request([0], **{"temperature": 1.0, "seed": 3, **options})  # type: ignore[arg-type]
         found = Counter(draw(logits, one, number) for number in range(count))
         return [found[token] / count for token in range(4)]
 
-    assert np.allclose(shares(), [0.5, 0.25, 0.15, 0.1], atol=0.015)
-    assert np.allclose(shares(temperature=0.5), np.array([0.25, 0.0625, 0.0225, 0.01]) / 0.345, atol=0.015)
-    assert np.allclose(shares(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.015)
-    assert np.allclose(shares(top_p=0.6), [2 / 3, 1 / 3, 0, 0], atol=0.015)  # the fewest that reach 0.6
+    assert np.allclose(shares(), [0.5, 0.25, 0.15, 0.1], atol=0.03)
+    assert np.allclose(shares(temperature=0.5), np.array([0.25, 0.0625, 0.0225, 0.01]) / 0.345, atol=0.03)
+    assert np.allclose(shares(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.03)
+    assert np.allclose(shares(top_p=0.6), [2 / 3, 1 / 3, 0, 0], atol=0.03)  # the fewest that reach 0.6
     assert shares(top_p=0.5) == [1.0, 0, 0, 0]
     assert shares(top_k=1) == [1.0, 0, 0, 0]
 
