@@ -75,7 +75,7 @@ class BatchRecords:
     labels: Mapping[str, LabelRecord] = field(default_factory=dict)
     """By input the labels that there may be."""
     summed: frozenset[str] = frozenset()
-    """The outputs of a batch that are the sums of those of its microbatches; the others are their means."""
+    """The values of a batch that are the sums of those of its microbatches; other outputs are their means."""
     totals: tuple[str, ...] = ()
     """What microbatches are given of the whole batch, which another program makes of the inputs alone."""
     shards: int = 1

@@ -103,6 +103,11 @@ class Flow:
         state = self.state(value)
         return state if isinstance(state, Shard) else None
 
+    def can_be_made_first(self, value: ir.Value) -> bool:
+        """Whether the whole batch's value follows from inputs alone, and has a size that is known before the first microbatch."""
+        known = value.shape is not None and not any(self._speaks(value, dim) for dim in range(len(value.shape)))
+        return value in self._light and known and (bool(self._batch) or self.state(value) is not OWN)
+
     def _walk(self) -> bool:
         """One walk through the graph; False as soon as it has found another value to shard, so that the walk must begin again."""
         self.states: dict[ir.Value, State] = {
@@ -304,8 +309,7 @@ class Flow:
             return
         if not value.dtype.is_floating_point() and state is OWN:
             return
-        known = value.shape is not None and not any(self._speaks(value, dim) for dim in range(len(value.shape)))
-        if value in self._light and known and (self._batch or state is not OWN):
+        if self.can_be_made_first(value):
             self.totals[value] = None
             return
         producer = value.producer()
