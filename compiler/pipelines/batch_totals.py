@@ -36,7 +36,7 @@ def with_inputs(program: Lowered, totals: Lowered) -> Lowered:
     return replace(program, parts=tuple(parts))
 
 
-def counts_parts(totals: Lowered) -> bool:
+def is_per_microbatch(totals: Lowered) -> bool:
     """Whether the numbers are made of those of the microbatches: a model of one size says what one of these has."""
     sizes = [(totals.values[value].shape or {dim: ""})[dim] for value, dim in totals.batch_dims.items()]
     return any(isinstance(size, int) for size in sizes)
@@ -44,7 +44,7 @@ def counts_parts(totals: Lowered) -> bool:
 
 def write_totals(totals: Lowered, rows: Sequence[Row], records: Records, moved: Moved, summed: Collection[str]) -> None:
     """Writes what makes them into rows in which microbatches have their records; those `summed` are sums over records, others means."""
-    if not counts_parts(totals):
+    if not is_per_microbatch(totals):
         _write(totals, rows, records, moved, None)
         return
     made = [_write(totals, rows, records, moved, k) for k in range(len(rows[0].micro))]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from partc.compiler.ir.program import Lowered, Scheduled, TaskOrder
 from partc.compiler.ir.programs import RankProgram, needed
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.pipelines.batch_totals import counts_parts, with_inputs
+from partc.compiler.pipelines.batch_totals import is_per_microbatch, with_inputs
 from partc.compiler.pipelines.microbatches import rows_of
 from partc.compiler.pipelines.phases import Labels, Phase, Unit, labelled, split_backward
 from partc.compiler.pipelines.recompute import recompute, undivided
@@ -83,7 +83,7 @@ def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
     for some in found.values():
         # Ops may have no reader: of a weight of two groups a gradient, whose sum another rank hands on.
         part = replace(some[-1], steps=tuple(needed(some[-1].steps, some[-1].results)))
-        units.append(_unit(program, part, [one.rank for one in some], totals is not None and counts_parts(totals)))
+        units.append(_unit(program, part, [one.rank for one in some], totals is not None and is_per_microbatch(totals)))
     return units
 
 

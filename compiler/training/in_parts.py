@@ -47,7 +47,7 @@ def in_parts(program: Annotated) -> Annotated:
     found = Flow(program, training.rules.accumulate)
     outputs, divisors = program.model.graph.outputs, {divisor.outputs[0] for divisor in program.means}
     own = [value for value in outputs if found.state(value) is OWN and value not in divisors]
-    found.totals.update(dict.fromkeys(value for value in own if found.can_be_made_first(value)))
+    found.totals.update(dict.fromkeys(value for value in own if found.follows_from_inputs(value)))
     own = [value for value in own if value not in found.totals]
     # A part's number of positions is its own, and a term of the batch's.
     summed = [value for value in outputs if found.state(value) is OWN and value in divisors]
