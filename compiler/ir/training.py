@@ -90,6 +90,8 @@ class TrainingNotes:
     """About weights that several modules read."""
     tables: tuple[str, ...] = ()
     """About parameters that are looked up: which form their gradient has, and why."""
+    not_streamed: str = ""
+    """Why evaluations of a pipeline run each batch whole, one group of ranks after the other; empty where they do not."""
 
 
 @dataclass(frozen=True)
@@ -198,4 +200,5 @@ class Training:
             settings=rules.settings(),
             folder=self.folder,
             fixed=list(self.records.fixed),
+            not_streamed=self.notes.not_streamed,
         )

@@ -308,8 +308,8 @@ class TrainingRecord(Record):
 
     `formulas`: of a metric whose output are sums the formula that makes one number of those of all batches
     (`training/metric_formula.py`). The others are numbers of a batch: those in `sums` are sums over its records, others means;
-    `denominators` names the output that says what a mean is divided by, where that does not follow from the records.
-    `sum_over_ranks`: gradients are those of the sum over the batch's shards of their means.
+    `denominators` names the output that says what a mean is divided by, where that does not follow from the records. `not_streamed`: why a
+    pipeline evaluates whole batches. `sum_over_ranks`: gradients are those of the sum over the batch's shards of their means.
     """
 
     loss: str
@@ -324,6 +324,7 @@ class TrainingRecord(Record):
     folder: str = ""
     fixed: list[str] = []
     guard: str = ""
+    not_streamed: str = ""
 
 
 class FileRecord(Record):
