@@ -301,14 +301,14 @@ class TrainingRecord(Record):
     """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
 
     `scalars`: inputs of rank files without dims, new in every step: `lr`, `scale`, `step` and what `optimizer` derives from its number.
-    `settings` are the keys of the plan that the loop reads; their paths are relative to `folder`, the plan's, as the artifact sees it; empty:
+    `settings`: the keys of the plan that the loop reads; their paths are relative to `folder`, the plan's, as the artifact sees it; empty:
     to the artifact. `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates
     anything; where it is not finite the step replaces nothing of what is kept.
 
-    `formulas`: of a metric whose output are sums the formula that makes one number of all batches (`training/metric_formula.py`). Others are
-    numbers of a batch: those in `sums` are sums over its records, others means; `denominators` names the output that says what a mean is
-    divided by, where that does not follow from the records. `sum_over_ranks`: gradients are those of the sum over the batch's shards of
-    their means. `not_streamed`: why a pipeline evaluates whole batches.
+    `formulas`: of a metric whose output are sums the formula that makes one number of all batches (`training/metric_formula.py`). Others
+    are numbers of a batch: those in `sums` are sums over its records, others means; `denominators` names the output that says what a mean
+    is divided by, where that does not follow from the records. `sum_over_ranks`: gradients are those of the sum over the batch's shards
+    of their means. `not_streamed`: why a pipeline evaluates whole batches.
     """
 
     loss: str
