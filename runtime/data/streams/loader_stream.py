@@ -26,7 +26,8 @@ from ...user_code import UserCodeError, user_code
 from ..fields import Rows
 from ..sources.user_source import UserSource
 from ..sources.values import as_array
-from .process_errors import leave_to_the_reader, of_process
+from .child_signals import leave_to_the_reader
+from .process_errors import of_process
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
 
@@ -79,7 +80,6 @@ class LoaderStream:
         if indexed and _is_of(loader, "DataLoader", exact=True):
             self._rows = _OwnRows(sampler, size, self.batches, span if _puts_together(loader) else None)
             self._loader = _with_sampler(loader, self._rows, found.where)
-        leave_to_the_reader()
         self._columns: list[Rows] = []
         if self._rows is not None and _puts_together(loader) and _is_of(loader.dataset, "TensorDataset", exact=True):
             self._columns = [Rows(as_array(tensor)) for tensor in loader.dataset.tensors]
@@ -114,6 +114,7 @@ class LoaderStream:
                 left = 0
             with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
                 batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
+            leave_to_the_reader()
             value = self._next(batches, skip - left, epoch)
         number = skip - left
         while value is not _END:

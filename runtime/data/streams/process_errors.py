@@ -11,8 +11,6 @@ torch sends an exception of a worker as text; a worker that is gone has sent not
 from __future__ import annotations
 
 import re
-import signal
-import threading
 from collections.abc import Iterator
 
 from ...user_code import UserCodeError, fact, is_of_user
@@ -48,18 +46,6 @@ def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> Us
         (f"while {doing}, in worker process {caught[1]}",),
         tuple(line for line in shown if line),
     )
-
-
-def leave_to_the_reader() -> None:
-    """Takes back the signal handler by which torch raises in the main thread, wherever that is, when a worker has died.
-
-    torch sets it where a loader is iterated in the main thread, as a user's file may do. The thread that reads finds a dead worker, too.
-    """
-    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
-    if threading.current_thread() is threading.main_thread() and getattr(handler, "__module__", "").startswith(
-        "torch."
-    ):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _frames(lines: list[str]) -> Iterator[tuple[str, str, str, str]]:
