@@ -106,24 +106,28 @@ class LoaderStream:
 
     def _epoch(self, epoch: int, skip: int, left: int, state: JsonValue) -> Iterator[StreamBatch]:
         """The batches of an epoch behind `skip`, of which the loader still gives `left`."""
-        with _DRAWING:
-            self._begin(epoch)
-            if state is not None:
-                with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
-                    self._loader.load_state_dict(restored(state))
-                left = 0
-            with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
-                batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
-            leave_to_the_reader()
-            value = self._next(batches, skip - left, epoch)
-        number = skip - left
-        while value is not _END:
-            if left:
-                left -= 1
-            else:
-                yield self._given(value)
-            number += 1
-            value = self._next(batches, number, epoch)
+        batches: Iterator[object] = iter(())
+        try:
+            with _DRAWING:
+                self._begin(epoch)
+                if state is not None:
+                    with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
+                        self._loader.load_state_dict(restored(state))
+                    left = 0
+                with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
+                    batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
+                leave_to_the_reader()
+                value = self._next(batches, skip - left, epoch)
+            number = skip - left
+            while value is not _END:
+                if left:
+                    left -= 1
+                else:
+                    yield self._given(value)
+                number += 1
+                value = self._next(batches, number, epoch)
+        finally:
+            del batches  # a failure refers to this frame, and keeps no workers by it
 
     def _by_columns(self, rows: _OwnRows) -> Iterator[object]:
         """The batches of a dataset of tensors, each by one indexing of whole tensors: what torch stacks of single records."""
@@ -137,6 +141,7 @@ class LoaderStream:
             with user_code(self._where, doing):
                 return next(batches, _END)
         except UserCodeError as error:
+            del batches  # as above
             raise of_process(error, self._where, doing, getattr(self._loader, "num_workers", 0)) from error.__cause__
 
     def _given(self, value: object) -> StreamBatch:

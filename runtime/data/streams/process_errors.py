@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from traceback import clear_frames
 
 from ...user_code import UserCodeError, fact, is_of_user
 
@@ -22,6 +23,10 @@ _CAUGHT = re.compile(r"^Caught \w+ in DataLoader worker process (\d+)\.$")
 def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> UserCodeError:
     """The error of a worker that an error of a loader with `workers` stands for; the same where it stands for none."""
     cause, text = error.__cause__, str(error.__cause__)
+    if cause is not None and workers:
+        # torch's frames and its failure refer to each other, and by these the failure to the workers: they would end when the garbage
+        # collector finds them, in whatever runs then, and torch waits 5 seconds for each there.
+        clear_frames(cause.__traceback__)
     first, _, trace = text.partition("\n")
     is_gone = isinstance(cause, RuntimeError) and "DataLoader worker" in text and "exited unexpectedly" in text
     if cause is not None and workers and (is_gone or isinstance(cause, ConnectionError | EOFError)):
