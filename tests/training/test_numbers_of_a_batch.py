@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 from batch_in_parts import HEAD, LOSSES, PLANS, close, numbers, start_of, train, trained
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
+from partc.runtime import Trainer
+from trainer_case import on_all
 from training_equivalence import from_text
 
 MODEL = (
@@ -80,3 +84,24 @@ def test_they_are_the_batchs(reads: tuple[str, ...], use: str, tmp_path: Path) -
             want,
             start_of({"w": (6, 5)}, text),
         )
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("reads", [("mean",), ("ones",), ("sum", "largest", "size")], ids=" and ".join)
+def test_evaluations_read_what_a_step_is_fed(reads: tuple[str, ...], use: str, tmp_path: Path) -> None:
+    """On the same ranks, in microbatches and whole, with the same numbers."""
+    text, metrics = _model(reads, use)
+    given = numbers(LOSSES["ignored"]) | {"t": numbers()["x"][:, 0] + 4, "e": numbers()["x"][:, 1:4] + 4}
+    plan = PLACED + train("loss", 1, more=metrics).replace("  accumulate: 1\n", "")
+    compile_source(from_text(text, {"w": (6, 5)}), parse_plan(plan, "plan.yaml"), tmp_path)
+
+    def act(trainer: Trainer) -> tuple[dict[str, float], dict[str, float]]:
+        batches = [({port.name: given[port.name] for port in trainer.inputs}, 16)]
+        streamed = trainer.evaluate(batches)
+        assert trainer._evaluation is not None
+        assert trainer._evaluation._streamed is not None
+        trainer._evaluation._streamed = None
+        return streamed, trainer.evaluate(batches)
+
+    streamed, whole = on_all(tmp_path, 2, act)[0]
+    assert streamed == pytest.approx(whole, rel=1e-6)
