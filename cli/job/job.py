@@ -29,6 +29,8 @@ class TrainingJob:
     said: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     init: str | None = None
+    only: tuple[str, ...] = ()
+    """Patterns of the weights that `init` gives; without any, all of them."""
     metrics: str | None = None
     tensorboard: str | None = None
     plan: str | None = None
