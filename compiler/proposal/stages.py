@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.analysis.operations import multiply_adds
+from partc.compiler.cost.node import multiply_adds
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.placement.typical_sizes import TypicalSizes

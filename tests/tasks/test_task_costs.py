@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 from batch_in_parts import LOSSES, train
-from partc.compiler.analysis.operations import BYTE, multiply_adds, work
+from partc.compiler.cost.node import BYTE, multiply_adds, work
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source, step_program
