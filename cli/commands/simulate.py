@@ -159,9 +159,9 @@ def command(
             raise UsageError(
                 f"a step is played of an artifact or a plan, on a machine or by a trace alone\n  help: {help}"
             )
-        from partc.cli.simulation.run import Asked, simulate_step
+        from partc.cli.simulation.run import Request, simulate_step
 
-        return simulate_step(folder, model, Asked(machine, trace, sizes, hosts, program), as_json)
+        return simulate_step(folder, model, Request(machine, trace, sizes, hosts, program), as_json)
     if sizes or model is not None or program or hosts > 1:
         raise UsageError("--set, --model, --program and --hosts are of a step\n  help: give --machine or --trace, too")
     if folder is not None:

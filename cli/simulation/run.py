@@ -23,7 +23,7 @@ _NO_TIME = Curve(((1.0, 1e-12),))
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What the options say: the machine's file, a trace, sizes of symbols, hosts, the program, and how many rows of the critical path."""
 
     machine: Path | None
@@ -34,7 +34,7 @@ class Asked:
     top: int = 15
 
 
-def simulate_step(target: Path, model: Path | None, asked: Asked, as_json: bool) -> int:
+def simulate_step(target: Path, model: Path | None, asked: Request, as_json: bool) -> int:
     """Plays a step of the artifact in a folder, or of a plan with its model, and prints it."""
     machine = read_machine(asked.machine) if asked.machine is not None else _instant()
     traced = read_traced(asked.trace) if asked.trace is not None else None
@@ -60,7 +60,7 @@ def simulate_step(target: Path, model: Path | None, asked: Asked, as_json: bool)
     return 0
 
 
-def _of(folder: Path, machine: Machine, asked: Asked, traced: Traced | None) -> Simulation:
+def _of(folder: Path, machine: Machine, asked: Request, traced: Traced | None) -> Simulation:
     artifact = open_artifact(folder, trust=True, program=asked.program)
     return simulated(artifact, machine, asked.sizes, asked.hosts, traced)
 

@@ -84,7 +84,7 @@ def _left(waits: Mapping[int, Span], begins: Sequence[Mapping[int, Span]]) -> It
 def read_traced(path: Path) -> Traced:
     """What a trace measured; UsageError where it is none, or was cut short before any step of all ranks had ended."""
     trace = read_trace(path)
-    steps = _whole_steps(trace)
+    steps = _ended_steps(trace)
     if not steps:
         cut = ", for it was cut short" if not trace.whole else ""
         raise UsageError(f"{path}: has no step that all ranks have ended{cut}\n  help: {_AGAIN}")
@@ -110,7 +110,7 @@ def read_traced(path: Path) -> Traced:
     return Traced(str(path), spans, rest, len(ranks), len(kept), longest)
 
 
-def _whole_steps(trace: Trace) -> list[int]:
+def _ended_steps(trace: Trace) -> list[int]:
     """The steps that every rank has ended; of a file that was cut short not the last one of the rank where it breaks off."""
     ends: dict[int, set[int]] = defaultdict(set)
     for one in trace.spans:

@@ -64,7 +64,7 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
 
 
 def _matrices(kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) -> int:
-    """Of a product how many matrices are multiplied: one where the second operand is a matrix."""
+    """How many matrices a product multiplies: one where the second operand is a matrix."""
     if kernel != PRODUCT or len(inputs) < 2 or not inputs[1] or len(inputs[1]) < 3 or not outputs or not outputs[0]:
         return 1
     return max(1, math.prod(map(int, outputs[0][:-2])))

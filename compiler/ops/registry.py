@@ -53,7 +53,7 @@ Kernel: TypeAlias = Literal[
 Dims: TypeAlias = Sequence[int | str]
 """The dims of a value, numbers or expressions."""
 Products = Callable[["ir.Node", Sequence[Dims], Dims], Sequence[Dims]]
-"""Of a node, the dims of its operands, which are () where these are absent, and of its first output: terms, each a product of dims."""
+"""Takes a node, the dims of its operands, () where these are absent, and those of its first output; gives terms, each a product of dims."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
