@@ -59,13 +59,18 @@ class Simulation:
         return sorted(total.items(), key=lambda one: (-one[1], one[0]))
 
 
-def chosen_sizes(artifact: Artifact, given: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of all symbols: those given, a training's batch, or the only legal one; UsageError names those that are not known."""
+def chosen_sizes(artifact: Artifact, given: Mapping[str, int], partly: bool = False) -> dict[str, int]:
+    """The sizes of all symbols: those given, a training's batch, or the only legal one; UsageError names those that are not known.
+
+    `partly`: the sizes may be of several artifacts, of which each has some.
+    """
     manifest, problems = artifact.manifest, []
     typical = typical_sizes(manifest)
     batch = manifest.training.settings.batch if manifest.training is not None else None
     firsts = {port.shape[0] for port in manifest.inputs if port.shape}
     for name in given:
+        if partly and name not in manifest.symbols:
+            continue
         if name not in manifest.symbols:
             known = ", ".join(manifest.symbols) or "none"
             problems.append(f"--set {name}: there is no such symbol\n  help: the symbols are {known}")
@@ -78,7 +83,7 @@ def chosen_sizes(artifact: Artifact, given: Mapping[str, int]) -> dict[str, int]
             problems.append(f"{fact}\n  help: give it, such as --set {name}={typical[name]}")
     if problems:
         raise UsageError("\n".join(problems))
-    return {**typical, **given}
+    return {**typical, **{name: size for name, size in given.items() if name in manifest.symbols}}
 
 
 def simulated(
