@@ -1,4 +1,4 @@
-"""The commands `partc profile`, where the time of a trace went by rank, module and message, and `partc measure`, the speeds of a machine."""
+"""The commands `partc profile`: where the time of a trace went, by rank, module and message; and `partc measure`: a machine's speeds."""
 
 from __future__ import annotations
 

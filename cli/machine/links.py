@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import numpy as np
-from partc.cli.machine.kernels import products, session_run
+from partc.cli.machine.kernels import products, session_run, undisturbed
 from partc.runtime.artifact.format import ALL_REDUCE, SUM
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.tensor import aligned
@@ -42,7 +41,7 @@ def messages(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
                 transport.wait(coming, _what)
                 transport.wait(leaving, _what)
             times.append((time.perf_counter() - begin) / 2)
-        found[size] = median(times[_WARM:]) if times else 0.0
+        found[size] = undisturbed(times[_WARM:]) if times else 0.0
     return found
 
 
@@ -57,7 +56,7 @@ def all_reduces(transport: Transport, ranks: tuple[int, ...]) -> dict[int, float
             begin = time.perf_counter()
             transport.wait(begin_all(), _what)
             times.append(time.perf_counter() - begin)
-        found[size] = median(times[_WARM:])
+        found[size] = undisturbed(times[_WARM:])
     return found
 
 
@@ -75,18 +74,18 @@ def overlap(transport: Transport, ranks: tuple[int, ...], threads: int) -> float
         accompanied()
         transport.wait(request, _what)
 
-    alone, beside, together = (_median_of(transport, action) for action in (reduced, computed, both))
+    alone, beside, together = (_time_of(transport, action) for action in (reduced, computed, both))
     return min(1.0, max(0.0, (alone + beside - together) / max(1e-9, min(alone, beside))))
 
 
-def _median_of(transport: Transport, action: Callable[[], object]) -> float:
+def _time_of(transport: Transport, action: Callable[[], object]) -> float:
     transport.all_gather_text("")
     times = []
     for _ in range(_WARM + _FEW):
         begin = time.perf_counter()
         action()
         times.append(time.perf_counter() - begin)
-    return median(times[_WARM:])
+    return undisturbed(times[_WARM:])
 
 
 def _all_reduce(transport: Transport, ranks: tuple[int, ...], size: int, at_once: bool) -> Callable[[], Request]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from partc.cli.job.processes import end_with_parent
-from partc.cli.machine.kernels import kernels, overhead, products, session_run, timed
+from partc.cli.machine.kernels import kernels, overhead, products, session_run, timed, undisturbed
 from partc.cli.machine.links import all_reduces, messages, overlap
 from partc.cli.machine.segments import segment_times
 from partc.runtime.communication.transport import Transport
@@ -99,7 +99,7 @@ def _step(folder: Path, comm: Any, threads: int) -> float:
             taken.append(time.perf_counter() - begin)
         kinds = json.loads(profiler.text())["kinds"]
     inside = [sum(some) for some in zip(*kinds.values(), strict=True)]
-    beside: float = median(taken[_WARM:]) - median(inside)
+    beside: float = undisturbed(taken[_WARM:]) - undisturbed(inside)
     return max(0.0, beside)
 
 

@@ -9,10 +9,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
+from partc.cli.machine.kernels import undisturbed
 from partc.cli.simulation.actions import digest
 from partc.cli.simulation.sizes import FileSizes
 from partc.runtime.artifact.manifest import open_artifact
@@ -53,7 +53,7 @@ def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, thr
 
 
 def _timed(runs: dict[str, Callable[[], object]]) -> Iterator[tuple[str, float]]:
-    """The median seconds of each, run one after the other."""
+    """The seconds of each, run one after the other."""
     taken: dict[str, list[float]] = defaultdict(list)
     begun, passes = time.perf_counter(), 0
     while passes <= _WARM or (passes < _MOST + _WARM and time.perf_counter() - begun < _SECONDS):
@@ -63,7 +63,7 @@ def _timed(runs: dict[str, Callable[[], object]]) -> Iterator[tuple[str, float]]
             taken[key].append(time.perf_counter() - start)
         passes += 1
     for key, times in taken.items():
-        yield key, median(times[_WARM:] or times)
+        yield key, undisturbed(times[_WARM:] or times)
 
 
 def _bound(runner: Runner, sizes: FileSizes) -> Callable[[], object] | None:
