@@ -12,6 +12,9 @@ With p ranks of which each gives b bytes:
     AllReduce      2(p - 1)    2(p - 1)/p   AllGather   p - 1    p - 1
     ReduceScatter  p - 1       (p - 1)/p    Broadcast   p - 1    1
     AllToAll       p - 1       (p - 1)/p    Reduce      p - 1    1
+
+AllReduce, Broadcast and Reduce are by a tree where that is faster, as with many ranks and few bytes: log2(p) levels, twice of an AllReduce,
+of which each sends all bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 
 FALLBACK, MATMUL = "elementwise", "matmul"
 """The kernel, and the product, whose curves stand for those that a machine file leaves out."""
@@ -81,12 +84,22 @@ class Link:
     all_reduce: Curve
 
     def collective(self, op: str, ranks: int, given: float) -> float:
-        """Seconds of a collective among so many ranks that each give so many bytes."""
+        """Seconds of a collective among so many ranks that each give so many bytes: around a ring, or by a tree where that is faster."""
         if ranks < 2:
             return 0.0
-        (hops, share), (own_hops, own_share) = law(op, ranks), law(ALL_REDUCE, self.ranks)
-        least = self.all_reduce.least
-        return hops / own_hops * least + share / own_share * max(0.0, self.all_reduce(given) - least)
+        own_hops, own_share = law(ALL_REDUCE, self.ranks)
+        latency = self.all_reduce.least / own_hops
+        sent = max(0.0, self.all_reduce(given) - self.all_reduce.least) / own_share
+        hops, share = law(op, ranks)
+        ring = hops * latency + share * sent
+        if op in _SPLIT:
+            return ring
+        levels = (2 if op == ALL_REDUCE else 1) * math.ceil(math.log2(ranks))
+        return min(ring, levels * (latency + sent))
+
+
+_SPLIT = (ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, EXCHANGE)
+"""Collectives of which each rank gets another result, or all of what all give: no tree sends less."""
 
 
 def law(op: str, ranks: int) -> tuple[float, float]:
