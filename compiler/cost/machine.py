@@ -1,7 +1,7 @@
 """The speeds of a machine: what an op takes on one of its targets, and what a message or a collective takes between its ranks.
 
-    curve      seconds by an amount, measured at some amounts: between two of them a straight line in logarithms, above the largest its
-               speed, below the smallest its time: what any such thing takes at least
+    curve      seconds by an amount, measured at some amounts: between two of them a straight line, above the largest its speed, below
+               the smallest its time: what any such thing takes at least
     product    curve(FLOP of one matrix) for each matrix, or what its bytes take if that is more
     others     curve(bytes moved), of the op's kernel
     collective hops * latency + share * bytes / speed, both taken from an AllReduce that was measured among `ranks`
@@ -46,8 +46,7 @@ class Curve:
         if at == len(self.points):
             return last[1] * amount / last[0]
         high, most = self.points[at]
-        part = math.log(amount / low) / math.log(high / low)
-        return math.exp(math.log(least) + part * (math.log(most) - math.log(least)))
+        return least + (most - least) * (amount - low) / (high - low)
 
     @property
     def least(self) -> float:
