@@ -48,7 +48,7 @@ def measure(
     if mesh and math.prod(mesh.values()) != ranks:
         shown = ",".join(f"{name}={size}" for name, size in mesh.items())
         raise UsageError(f"--mesh {shown}: has {math.prod(mesh.values())} ranks, and -n says {ranks}")
-    links = _links(ranks, mesh)
+    links = links_of(ranks, mesh)
     artifacts = [
         {"folder": str(folder.absolute()), "sizes": chosen_sizes(open_artifact(folder, trust=True), sizes, partly=True)}
         for folder in of
@@ -71,7 +71,7 @@ def measure(
     return 0
 
 
-def _links(ranks: int, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
+def links_of(ranks: int, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
     """The lists of ranks along each axis of the mesh, the last axis fastest; without a mesh all ranks."""
     if not mesh:
         return [{"name": "default", "stride": 1, "lists": [list(range(ranks))]}]
