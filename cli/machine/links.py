@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from partc.cli.machine.kernels import products, session_run, undisturbed
+from partc.cli.machine.kernels import products, session_run, timed, undisturbed
 from partc.runtime.artifact.format import ALL_REDUCE, SUM
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.tensor import aligned
@@ -21,28 +21,40 @@ _BESIDE = 1 << 21
 
 
 def messages(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
-    """Seconds of a message by bytes: half of a way there and back between pairs of neighbours in the list; an odd rank out waits."""
+    """Seconds of a message by bytes, between pairs of neighbours in the list."""
+    return {size: _one_way(transport, ranks, size, lambda: None) for size in SIZES}
+
+
+def wake(transport: Transport, ranks: Sequence[int], threads: int) -> float:
+    """What a session takes more behind a message that was waited for than behind itself."""
+    sample = next(sample for kind, sample in products() if kind == "convolution")
+    run, size = session_run(sample, threads), SIZES[1]
+    between = _one_way(transport, ranks, size, run) - _one_way(transport, ranks, size, lambda: None)
+    return max(1e-8, between - timed(run)) if between else 0.0
+
+
+def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Callable[[], object]) -> float:
+    """Half of the seconds of a message there and one back, the action before each; 0 for an odd rank out, which waits."""
     place = ranks.index(transport.rank)
     paired = place ^ 1 < len(ranks)
     peer = ranks[place ^ 1] if paired else transport.rank
-    found = {}
-    for size in SIZES:
-        given, taken, times = aligned(size), aligned(size), list[float]()
-        given[:] = 1
-        transport.all_gather_text("")
-        for _ in range(_WARM + _rounds(size)) if paired else ():
-            begin = time.perf_counter()
-            coming = transport.irecv(taken, peer, _TAG)
-            if place % 2:
-                transport.wait(coming, _what)
-                transport.wait(transport.isend(given, peer, _TAG), _what)
-            else:
-                leaving = transport.isend(given, peer, _TAG)
-                transport.wait(coming, _what)
-                transport.wait(leaving, _what)
-            times.append((time.perf_counter() - begin) / 2)
-        found[size] = undisturbed(times[_WARM:]) if times else 0.0
-    return found
+    given, taken, times = aligned(size), aligned(size), list[float]()
+    given[:] = 1
+    transport.all_gather_text("")
+    for _ in range(_WARM + _rounds(size)) if paired else ():
+        begin = time.perf_counter()
+        coming = transport.irecv(taken, peer, _TAG)
+        if place % 2:
+            transport.wait(coming, _what)
+            action()
+            transport.wait(transport.isend(given, peer, _TAG), _what)
+        else:
+            action()
+            leaving = transport.isend(given, peer, _TAG)
+            transport.wait(coming, _what)
+            transport.wait(leaving, _what)
+        times.append((time.perf_counter() - begin) / 2)
+    return undisturbed(times[_WARM:]) if times else 0.0
 
 
 def all_reduces(transport: Transport, ranks: tuple[int, ...]) -> dict[int, float]:

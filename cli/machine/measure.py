@@ -128,6 +128,7 @@ def _machine(out: Path, found: dict[str, Any], links: Sequence[dict[str, Any]], 
             len(asked["lists"][0]),
             asked["stride"],
             one["overlap"],
+            one["wake"],
             curve(one["send"]),
             curve(one["all_reduce"]),
         )

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from partc.cli.job.processes import end_with_parent
 from partc.cli.machine.kernels import kernels, overhead, products, session_run, timed, undisturbed
-from partc.cli.machine.links import all_reduces, messages, overlap
+from partc.cli.machine.links import all_reduces, messages, overlap, wake
 from partc.cli.machine.segments import segment_times
 from partc.runtime.communication.transport import Transport
+from partc.runtime.job.machine import usable_cores
 
 REQUEST, TINY = "request.json", "tiny"
 _STALL = 60.0
@@ -55,6 +56,7 @@ def main() -> int:
 
 def _measured(transport: Transport, request: dict[str, Any], threads: int) -> dict[str, Any]:
     """What this rank measures; each measurement begins on all ranks at once."""
+    working = max(1, len(usable_cores()) // threads)  # more would be in each other's way, and are simulated so
     session, node = overhead(threads)
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {
         "products": defaultdict(list),
@@ -64,7 +66,8 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
         for name, sample in samples:
             run = session_run(sample, threads)
             transport.all_gather_text("")
-            curves[table][name].append((sample.amount, max(node, timed(run) - session)))
+            taken = timed(run) - session if transport.rank < working else 0.0
+            curves[table][name].append((sample.amount, max(node, taken) if transport.rank < working else 0.0))
     links = []
     lists = [tuple(tuple(ranks) for ranks in one["lists"]) for one in request["links"]]
     transport.create_groups([ranks for some in lists for ranks in some])
@@ -77,6 +80,7 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
                 "send": messages(transport, among),
                 "all_reduce": all_reduces(transport, among),
                 "overlap": overlap(transport, among, threads),
+                "wake": wake(transport, among, threads),
             }
         )
     segments = segment_times(request["artifacts"], transport, threads)
@@ -116,7 +120,7 @@ def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
             tables.append(
                 sorted((float(amount), time) for amount, time in (at.items() if isinstance(at, dict) else at))
             )
-        return [[some[0][0], median(time for _, time in some if time)] for some in zip(*tables, strict=True)]
+        return [[some[0][0], median([time for _, time in some if time] or [0.0])] for some in zip(*tables, strict=True)]
 
     return {
         "session": median(one["session"] for one in told),
@@ -125,7 +129,7 @@ def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "links": [
             {
                 "name": one["name"],
-                "overlap": median(each["links"][k]["overlap"] for each in told),
+                **{key: median(each["links"][k][key] for each in told) for key in ("overlap", "wake")},
                 "send": points("links", k, "send"),
                 "all_reduce": points("links", k, "all_reduce"),
             }

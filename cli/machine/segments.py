@@ -43,11 +43,11 @@ def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, thr
             sizes = FileSizes(read_rank_file(artifact, rank), one["sizes"])
             program = lower_rank_program(artifact, rank, settings_for(transport, threads, None))
             runs: dict[str, Callable[[], object]] = {}
+            cells: dict[str, Tensor] = {}
             for index, step in enumerate(program.steps):
-                if not isinstance(step, Segment) or (key := digest(step, sizes)) in runs:
-                    continue
-                if (run := _bound(program.runners[index], sizes)) is not None:
-                    runs[key] = run
+                if isinstance(step, Segment):
+                    run, key = _bound(program.runners[index], sizes, cells), digest(step, sizes)
+                    runs |= {key: run} if run is not None and key not in runs else {}
             found |= dict(_timed(runs))
     return found
 
@@ -66,25 +66,22 @@ def _timed(runs: dict[str, Callable[[], object]]) -> Iterator[tuple[str, float]]
         yield key, undisturbed(times[_WARM:] or times)
 
 
-def _bound(runner: Runner, sizes: FileSizes) -> Callable[[], object] | None:
-    """What runs a segment once on values of its own; None where it takes other things than tensors of known sizes, or fails on them."""
+def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callable[[], object] | None:
+    """What runs a segment once on what earlier ones have made, and values of its own; None where it takes other things than tensors of
+    known sizes, or fails on them.
+    """
     segment = runner.segment
     if runner.objects:
         return None
     binding, held = runner.session.io_binding(), list[Tensor]()
-    for formal, name in (*segment.operands, *segment.results):
-        dtype, shape = dense(sizes.types.get(name, "")), sizes.operand(name).sizes
-        if dtype is None or shape is None:
-            return None
-        tensor = Tensor.empty(dtype, shape)
-        array = tensor.array()
-        array[...] = 0
-        if array.dtype.kind == "f":
-            array[...] = np.random.default_rng(0).standard_normal(shape) * 0.1
-        held.append(tensor)
-        given = len(held) <= len(segment.operands)
-        bind = binding.bind_input if given else binding.bind_output
-        bind(formal, "cpu", 0, dtype.code, shape, tensor.pointer)
+    for bind, some in ((binding.bind_input, segment.operands), (binding.bind_output, segment.results)):
+        for formal, name in some:
+            tensor = cells.get(name) or _value(name, sizes)
+            if tensor is None:
+                return None
+            cells[name] = tensor
+            held.append(tensor)
+            bind(formal, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
 
     def run() -> list[Tensor]:
         runner.session.run_with_iobinding(binding)
@@ -95,3 +92,16 @@ def _bound(runner: Runner, sizes: FileSizes) -> Callable[[], object] | None:
     except Exception:
         return None
     return run
+
+
+def _value(name: str, sizes: FileSizes) -> Tensor | None:
+    """A tensor of the type and the sizes of a value: small numbers, no integer above 0; None where they are not known."""
+    dtype, shape = dense(sizes.types.get(name, "")), sizes.operand(name).sizes
+    if dtype is None or shape is None:
+        return None
+    tensor = Tensor.empty(dtype, shape)
+    array = tensor.array()
+    array[...] = 0
+    if array.dtype.kind == "f":
+        array[...] = np.random.default_rng(0).standard_normal(shape) * 0.1
+    return tensor

@@ -68,4 +68,4 @@ def _of(folder: Path, machine: Machine, asked: Request, traced: Traced | None) -
 def _instant() -> Machine:
     """A machine that takes no time, where a trace has all times."""
     processor = Processor(0.0, 0.0, {"matmul": _NO_TIME}, {"elementwise": _NO_TIME})
-    return Machine("", 0, {CPU: processor}, [Link("default", 2, 1, 1.0, _NO_TIME, _NO_TIME)])
+    return Machine("", 0, {CPU: processor}, [Link("default", 2, 1, 1.0, 0.0, _NO_TIME, _NO_TIME)])

@@ -101,7 +101,7 @@ def simulated(
     if traced is not None:
         classes = traced.calibrated(classes)
     try:
-        played = play(classes, machine.cores * hosts)
+        played = play(classes, machine.cores * hosts, 0.0 if traced is not None else machine.links[0].wake)
     except ValueError as error:
         raise ArtifactError(f"{artifact.folder}: {error}\n  help: see what `partc check` says of it") from None
     firsts = [one.ranks[0] for one in classes]

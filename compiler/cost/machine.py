@@ -72,13 +72,15 @@ class Processor:
 class Link:
     """What connects ranks: seconds by bytes of a message, and of an AllReduce among `ranks` that are `stride` apart.
 
-    `overlap`: the share of a collective that goes on beside a computation; the rest the rank does itself when it waits.
+    `overlap`: the share of a collective that goes on beside a computation; the rest the rank does itself when it waits. `wake`: what the
+    first session behind a wait takes more than one behind another, since the caches are cold.
     """
 
     name: str
     ranks: int
     stride: int
     overlap: float
+    wake: float
     send: Curve
     all_reduce: Curve
 

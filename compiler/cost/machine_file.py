@@ -9,7 +9,7 @@ targets:
     products: {matmul: {65.5 kFLOP: 9us, 33.6 MFLOP: 1.1ms}, convolution: {...}}
     kernels: {elementwise: {4KiB: 1.2us, 16MiB: 4.1ms}, function: {...}}
 links:
-  - {name: default, ranks: 2, stride: 1, overlap: 0.3, send: {1KiB: 21us, 4MiB: 2ms}, all_reduce: {1KiB: 28us, 4MiB: 4ms}}
+  - {name: default, ranks: 2, stride: 1, overlap: 0.3, wake: 9us, send: {1KiB: 21us}, all_reduce: {1KiB: 28us, 4MiB: 4ms}}
 segments: {5f0c2a91: 1.31ms}
 """
 
@@ -101,7 +101,7 @@ class _Reading:
         if not isinstance(data, dict):
             self.wrong(steps, f"a link is a mapping, but this is {data!r}", _HELP)
             data = {}
-        self.unknown(data, steps, ("name", "ranks", "stride", "overlap", "send", "all_reduce"))
+        self.unknown(data, steps, ("name", "ranks", "stride", "overlap", "wake", "send", "all_reduce"))
         overlap = self.number(data, steps, "overlap", float)
         if overlap > 1:
             self.wrong((*steps, "overlap"), f"'overlap' is {overlap:g}", "it is a share, from 0 to 1")
@@ -109,7 +109,8 @@ class _Reading:
             self.wrong((*steps, "ranks"), "'ranks' is 1", "measure among at least 2 ranks")
         send, reduced = (self.curve(data, steps, name, parse_bytes, FORMS) for name in ("send", "all_reduce"))
         stride = self.number(data, steps, "stride", int)
-        return Link(str(data.get("name", "")), int(ranks), int(stride), overlap, send, reduced)
+        wake = self.duration(data, steps, "wake")
+        return Link(str(data.get("name", "")), int(ranks), int(stride), overlap, wake, send, reduced)
 
     def curve(
         self,
@@ -189,6 +190,7 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield f"    ranks: {link.ranks}"
         yield f"    stride: {link.stride}"
         yield f"    overlap: {link.overlap:.2f}"
+        yield f"    wake: {seconds(link.wake)}"
         yield f"    send: {_curve_text(link.send, size_text)}"
         yield f"    all_reduce: {_curve_text(link.all_reduce, size_text)}"
     if machine.segments:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.ops.registry import Dims, Entry, entry_of
+from partc.compiler.ops.rule import WHOLE
 
 BYTE = 4
 """Multiply-adds in the time in which one byte is moved."""
@@ -78,8 +79,9 @@ def _factors(entry: Entry, node: ir.Node, inputs: Sequence[Known], outputs: Sequ
         ],
     )
     rule, found = entry.rule(shown), dict[str, int | str]()
+    made = {WHOLE, *(letter for one in rule.outputs for letter in one or "")}
     for letters, dims in zip(rule.inputs, inputs, strict=False):
         found.update(
-            (letter, dim) for letter, dim in zip(letters or "", dims or (), strict=False) if letter in rule.reduce
+            (letter, dim) for letter, dim in zip(letters or "", dims or (), strict=False) if letter not in made
         )
     return (*(outputs[0] or ()), *found.values()) if found else None

@@ -105,8 +105,8 @@ class _Event:
 
 
 class _Player:
-    def __init__(self, classes: Sequence[Class], cores: int) -> None:
-        self.classes, self.cores = classes, cores
+    def __init__(self, classes: Sequence[Class], cores: int, wake: float) -> None:
+        self.classes, self.cores, self.awake = classes, cores, wake
         count = len(classes)
         self.at = [0] * count
         self.clock = [0.0] * count
@@ -163,7 +163,7 @@ class _Player:
             return False
         if event.end > self.clock[k]:
             self.last[k] = event.cause
-            self.later(k, event.end)
+            self.later(k, event.end + self.awake)
             return False
         return True
 
@@ -240,7 +240,7 @@ class _Player:
         event = self.events[key]
         for k in self.waiting.pop(key, []):
             self.last[k] = event.cause
-            self.later(k, event.end)
+            self.later(k, event.end + self.awake)
 
     def key(self, k: int, tag: int) -> Key:
         return tag, self.classes[k].others[tag]
@@ -263,6 +263,9 @@ class _Player:
         return way[::-1]
 
 
-def play(classes: Sequence[Class], cores: int = 0) -> Played:
-    """A step of these classes; ValueError where ranks wait for each other without end. `cores`: of a host that they share, 0 for enough."""
-    return _Player(classes, cores).play()
+def play(classes: Sequence[Class], cores: int = 0, wake: float = 0.0) -> Played:
+    """A step of these classes; ValueError where ranks wait for each other without end.
+
+    `cores`: those that they share, 0 for enough; `wake`: seconds until a rank goes on that has waited.
+    """
+    return _Player(classes, cores, wake).play()

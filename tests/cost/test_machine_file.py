@@ -19,7 +19,7 @@ targets:
     products: {matmul: {65.5 kFLOP: 9us, 33.6 MFLOP: 1.1ms}}
     kernels: {elementwise: {4KiB: 1.2us, 16MiB: 4.1ms}}
 links:
-  - {name: default, ranks: 2, stride: 1, overlap: 0.3, send: {1KiB: 21us, 4MiB: 2ms}, all_reduce: {1KiB: 28us, 4MiB: 4ms}}
+  - {name: default, ranks: 2, stride: 1, overlap: 0.3, wake: 3us, send: {1KiB: 21us, 4MiB: 2ms}, all_reduce: {1KiB: 28us, 4MiB: 4ms}}
 """
 
 
@@ -65,7 +65,7 @@ def test_a_curve_is_straight_between_points_and_ends_in_its_speed() -> None:
 )
 def test_a_collective_by_hops_and_share(op: str, ranks: int, seconds: float) -> None:
     """Of a megabyte that takes a millisecond among two, of which 20 us are two hops."""
-    link = Link("default", 2, 1, 1.0, curve(1e9, 10e-6), Curve(((1.0, 20e-6), (1e6, 1e-3))))
+    link = Link("default", 2, 1, 1.0, 0.0, curve(1e9, 10e-6), Curve(((1.0, 20e-6), (1e6, 1e-3))))
     assert link.collective(op, ranks, 1e6) == pytest.approx(seconds)
 
 
@@ -74,7 +74,7 @@ def test_many_ranks_agree_by_a_tree() -> None:
 
 
 def test_the_link_is_that_of_the_stride() -> None:
-    two = [machine().links[0], Link("dp", 2, 4, 1.0, curve(1e6), curve(1e6))]
+    two = [machine().links[0], Link("dp", 2, 4, 1.0, 0.0, curve(1e6), curve(1e6))]
     both = type(machine())("", 0, machine().processors, two)
     assert [both.link(ranks).name for ranks in ((0, 1), (0, 4, 8), (1, 5), (0, 1, 5))] == [
         "default",
