@@ -6,7 +6,8 @@ For each case: `partc measure --of build/` writes a machine file, the artifact r
 by the curves of the file alone, once with its segments too, and once by a trace of the same run. Two measured steps are printed, both of
 the turns in which other processes had the least of the cores (their share is printed): the median, and the tenth percentile, which is
 what a step takes where they leave it alone; `partc measure` measures so, too, and errors are against this one. On a quiet machine both are
-about the same. The prediction by a trace is held against the steps of that trace. Wanted: a median error of at most 10 %, and none above 25 %.
+about the same. The prediction by a trace is held against the steps of that trace. Wanted: a median error of at most 10 %, and none
+above 25 %.
 """
 
 from __future__ import annotations
