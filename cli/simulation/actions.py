@@ -22,6 +22,7 @@ from partc.compiler.cost.price import NodeCost, Operand, cost_of
 from partc.compiler.ops.registry import Entry, entry_of
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.execution.memory.layout import at_sizes
@@ -41,7 +42,7 @@ from partc.runtime.program.steps import (
 from partc.runtime.updates.updater import SHARD
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
+    from onnx import FunctionProto, NodeProto
 
 AGREEMENT = -1
 """The tag of the agreement of all ranks on the sizes of a step."""
@@ -63,7 +64,7 @@ class Pricing:
         attributes = tuple(sorted(one.SerializeToString() for one in node.attribute))
         key = node.domain, node.op_type, attributes, tuple(given), tuple(made)
         if key not in self._nodes:
-            self._nodes[key] = cost_of(_shown(node), given, made)
+            self._nodes[key] = cost_of(shown(node), given, made)
         return self._nodes[key]
 
     def segment(self, segment: Segment, sizes: FileSizes) -> tuple[float, dict[str, float], float]:
@@ -78,15 +79,18 @@ class Pricing:
         known = self.machine.segments.get(digest(segment, sizes)) if self.machine.segments else None
         return known if known is not None else seconds, modules, operations
 
-    def update(self, update: Update, functions: Mapping[str, Sequence[NodeProto]], sizes: FileSizes) -> float:
-        """Seconds of an update: by function all its elements, in shards."""
+    def update(self, update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> float:
+        """Seconds of an update: by function all its elements, in shards; of rows those that are looked up."""
         processor, elements = self.machine.processor(update.target or CPU), Counter[str]()
         for node in update.nodes:
-            found = [sizes.operand(name) for name in (*node.input[:2], *node.output[:1]) if name]
-            elements[node.op_type] += max((math.prod(one.sizes) for one in found if one.sizes is not None), default=0)
+            function = functions.get(node.op_type)
+            rows = [*function.input].index(ROWS) if function is not None and ROWS in function.input else 0
+            updated = sizes.operand(node.input[rows]).sizes
+            elements[node.op_type] += math.prod(updated) if updated is not None else 0
         total = 0.0
         for name, count in elements.items():
-            kernels = [entry.kernel if (entry := _entry(node)) else FALLBACK for node in functions.get(name, ())]
+            body = functions[name].node if name in functions else ()
+            kernels = [entry.kernel if (entry := _entry(node)) else FALLBACK for node in body]
             shards = max(1, -(-count // SHARD))
             moved = _OPERANDS * _ELEMENT * count / shards
             each = sum(processor.kernel(kernel)(moved) for kernel in kernels if kernel != VIEW)
@@ -94,7 +98,7 @@ class Pricing:
         return total
 
 
-def _shown(node: NodeProto) -> ir.Node:
+def shown(node: NodeProto) -> ir.Node:
     """The node by itself, without the bodies that it may have."""
     return ir.Node(
         node.domain,
@@ -119,7 +123,7 @@ def rank_actions(sizes: FileSizes, pricing: Pricing) -> list[Action]:
 class _Rank:
     def __init__(self, sizes: FileSizes, pricing: Pricing) -> None:
         self.sizes, self.pricing, self.file = sizes, pricing, sizes.file
-        self.functions = {one.name: list(one.node) for one in self.file.model.functions}
+        self.functions = {one.name: one for one in self.file.model.functions}
         self.priced: dict[int, tuple[float, dict[str, float], float]] = {}
         self.left = dict[int, float]()
 

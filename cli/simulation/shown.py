@@ -74,5 +74,8 @@ def document(where: str, found: Simulation, traced: Traced | None) -> dict[str, 
         "critical": [{"name": name, "seconds": time} for name, time in found.critical],
         "path": path,
         "unknown": found.unknown,
+        "files": {
+            name: {"operations": operations, "bytes": bytes} for name, (operations, bytes) in found.expressions.items()
+        },
         **({"measured": measured} if measured else {}),
     }

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from partc.compiler.cost.price import Operand
-from partc.runtime.artifact.format import Shape
+from partc.runtime.artifact.format import OPTIMIZER, Shape
 from partc.runtime.artifact.graph.onnx_graph import reads
+from partc.runtime.artifact.graph.row_function import MERGE
 from partc.runtime.artifact.tasks.calls import bodies_of, declared
 from partc.runtime.artifact.tasks.task import parse
 from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
@@ -34,6 +35,10 @@ class FileSizes:
             self.tensors |= body.constants
         self.shapes: dict[str, Shape] = {name: list(one.dims) for name, one in self.tensors.items()}
         self.shapes |= declared_shapes(file)
+        segments = [step for step in file.steps if isinstance(step, Segment)]
+        nodes = [node for one in segments for node in one.nodes if (node.domain, node.op_type) == (OPTIMIZER, MERGE)]
+        self.merged = {made: source for node in nodes for source, made in zip(node.input, node.output, strict=True)}
+        """By what rows are merged to, of which there are at most as many, what they were."""
         self.unknown = set[str]()
         self._known: dict[str, Operand] = {}
 
@@ -48,6 +53,8 @@ class FileSizes:
 
     def operand(self, name: str) -> Operand:
         """The sizes and the element's bytes of a value."""
+        if name in self.merged and self.shapes.get(name) is None:
+            return self.operand(self.merged[name])
         if name not in self._known:
             shape, dtype = self.shapes.get(name), dense(self.types.get(name, ""))
             try:

@@ -74,6 +74,7 @@ def test_a_cut_product_is_its_operations_and_one_sum(model: Path, capsys: Captur
     found = told(capsys, str(folder), "--machine", str(model.parent / "machine.yaml"), "--set", "batch=1000")
     operations = 2 * 1000 * 64 * 64 + 1000 * 64 + 2 * 1000 * 64 * 16
     assert [row["operations"] for row in found["ranks"]] == [operations + 1000 * 64] * len(found["ranks"])
+    assert {(one["operations"], one["bytes"]) for one in found["files"].values()} == {("10368*batch", "64*batch")}
     products = 2 * 1000 * 64 * (64 + 16) / 1e9
     relu = 2 * 1000 * 64 * 4 / 1e9
     reduced = 20e-6 + (4 * 1000 * 16 / 1e9 - 20e-6)
