@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from partc.cli.output import console
 from partc.cli.output.table import Table
+from partc.cli.simulation.expressions import bytes_given, operations
 from partc.cli.simulation.step import Simulation
 from partc.cli.simulation.traced import Traced
 from partc.runtime.artifact.ranks import ranks_text
@@ -25,13 +26,13 @@ def show(where: str, found: Simulation, traced: Traced | None, top: int) -> None
         )
     console.echo()
     table = Table(["ranks", ">compute", ">idle", ">under way", ">operations", ">bytes given", ">peak memory"])
-    for one, busy, under_way, operations, bytes in zip(
+    for one, busy, under_way, computed, bytes in zip(
         played.classes, played.busy, played.communication, found.operations, found.bytes, strict=True
     ):
         memory = found.memory[one.ranks[0]]
         peak = size_text(memory.peak) + ("+?" if memory.unknown else "")
         idle = seconds(max(0.0, played.seconds - busy))
-        cells = (seconds(busy), idle, seconds(under_way), operations_text(operations), size_text(bytes), peak)
+        cells = (seconds(busy), idle, seconds(under_way), operations_text(computed), size_text(bytes), peak)
         table.add(ranks_text(one.ranks), *cells)
     table.show()
     console.echo()
@@ -75,7 +76,8 @@ def document(where: str, found: Simulation, traced: Traced | None) -> dict[str, 
         "path": path,
         "unknown": found.unknown,
         "files": {
-            name: {"operations": operations, "bytes": bytes} for name, (operations, bytes) in found.expressions.items()
+            name: {"operations": str(operations(file)), "bytes": str(bytes_given(file))}
+            for name, file in found.files.items()
         },
         **({"measured": measured} if measured else {}),
     }

@@ -41,6 +41,7 @@ class FileSizes:
         """By what rows are merged to, of which there are at most as many, what they were."""
         self.unknown = set[str]()
         self._known: dict[str, Operand] = {}
+        self._names: dict[int, dict[str, str]] = {}
 
     @cached_property
     def types(self) -> dict[str, str]:
@@ -78,7 +79,10 @@ class FileSizes:
 
     def names(self, segment: Segment) -> Mapping[str, str]:
         """By name in a segment's body the name in the program; what is read of the file as it is stays as it is."""
+        if (known := self._names.get(id(segment))) is not None:
+            return known
         names = dict([*segment.operands, *segment.results])
         names.update((name, name) for name in segment.formal.initializers)
         names.update((name, name) for node in segment.formal.nodes for name in reads(node) if name in self.tensors)
+        self._names[id(segment)] = names
         return names

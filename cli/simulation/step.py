@@ -13,7 +13,6 @@ from partc.cli.output.memory import memory_of_ranks
 from partc.cli.output.stats import typical_sizes
 from partc.cli.simulation.actions import Pricing, rank_actions
 from partc.cli.simulation.classes import classes_of
-from partc.cli.simulation.expressions import bytes_given, operations
 from partc.cli.simulation.sizes import FileSizes
 from partc.cli.simulation.traced import Traced
 from partc.compiler.cost.machine import Machine
@@ -33,8 +32,8 @@ class Simulation:
     sizes: Mapping[str, int]
     memory: Mapping[int, RankMemory]
     unknown: int
-    expressions: Mapping[str, tuple[str, str]]
-    """By file its operations, and the bytes that a rank gives, in the symbols."""
+    files: Mapping[str, FileSizes]
+    """The distinct rank files by name."""
 
     @property
     def bytes(self) -> list[int]:
@@ -95,12 +94,12 @@ def simulated(
     """A step of the artifact's program; `hosts` share its ranks evenly, `traced` is what was measured of it."""
     manifest, sizes = artifact.manifest, chosen_sizes(artifact, given)
     pricing, unknown = Pricing(machine), set[str]()
-    actions, expressions = {}, {}
+    actions, files = {}, {}
     for ranks in manifest.by_file(range(manifest.ranks)).values():
         file = FileSizes(read_rank_file(artifact, ranks[0]), sizes)
         actions[ranks[0]] = rank_actions(file, pricing)
         unknown |= file.unknown
-        expressions[manifest.program(ranks[0])] = str(operations(file)), str(bytes_given(file))
+        files[manifest.program(ranks[0])] = file
     classes = classes_of(manifest, actions, machine.link)
     if traced is not None:
         classes = traced.calibrated(classes)
@@ -110,5 +109,5 @@ def simulated(
         raise ArtifactError(f"{artifact.folder}: {error}\n  help: see what `partc check` says of it") from None
     firsts = [one.ranks[0] for one in classes]
     return Simulation(
-        played, sizes, {one.rank: one for one in memory_of_ranks(artifact, sizes, firsts)}, len(unknown), expressions
+        played, sizes, {one.rank: one for one in memory_of_ranks(artifact, sizes, firsts)}, len(unknown), files
     )
