@@ -53,7 +53,7 @@ def _size(dim: int | str, sizes: Mapping[str, int]) -> int:
         return 0
 
 
-def bytes_given(sizes: FileSizes) -> ByteCount:
+def payload(sizes: FileSizes) -> ByteCount:
     """The bytes that a rank gives messages and collectives, but for exchanges of boxes and lookups, whose bytes are those of a run."""
     total = ZERO
     for step in sizes.file.steps:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.cli.simulation.expressions import bytes_given, operations
+from partc.cli.simulation.expressions import operations, payload
 from partc.cli.simulation.step import Simulation
 from partc.cli.simulation.traced import Traced
 from partc.runtime.artifact.ranks import ranks_text
@@ -76,7 +76,7 @@ def document(where: str, found: Simulation, traced: Traced | None) -> dict[str, 
         "path": path,
         "unknown": found.unknown,
         "files": {
-            name: {"operations": str(operations(file)), "bytes": str(bytes_given(file))}
+            name: {"operations": str(operations(file)), "bytes": str(payload(file))}
             for name, file in found.files.items()
         },
         **({"measured": measured} if measured else {}),
