@@ -27,6 +27,8 @@ from partc.runtime.job.machine import usable_cores
 from partc.runtime.units import count, seconds, size_text
 
 _START = 600.0
+_BUSY = 0.5
+"""The load of a core from which on what is measured is not what the machine does alone."""
 _TINY_MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 tiny (float[batch, 4] x) => (float[batch, 3] y) <float[4, 3] w = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2}> {
     [product] y = MatMul (x, w)
@@ -49,6 +51,7 @@ def measure(
         shown = ",".join(f"{name}={size}" for name, size in mesh.items())
         raise UsageError(f"--mesh {shown}: has {math.prod(mesh.values())} ranks, and -n says {ranks}")
     links = links_of(ranks, mesh)
+    load = os.getloadavg()[0]
     artifacts = [
         {"folder": str(folder.absolute()), "sizes": chosen_sizes(open_artifact(folder, trust=True), sizes, partly=True)}
         for folder in of
@@ -59,7 +62,7 @@ def measure(
         request = {"threads": threads, "links": links, "artifacts": artifacts}
         (folder / REQUEST).write_text(json.dumps(request))
         found = _run(folder, ranks)
-    machine = _machine(out, found, links, ranks)
+    machine = _machine(out, found, links)
     write_text(out, machine_text(machine))
     link, product = machine.links[0], machine.processors[CPU].products["matmul"].points[-1]
     speed = product[0] / product[1] / 1e9
@@ -68,6 +71,9 @@ def measure(
         f"an AllReduce of {size_text(link.all_reduce.points[-1][0])} in {seconds(link.all_reduce.points[-1][1])}"
         + (f", {count(len(machine.segments), 'segment')}" if machine.segments else "")
     )
+    if load > _BUSY * machine.cores:
+        text = f"warning: other processes had the cores, too (load {load:.1f}): measure again when nothing else runs"
+        console.echo(text, err=True)
     return 0
 
 
@@ -112,7 +118,9 @@ def _run(folder: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-def _machine(out: Path, found: dict[str, Any], links: Sequence[dict[str, Any]], ranks: int) -> Machine:
+def _machine(out: Path, found: dict[str, Any], links: Sequence[dict[str, Any]]) -> Machine:
+    """The machine of what the ranks have found over these links."""
+
     def curve(points: Sequence[Sequence[float]]) -> Curve:
         return Curve(tuple((amount, time) for amount, time in points))
 
