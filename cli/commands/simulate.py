@@ -203,7 +203,7 @@ def _play(folder: Path, times: Times | None, message: float, as_json: bool) -> i
 
     pipeline = pipeline_of(open_artifact(folder, trust=True))
     if pipeline is None:
-        help = "compile with a plan that has `pipeline`, or leave out the folder"
+        help = "play its step on a machine: --machine machine.yaml; or compile with a plan that has `pipeline`"
         raise UsageError(f"{folder}: it has no tasks\n  help: {help}")
     schedule = pipeline.schedule
     costs = timed(
