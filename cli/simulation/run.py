@@ -36,7 +36,7 @@ class Request:
 
 def simulate_step(target: Path, model: Path | None, asked: Request, as_json: bool) -> int:
     """Plays a step of the artifact in a folder, or of a plan with its model, and prints it."""
-    machine = read_machine(asked.machine) if asked.machine is not None else _instant()
+    machine = read_machine(asked.machine) if asked.machine is not None else instant()
     traced = read_traced(asked.trace) if asked.trace is not None else None
     if target.suffix in PLANS:
         if model is None:
@@ -65,7 +65,7 @@ def _of(folder: Path, machine: Machine, asked: Request, traced: Traced | None) -
     return simulated(artifact, machine, asked.sizes, asked.hosts, traced)
 
 
-def _instant() -> Machine:
+def instant() -> Machine:
     """A machine that takes no time, where a trace has all times."""
     processor = Processor(0.0, 0.0, {"matmul": _NO_TIME}, {"elementwise": _NO_TIME})
     return Machine("", 0, {CPU: processor}, [Link("default", 2, 1, 1.0, 0.0, _NO_TIME, _NO_TIME)])

@@ -7,7 +7,7 @@ all others have begun it, and the rank waits for it, to the end of the wait.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,8 @@ _AGAIN = "measure again: `partc run build/ --random 7 --repeat 20 --profile x.tr
 class Traced:
     """By rank and name the spans of an action, by step; by rank the seconds of a step beside its actions.
 
-    `step`: the median seconds of a step, of the rank that takes longest.
+    `step`: the median seconds of a step, of the rank that takes longest. `share`: the part of an action's times that are below the one that
+    is taken of it, a half for the median.
     """
 
     where: str
@@ -36,6 +37,7 @@ class Traced:
     ranks: int
     steps: int
     step: float
+    share: float = 0.5
 
     def calibrated(self, classes: Sequence[Class]) -> list[Class]:
         """The classes with what was measured; UsageError where the trace is of another artifact."""
@@ -65,8 +67,12 @@ class Traced:
             beside = self.rest.get(rank, 0.0) if action.kind is Kind.COMPUTE else 0.0
             return replace(action, seconds=beside, travel=0.0)
         if action.kind in (Kind.RECEIVE, Kind.FINISH):
-            return replace(action, seconds=median(_left(spans, begins)))
-        return replace(action, seconds=median(one.seconds for one in spans.values()), travel=0.0)
+            return replace(action, seconds=self._taken(_left(spans, begins)))
+        return replace(action, seconds=self._taken(one.seconds for one in spans.values()), travel=0.0)
+
+    def _taken(self, times: Iterable[float]) -> float:
+        ordered = sorted(times)
+        return ordered[int(self.share * (len(ordered) - 1))]
 
 
 def _is_of_program(action: Action) -> bool:
@@ -81,8 +87,11 @@ def _left(waits: Mapping[int, Span], begins: Sequence[Mapping[int, Span]]) -> It
         yield max(0.0, wait.begin + wait.seconds - max([wait.begin, *begun]))
 
 
-def read_traced(path: Path) -> Traced:
-    """What a trace measured; UsageError where it is none, or was cut short before any step of all ranks had ended."""
+def read_traced(path: Path, share: float = 0.5) -> Traced:
+    """What a trace measured, of each action the time that a `share` are below.
+
+    UsageError where it is none, or was cut short before any step of all ranks had ended.
+    """
     trace = read_trace(path)
     steps = _ended_steps(trace)
     if not steps:
@@ -107,7 +116,7 @@ def read_traced(path: Path) -> Traced:
         for rank in ranks
     }
     longest = median(max(wholes[rank, step] for rank in ranks) for step in kept)
-    return Traced(str(path), spans, rest, len(ranks), len(kept), longest)
+    return Traced(str(path), spans, rest, len(ranks), len(kept), longest, share)
 
 
 def _ended_steps(trace: Trace) -> list[int]:
