@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from partc.cli.output import console
@@ -11,6 +12,9 @@ from partc.cli.simulation.step import Simulation
 from partc.cli.simulation.traced import Traced
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.units import count, operations_text, seconds, size_text
+
+_ROWS = 32
+"""Classes of ranks that are printed."""
 
 
 def show(where: str, found: Simulation, traced: Traced | None, top: int) -> None:
@@ -26,15 +30,16 @@ def show(where: str, found: Simulation, traced: Traced | None, top: int) -> None
         )
     console.echo()
     table = Table(["ranks", ">compute", ">idle", ">under way", ">operations", ">bytes given", ">peak memory"])
-    for one, busy, under_way, computed, bytes in zip(
-        played.classes, played.busy, played.communication, found.operations, found.bytes, strict=True
-    ):
+    rows = zip(played.classes, played.busy, played.communication, found.operations, found.bytes, strict=True)
+    for one, busy, under_way, computed, bytes in itertools.islice(rows, _ROWS):
         memory = found.memory[one.ranks[0]]
         peak = size_text(memory.peak) + ("+?" if memory.unknown else "")
         idle = seconds(max(0.0, played.seconds - busy))
         cells = (seconds(busy), idle, seconds(under_way), operations_text(computed), size_text(bytes), peak)
         table.add(ranks_text(one.ranks), *cells)
     table.show()
+    if len(played.classes) > _ROWS:
+        console.echo(f"and {len(played.classes) - _ROWS:,} more classes of ranks, which --json lists")
     console.echo()
     way, listed = found.critical, Table(["on the critical path", ">time", ">share"])
     for name, time in way[:top]:
