@@ -20,6 +20,8 @@ _IR_VERSION, _OPSET = 10, 21
 _LONGEST, _MOST, _LEAST = 0.15, 200, 7
 """Seconds, runs and runs at least of one measurement."""
 _WARM = 2
+_TELLS = 1e-4
+"""Seconds from which on the clock of a thread is exact enough."""
 _CHAIN = 9
 _ELEMENT = 4
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
@@ -44,16 +46,24 @@ def undisturbed(taken: Sequence[float]) -> float:
     return ordered[len(ordered) // 4]
 
 
-def timed(action: Callable[[], object]) -> float:
-    """The seconds of an action that has run before, as others leave it alone."""
+def clock_of(threads: int) -> Callable[[], float]:
+    """The clock of a session's runs: of one thread that of its own work, which stands still while other processes have its core."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def timed(action: Callable[[], object], threads: int) -> float:
+    """The seconds of an action that has run before, as others leave it alone; by its thread's work where that is long enough to tell."""
     for _ in range(_WARM):
         action()
-    begun, taken = time.perf_counter(), list[float]()
+    clock, begun = clock_of(threads), time.perf_counter()
+    taken, worked = list[float](), list[float]()
     while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - begun < _LONGEST):
-        start = time.perf_counter()
+        work, start = clock(), time.perf_counter()
         action()
         taken.append(time.perf_counter() - start)
-    return undisturbed(taken)
+        worked.append(clock() - work)
+    wall, own = undisturbed(taken), undisturbed(worked)
+    return own if own > _TELLS else wall
 
 
 def session_run(sample: Sample, threads: int) -> Callable[[], object]:
@@ -90,7 +100,7 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
 
 def overhead(threads: int) -> tuple[float, float]:
     """Seconds of a session's run beside its nodes, and of a node of next to no elements: of one node, and of a chain of them."""
-    one, chain = (timed(session_run(_chain(count), threads)) for count in (1, _CHAIN))
+    one, chain = (timed(session_run(_chain(count), threads), threads) for count in (1, _CHAIN))
     node = max(1e-8, (chain - one) / (_CHAIN - 1))
     return max(1e-7, one - node), node
 

@@ -30,7 +30,7 @@ def wake(transport: Transport, ranks: Sequence[int], threads: int) -> float:
     sample = next(sample for kind, sample in products() if kind == "convolution")
     run, size = session_run(sample, threads), SIZES[1]
     between = _one_way(transport, ranks, size, run) - _one_way(transport, ranks, size, lambda: None)
-    return max(1e-8, between - timed(run)) if between else 0.0
+    return max(1e-8, between - timed(run, threads)) if between else 0.0
 
 
 def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Callable[[], object]) -> float:

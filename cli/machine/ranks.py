@@ -66,7 +66,7 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
         for name, sample in samples:
             run = session_run(sample, threads)
             transport.all_gather_text("")
-            taken = timed(run) - session if transport.rank < working else 0.0
+            taken = timed(run, threads) - session if transport.rank < working else 0.0
             curves[table][name].append((sample.amount, max(node, taken) if transport.rank < working else 0.0))
     links = []
     lists = [tuple(tuple(ranks) for ranks in one["lists"]) for one in request["links"]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from partc.cli.machine.kernels import undisturbed
+from partc.cli.machine.kernels import clock_of, undisturbed
 from partc.cli.simulation.actions import digest
 from partc.cli.simulation.sizes import FileSizes
 from partc.runtime.artifact.manifest import open_artifact
@@ -48,19 +48,19 @@ def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, thr
                 if isinstance(step, Segment):
                     run, key = _bound(program.runners[index], sizes, cells), digest(step, sizes)
                     runs |= {key: run} if run is not None and key not in runs else {}
-            found |= dict(_timed(runs))
+            found |= dict(_timed(runs, threads))
     return found
 
 
-def _timed(runs: dict[str, Callable[[], object]]) -> Iterator[tuple[str, float]]:
+def _timed(runs: dict[str, Callable[[], object]], threads: int) -> Iterator[tuple[str, float]]:
     """The seconds of each, run one after the other."""
     taken: dict[str, list[float]] = defaultdict(list)
-    begun, passes = time.perf_counter(), 0
+    clock, begun, passes = clock_of(threads), time.perf_counter(), 0
     while passes <= _WARM or (passes < _MOST + _WARM and time.perf_counter() - begun < _SECONDS):
         for key, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            taken[key].append(time.perf_counter() - start)
+            taken[key].append(clock() - start)
         passes += 1
     for key, times in taken.items():
         yield key, undisturbed(times[_WARM:] or times)

@@ -2,7 +2,8 @@
 
     mpiexec -n 2 python predicted_steps_rank.py FOLDER '{"batch": 64}' TURNS
 
-Prints by turn the seconds of its steps, each from when all ranks have come to it to when the last has ended it, and `others`, the share.
+Prints by turn the seconds of its steps, each from when all ranks have come to it to when the last has ended it; `others`, the share; and
+`work`, the seconds of a step in which the rank that works most had a core.
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ def main() -> None:
         rows = []
         for _ in range(turns):
             comm.Barrier()
-            worked, mine, begin = busy(), own(), time.perf_counter()
+            worked, mine, work, begin = busy(), own(), time.process_time(), time.perf_counter()
             times = [step() for _ in range(steps)]
             clock = time.perf_counter() - begin
+            most = comm.allreduce((time.process_time() - work) / steps, MPI.MAX)
             spent = comm.allreduce(own() - mine)
             slowest = [max(some) for some in zip(*comm.allgather(times), strict=True)]
             others = max(0.0, busy() - worked - spent) / clock / (os.cpu_count() or 1)
-            rows.append({"steps": slowest, "others": others})
+            rows.append({"steps": slowest, "others": others, "work": most})
         profiler = program.record_times()
         for _ in range(30):
             step()
