@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from partc.compiler.analysis.shapes import shapes
+from partc.compiler.cost.machine import Machine
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
@@ -70,8 +71,10 @@ class _Batch:
     ranks: dict[str, int] = field(default_factory=dict)
 
 
-def propose(source: Source, name: str, degrees: Degrees, device: Device | None = None) -> tuple[str, list[str]]:
-    """The text of a plan, and what could not be proposed. With `device` it has targets, too.
+def propose(
+    source: Source, name: str, degrees: Degrees, device: Device | None = None, machine: Machine | None = None
+) -> tuple[str, list[str]]:
+    """The text of a plan, and what could not be proposed. With `device` it has targets, too; stages are weighed on a `machine`, if given.
 
     The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it.
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
@@ -80,7 +83,7 @@ def propose(source: Source, name: str, degrees: Degrees, device: Device | None =
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
     program = run_passes(start(*_parsed(source, frame, name)), shapes)
-    work = _Work(source, name, degrees, device, batch, program, mesh)
+    work = _Work(source, name, degrees, device, batch, program, mesh, machine)
     if degrees.tp == 1:
         return work.proposed(None).texts
     apart, paths = _taken_apart(source, frame, name), program.paths.values()
@@ -122,15 +125,13 @@ class _Work:
     batch: _Batch
     program: Typed
     mesh: str
+    machine: Machine | None = None
 
     def proposed(self, cut: TensorParallel | None, dearer: str = "") -> _Candidate:
-        """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more.
-
-        Raises CompileError as `propose` does.
-        """
+        """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more."""
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
         program, mesh = self.program, self.mesh
-        stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
+        stages = balanced_stages(program, degrees.stages, self.machine) if degrees.stages > 1 else []
         kept = caches(program)
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
