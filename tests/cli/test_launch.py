@@ -57,6 +57,19 @@ YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
 This typically refers to a problem with your application.
 Please see the FAQ page for debugging suggestions
 """
+OPEN_MPI_PEER_GONE = """\
+--------------------------------------------------------------------------
+An MPI communication peer process has unexpectedly disconnected.  This
+usually indicates a failure in the peer process (e.g., a crash or
+otherwise exiting without calling MPI_FINALIZE first).
+
+  Local host: first
+  Local PID:  9
+  Peer host:  second
+--------------------------------------------------------------------------
+[first:00000] *** An error occurred in Socket closed
+[first:00000] *** on a NULL communicator
+"""
 SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.0\n"
 
 
@@ -68,6 +81,8 @@ SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.
         (OPEN_MPI_EXITED, Ended(rank=2, code=3)),
         (MPICH_KILLED, Ended(pid=6499, signal=9)),
         (SLURM_KILLED, Ended(rank=4, signal=9)),
+        (OPEN_MPI_PEER_GONE, Ended(host="second")),
+        (OPEN_MPI_PEER_GONE + OPEN_MPI_KILLED, Ended(rank=1, pid=4400, signal=9)),
     ],
 )
 def test_a_launchers_words_are_held_back_and_read(text: str, expected: Ended) -> None:
