@@ -21,6 +21,10 @@ from train_cases import CASES, data_parallel, write
 from transformer import HERE, ROOT, mpi_command
 from turns import Side
 
+sys.path.append(str(HERE.parent / "hosts"))
+
+from two_hosts import TwoHosts
+
 RANKS = 2
 WANTED = {"mlp": 0.30, "lenet": 0.90, "gpt256": 0.50, "gpt768": 0.55}
 
@@ -34,9 +38,12 @@ def torch_side(folder: Path, case: str, ranks: int, *arguments: str) -> Side:
     return Side("torch", [command] * ranks, [common | {"RANK": str(rank)} for rank in range(ranks)])
 
 
-def partc_side(folder: Path, ranks: int, *arguments: str) -> Side:
-    """The artifact in the folder under MPI."""
-    return Side("partc", [mpi_command(ranks, str(HERE / "train_partc.py"), str(folder), *arguments)], [ROOT])
+def partc_side(folder: Path, ranks: int, *arguments: str, hosts: TwoHosts | None = None) -> Side:
+    """The artifact in the folder under MPI, its ranks on this machine or on two hosts."""
+    command = mpi_command(ranks, str(HERE / "train_partc.py"), str(folder), *arguments)
+    if hosts is not None:
+        command = hosts.over_both(command, ranks)
+    return Side("partc", [command], [ROOT if hosts is None else hosts.environment])
 
 
 def free_port() -> int:

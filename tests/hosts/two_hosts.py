@@ -14,7 +14,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,15 @@ class TwoHosts:
         path = self.agent.parent / f"hosts{slots}"
         path.write_text("".join(f"{address} slots={slots}\n" for address in _ADDRESSES))
         return path
+
+    def over_both(self, command: Sequence[str], ranks: int) -> list[str]:
+        """A command that begins with Open MPI's launcher, begun on the first host with half of its ranks on each.
+
+        Ranks are not bound, since each host would take the same core for its first one.
+        """
+        launcher, *rest = (word for word in command if word != "--oversubscribe")
+        where = ["--hostfile", str(self.file(ranks // 2)), "--bind-to", "none", *self.options]
+        return [*self.inside(0), launcher, *where, *rest]
 
     @property
     def options(self) -> list[str]:
