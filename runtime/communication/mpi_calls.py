@@ -25,9 +25,14 @@ from .transport import GATHER, CollectiveArgs, Request
 _CHUNK = 1 << 22
 """Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
 _COUNTS = (1 << 31) - 1
-_SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "rabenseifner"}
-"""What Open MPI reads when it begins. Its own choice of two and three ranks sums on one of them, which sends the sum back: each direction of
-a network stands idle for half of the time. Rabenseifner's algorithm sends both ways at once, and as few bytes for any number of ranks."""
+_SETTINGS = {
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "rabenseifner",
+    "OMPI_MCA_btl_tcp_links": "2",
+}
+"""What Open MPI reads when it begins, of which the last two keep both directions of a network busy. Its own choice of a sum under way
+among two or three ranks adds up on one of them, which sends the sum back; Rabenseifner's algorithm sends as few bytes for any number of
+ranks, both ways at once. On the one connection of a pair, the word that a large message may come waits behind a large one that leaves."""
 
 _TYPES = {
     "int8": MPI.INT8_T,

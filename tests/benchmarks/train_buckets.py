@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -31,21 +32,25 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1000, 10, 25], help="bucket_mb of each side")
     parser.add_argument("--steps", type=int, default=3, help="of a side in a turn")
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="records of a rank")
     parser.add_argument("--hosts", action="store_true", help="over two hosts; needs root, and Linux's namespaces")
     parser.add_argument("--gbit", type=float, default=1.0)
     parser.add_argument("--delay", type=float, default=1.0)
     parser.add_argument("--actions", action="store_true", help="print where the time goes")
     options = parser.parse_args()
+    case = CASES[options.model]
+    if options.batch is not None:
+        case = dataclasses.replace(case, sizes=case.sizes | {"batch": options.batch})
     with contextlib.ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         hosts = stack.enter_context(two_hosts(temporary, options.gbit, options.delay)) if options.hosts else None
         folders = [temporary / str(size) for size in options.sizes]
         for folder, size in zip(folders, options.sizes, strict=True):
             folder.mkdir()
-            write(folder, CASES[options.model], data_parallel(RANKS, size), RANKS)
+            write(folder, case, data_parallel(RANKS, size), RANKS)
         sides = [partc_side(folder, RANKS, hosts=hosts) for folder in folders]
         in_turns(sides, options.steps, options.turns)
-        print(f"{options.model} on {RANKS} ranks on {os.cpu_count()} cores, one thread a rank; ms a step")
+        print(f"{options.model} {case.sizes} on {RANKS} ranks on {os.cpu_count()} cores, one thread a rank; ms a step")
         if hosts is not None:
             with np.load(folders[0] / "weights.npz") as weights:
                 sent = sum(weights[name].nbytes for name in weights)
