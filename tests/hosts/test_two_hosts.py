@@ -88,6 +88,19 @@ def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
     return [*map(int, found.stdout.split())]
 
 
+def test_both_directions_of_the_network_are_busy_at_once(tmp_path: Path, hosts: TwoHosts) -> None:
+    """On a link so slow that nothing else counts; one direction after the other takes twice as long."""
+    size, gbit = 4 << 20, 0.1
+    with two_hosts(tmp_path, gbit, delay=1.0) as slow:
+        words = [str(Path(__file__).with_name("both_directions.py")), str(size), str(size * 8 / (gbit * 1e9))]
+        command = slow.over_both([find_launcher(2).path, "-n", "2", sys.executable, *words], 2)
+        told = subprocess.run(command, env=slow.environment, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    took = {name: float(multiple) for name, multiple in map(str.split, told.stdout.splitlines())}
+    assert took.keys() == {"exchange", "sum"}
+    assert all(0.9 < multiple < 1.6 for multiple in took.values()), took
+
+
 @pytest.mark.parametrize(("plan", "slots"), [(REPLICAS, 1), (GRID, 2)])
 def test_ranks_of_two_hosts_learn_what_one_learns(hosts: TwoHosts, plan: str, slots: int, tmp_path: Path) -> None:
     one = models.mlp(width=12, inputs=7)
