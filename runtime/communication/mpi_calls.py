@@ -18,6 +18,7 @@ from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
+from ..job.open_mpi import SETTINGS
 from ..job.place import refuse_alone
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
@@ -25,14 +26,6 @@ from .transport import GATHER, CollectiveArgs, Request
 _CHUNK = 1 << 22
 """Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
 _COUNTS = (1 << 31) - 1
-_SETTINGS = {
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "rabenseifner",
-    "OMPI_MCA_btl_tcp_links": "2",
-}
-"""What Open MPI reads when it begins, of which the last two keep both directions of a network busy. Its own choice of a sum under way
-among two or three ranks adds up on one of them, which sends the sum back; Rabenseifner's algorithm sends as few bytes for any number of
-ranks, both ways at once. On the one connection of a pair, the word that a large message may come waits behind a large one that leaves."""
 
 _TYPES = {
     "int8": MPI.INT8_T,
@@ -65,7 +58,7 @@ def begin(watch: Watch) -> MPI.Intracomm:
     `pauses` says, and sums that are under way go both ways, unless the environment has it otherwise.
     """
     if not MPI.Is_initialized():
-        for name, value in _SETTINGS.items():
+        for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         library = ctypes.CDLL(MPI.__file__)
         with watch.during(lambda: "the start of MPI, for which all ranks must have begun"):

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.job.open_mpi import SETTINGS
 from train_cases import CASES, data_parallel, write
 from transformer import HERE, ROOT, mpi_command
 from turns import Side
@@ -43,7 +44,8 @@ def partc_side(folder: Path, ranks: int, *arguments: str, hosts: TwoHosts | None
     command = mpi_command(ranks, str(HERE / "train_partc.py"), str(folder), *arguments)
     if hosts is not None:
         command = hosts.over_both(command, ranks)
-    return Side("partc", [command], [ROOT if hosts is None else hosts.environment])
+    # The script begins MPI itself; here it is begun as by `partc train`.
+    return Side("partc", [command], [{**SETTINGS, **(ROOT if hosts is None else hosts.environment)}])
 
 
 def free_port() -> int:

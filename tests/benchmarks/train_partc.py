@@ -13,14 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import mpi4py
 import numpy as np
-
-mpi4py.rc.initialize = False  # MPI is begun as `partc train` begins it
-
+from mpi4py import MPI
 from partc.runtime import load_trainer
-from partc.runtime.communication.mpi_calls import begin, end
-from partc.runtime.communication.mpi_watch import Watch
 from partc.runtime.program.steps import Segment, Update, WaitCollective, WaitRecv
 from partc.runtime.training.trainer import Trainer
 from train_cases import feeds
@@ -70,8 +65,7 @@ def main() -> None:
     parser.add_argument("--actions", action="store_true")
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
-    watch = Watch(0, 30.0)
-    comm = begin(watch)
+    comm = MPI.COMM_WORLD
     memory = Memory()
     with load_trainer(options.folder / "build", comm, threads=1) as trainer:
         wanted = {port.name for port in trainer.inputs}
@@ -100,7 +94,6 @@ def main() -> None:
                 print("\n".join(texts), flush=True)
         if options.memory and comm.rank == 0:
             print(memory.said(), flush=True)
-    end(watch)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,24 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import mpi4py
 import numpy as np
 
-mpi4py.rc.initialize = False
-
-from partc.runtime.artifact.format import ALL_REDUCE, SUM
-from partc.runtime.artifact.tensors.dtypes import BY_NAME
-from partc.runtime.communication.mpi import MpiTransport
-from partc.runtime.communication.mpi_calls import begin, end
-from partc.runtime.communication.mpi_watch import Watch
-from partc.runtime.communication.transport import CollectiveArgs
+if TYPE_CHECKING:
+    from partc.runtime.communication.mpi import MpiTransport
 
 
 def main() -> None:
+    mpi4py.rc.initialize = False
+    from partc.runtime.artifact.format import ALL_REDUCE, SUM
+    from partc.runtime.artifact.tensors.dtypes import BY_NAME
+    from partc.runtime.communication.mpi import MpiTransport
+    from partc.runtime.communication.mpi_calls import begin, end
+    from partc.runtime.communication.mpi_watch import Watch
+    from partc.runtime.communication.transport import CollectiveArgs
+
     size, seconds = int(sys.argv[1]), float(sys.argv[2])
     watch = Watch(0, 30.0)
     transport = MpiTransport(begin(watch))
