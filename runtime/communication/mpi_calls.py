@@ -19,7 +19,7 @@ from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
 from ..job.open_mpi import SETTINGS
-from ..job.place import refuse_alone
+from ..job.place import refuse_alone, refuse_pmix
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
 
@@ -58,6 +58,7 @@ def begin(watch: Watch) -> MPI.Intracomm:
     `pauses` says, and sums that are under way go both ways, unless the environment has it otherwise.
     """
     if not MPI.Is_initialized():
+        refuse_pmix(os.environ, MPI.Get_library_version())
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         library = ctypes.CDLL(MPI.__file__)

@@ -141,6 +141,16 @@ def test_no_mpi_is_one_error_with_two_remedies(tmp_path: Path, monkeypatch: pyte
         find_launcher(5)
 
 
+@pytest.mark.parametrize("name", ["mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich"])
+def test_mpich_is_found_where_it_is_the_only_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / name
+    launcher.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_launcher(2) == Launcher(str(launcher), Kind.HYDRA)
+
+
 needs_mpi = pytest.mark.skipif(
     not (Path(sys.executable).parent / "mpiexec").exists(), reason="the environment has no mpiexec of its own"
 )
