@@ -1,4 +1,4 @@
-"""A rank of two, each on a host: what an exchange and a sum under way take, as a multiple of the time that their bytes take one way.
+"""A rank of two, each on a host: what an exchange and reductions under way take, as a multiple of the time that their bytes take one way.
 
 python both_directions.py BYTES SECONDS
 """
@@ -16,47 +16,71 @@ import numpy as np
 if TYPE_CHECKING:
     from partc.runtime.communication.mpi import MpiTransport
 
+Action = Callable[[], None]
+
 
 def main() -> None:
+    size, seconds = int(sys.argv[1]), float(sys.argv[2])
     mpi4py.rc.initialize = False
-    from partc.runtime.artifact.format import ALL_REDUCE, SUM
-    from partc.runtime.artifact.tensors.dtypes import BY_NAME
     from partc.runtime.communication.mpi import MpiTransport
     from partc.runtime.communication.mpi_calls import begin, end
     from partc.runtime.communication.mpi_watch import Watch
-    from partc.runtime.communication.transport import CollectiveArgs
 
-    size, seconds = int(sys.argv[1]), float(sys.argv[2])
     watch = Watch(0, 30.0)
     transport = MpiTransport(begin(watch))
     assert not transport.shares_host
     transport.create_groups([(0, 1)])
-    peer = 1 - transport.rank
-    given, taken = np.full(size // 4, transport.rank + 1, np.float32), np.zeros(size // 4, np.float32)
-    add = transport.prepare(
-        CollectiveArgs(ALL_REDUCE, (0, 1), 0, given.view(np.uint8), taken.view(np.uint8), BY_NAME["float"], reduce=SUM)
-    )
-
-    def exchange() -> None:
-        requests = [transport.irecv(taken.view(np.uint8), peer, 5), transport.isend(given.view(np.uint8), peer, 5)]
-        for request in requests:
-            transport.wait(request, lambda: "an exchange")
-        assert (taken == peer + 1).all()
-
-    def total() -> None:
-        transport.wait(add(), lambda: "a sum")
-        assert (taken == 3).all()
-
-    for name, action in (("exchange", exchange), ("sum", total)):
+    for name, action, share in (
+        ("exchange", exchanged(transport, size), 1.0),
+        ("AllReduce", reduced(transport, "AllReduce", size), 1.0),
+        ("ReduceScatter", reduced(transport, "ReduceScatter", size), 0.5),
+    ):
         best = min(_took(transport, action) for _ in range(3))
         longest = transport.all_reduce_max(np.array([best * 1e6], np.int64))[0] / 1e6
         if transport.rank == 0:
-            print(f"{name} {longest / seconds:.2f}", flush=True)
+            print(f"{name} {longest / (share * seconds):.2f}", flush=True)
     transport.close()
     end(watch)
 
 
-def _took(transport: MpiTransport, action: Callable[[], None]) -> float:
+def exchanged(transport: MpiTransport, size: int) -> Action:
+    """A message to the other rank beside one from it."""
+    peer = 1 - transport.rank
+    given, taken = np.full(size, transport.rank, np.uint8), np.zeros(size, np.uint8)
+
+    def run() -> None:
+        for request in (transport.irecv(taken, peer, 5), transport.isend(given, peer, 5)):
+            transport.wait(request, lambda: "an exchange")
+        assert (taken == peer).all()
+
+    return run
+
+
+def reduced(transport: MpiTransport, op: str, size: int) -> Action:
+    """A sum that is under way, as a bucket of gradients is beside the backward pass."""
+    from partc.runtime.artifact.comm.collective_node import CollectiveCall
+    from partc.runtime.artifact.tensors.dtypes import BY_NAME
+    from partc.runtime.artifact.tensors.tensor import Tensor
+    from partc.runtime.communication.collective import CollectivePlan
+
+    kind, shape = BY_NAME["float"], (size // 4,)
+    call = CollectiveCall(op, "all", 3, "", source="given", result="taken", reduce="sum")
+    plan = CollectivePlan(call, (0, 1), shape, kind, transport, 3)
+    given, taken = Tensor.empty(kind, shape), Tensor.empty(kind, plan.result)
+    given.array()[:] = transport.rank + 1
+    packed, landing = np.empty(plan.packed, np.uint8), np.empty(plan.landing, np.uint8)
+    bound = plan.bind(given, taken, packed, landing, at_once=False)
+
+    def run() -> None:
+        for step in (bound.before, lambda: transport.wait(bound.start(), lambda: op), bound.after):
+            if step is not None:
+                step()
+        assert (taken.array() == 3).all()
+
+    return run
+
+
+def _took(transport: MpiTransport, action: Action) -> float:
     transport.all_gather_text("")
     begun = time.monotonic()
     action()
