@@ -216,7 +216,10 @@ class MpiTransport:
                 if machines == {self._machines[self.rank]} and (found := self._plane.list_of(ranks)) is not None:
                     self._groups[ranks] = found
             elif self.rank in ranks:
-                self._groups[ranks] = ProcessGroup(self.comm, ranks, index % self.tags, self._watch, self._look)
+                crosses = len(machines) > 1
+                self._groups[ranks] = ProcessGroup(
+                    self.comm, ranks, index % self.tags, self._watch, self._look, crosses
+                )
 
     def reduces(self, op: str, ranks: Sequence[int], dtype: Dtype, reduce: str) -> bool:
         # MPI's own, under way, sums all on one rank; what ranks need of each other is a third of its bytes.

@@ -1,4 +1,4 @@
-"""A rank of two, each on a host: what an exchange and reductions under way take, as a multiple of the time that their bytes take one way.
+"""A rank of two, each on a host: what exchanges and reductions take, in multiples of what their bytes take one way, and of a core.
 
 python both_directions.py BYTES SECONDS
 """
@@ -32,13 +32,14 @@ def main() -> None:
     transport.create_groups([(0, 1)])
     for name, action, share in (
         ("exchange", exchanged(transport, size), 1.0),
-        ("AllReduce", reduced(transport, "AllReduce", size), 1.0),
-        ("ReduceScatter", reduced(transport, "ReduceScatter", size), 0.5),
+        ("AllReduce", reduced(transport, "AllReduce", size, at_once=False), 1.0),
+        ("AllReduce-at-once", reduced(transport, "AllReduce", size, at_once=True), 1.0),
+        ("ReduceScatter", reduced(transport, "ReduceScatter", size, at_once=False), 0.5),
     ):
-        best = min(_took(transport, action) for _ in range(3))
-        longest = transport.all_reduce_max(np.array([best * 1e6], np.int64))[0] / 1e6
+        took, busy = min(_took(transport, action) for _ in range(3))
+        most = transport.all_reduce_max(np.array([1e6 * took / (share * seconds), 1e6 * busy / took], np.int64)) / 1e6
         if transport.rank == 0:
-            print(f"{name} {longest / (share * seconds):.2f}", flush=True)
+            print(f"{name} {most[0]:.2f} {most[1]:.2f}", flush=True)
     transport.close()
     end(watch)
 
@@ -56,8 +57,8 @@ def exchanged(transport: MpiTransport, size: int) -> Action:
     return run
 
 
-def reduced(transport: MpiTransport, op: str, size: int) -> Action:
-    """A sum that is under way, as a bucket of gradients is beside the backward pass."""
+def reduced(transport: MpiTransport, op: str, size: int, at_once: bool) -> Action:
+    """A sum that is under way, as a bucket of gradients is beside the backward pass, or that is waited for at once."""
     from partc.runtime.artifact.comm.collective_node import CollectiveCall
     from partc.runtime.artifact.tensors.dtypes import BY_NAME
     from partc.runtime.artifact.tensors.tensor import Tensor
@@ -69,7 +70,7 @@ def reduced(transport: MpiTransport, op: str, size: int) -> Action:
     given, taken = Tensor.empty(kind, shape), Tensor.empty(kind, plan.result)
     given.array()[:] = transport.rank + 1
     packed, landing = np.empty(plan.packed, np.uint8), np.empty(plan.landing, np.uint8)
-    bound = plan.bind(given, taken, packed, landing, at_once=False)
+    bound = plan.bind(given, taken, packed, landing, at_once)
 
     def run() -> None:
         for step in (bound.before, lambda: transport.wait(bound.start(), lambda: op), bound.after):
@@ -80,11 +81,12 @@ def reduced(transport: MpiTransport, op: str, size: int) -> Action:
     return run
 
 
-def _took(transport: MpiTransport, action: Action) -> float:
+def _took(transport: MpiTransport, action: Action) -> tuple[float, float]:
+    """Seconds, and those of a core."""
     transport.all_gather_text("")
-    begun = time.monotonic()
+    begun, busy = time.monotonic(), time.process_time()
     action()
-    return time.monotonic() - begun
+    return time.monotonic() - begun, time.process_time() - busy
 
 
 if __name__ == "__main__":
