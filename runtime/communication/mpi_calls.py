@@ -18,7 +18,7 @@ from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
-from ..job.open_mpi import SETTINGS
+from ..job.open_mpi import settings
 from ..job.place import refuse_alone, refuse_pmix
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
@@ -59,15 +59,15 @@ def begin(watch: Watch) -> MPI.Intracomm:
     """
     if not MPI.Is_initialized():
         refuse_pmix(os.environ, MPI.Get_library_version())
-        for name, value in SETTINGS.items():
+        maker, version = MPI.get_vendor()
+        for name, value in settings(version[0]).items():
             os.environ.setdefault(name, value)
         library = ctypes.CDLL(MPI.__file__)
         with watch.during(lambda: "the start of MPI, for which all ranks must have begun"):
             library.MPI_Init_thread(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
-        name, version = MPI.get_vendor()
-        refuse_alone(os.environ, MPI.COMM_WORLD.size, " ".join((name, ".".join(map(str, version)))))
+        refuse_alone(os.environ, MPI.COMM_WORLD.size, " ".join((maker, ".".join(map(str, version)))))
     return MPI.COMM_WORLD
 
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from partc.runtime.job.open_mpi import SETTINGS
+from partc.runtime.job.open_mpi import settings
 from train_cases import CASES, data_parallel, write
 from transformer import HERE, ROOT, mpi_command
 from turns import Side
@@ -45,7 +45,7 @@ def partc_side(folder: Path, ranks: int, *arguments: str, hosts: TwoHosts | None
     if hosts is not None:
         command = hosts.over_both(command, ranks)
     # The script begins MPI itself; here it is begun as by `partc train`.
-    return Side("partc", [command], [{**SETTINGS, **(ROOT if hosts is None else hosts.environment)}])
+    return Side("partc", [command], [{**settings(5), **(ROOT if hosts is None else hosts.environment)}])
 
 
 def free_port() -> int:

@@ -83,10 +83,9 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
     """Process ids, of the host, of the ranks there."""
-    found = subprocess.run(
-        [*hosts.inside(host), "pgrep", "-f", "partc[.]cli[.]job[.]rank"], capture_output=True, text=True
-    )
-    return [*map(int, found.stdout.split())]
+    look = "grep -la partc[.]cli[.]job[.]rank /proc/[0-9]*/cmdline"
+    found = subprocess.run([*hosts.inside(host), "sh", "-c", look], capture_output=True, text=True)
+    return [int(Path(path).parent.name) for path in found.stdout.split()]
 
 
 def test_both_directions_of_the_network_are_busy_at_once(tmp_path: Path, hosts: TwoHosts) -> None:
