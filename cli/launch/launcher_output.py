@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 class Ended:
     """A rank's end according to the launcher; the rank or its process id is None if the launcher does not name it.
 
-    `host`: where the rank was, if others only saw that their connection to it was closed.
+    `host`: where the rank was, if others only saw that their connection to it was closed; empty if they do not say where.
     """
 
     rank: int | None = None
@@ -52,12 +52,17 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], Ended]], ...] = (
         r"peer process has unexpectedly disconnected[\s\S]*?Peer host:\s+(\S+)",
         lambda found: Ended(host=found[1]),
     ),
+    (
+        r"\*\*\* An error occurred in Socket closed",
+        lambda found: Ended(host=""),
+    ),
 )
 """What launchers say, the most telling first."""
 
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
-    r"^\[[^\]\s]+:\d+\] |^\[warn\] |^srun: |^slurmstepd: |^Abort\(-?\d+\) on node \d+|^\[(mpiexec|proxy)[^\]]*\]"
+    r"^\[[^\]\s]+:\d+\] |^\[[^\]\s]+\]\[\[\d+,\d+\],\d+\]\["
+    r"|^\[warn\] |^srun: |^slurmstepd: |^Abort\(-?\d+\) on node \d+|^\[(mpiexec|proxy)[^\]]*\]"
     r"|^YOUR APPLICATION TERMINATED WITH|^This typically refers to a problem with your application|"
     r"^Please see the FAQ page for debugging"
 )

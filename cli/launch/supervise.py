@@ -225,8 +225,9 @@ def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, in
         return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if ended.host is not None:
+        place = f"host {ended.host}" if ended.host else "another host"
         console.failure(
-            f"a rank on host {ended.host} ended with no message: the connections to it were closed"
+            f"a rank on {place} ended with no message: the connections to it were closed"
             f"{'' if rank is None else f', that of rank {rank} {_position(run_dir, rank, where, local)}'}\n"
             "  help: the system's log of that host says whether it killed the process (memory that ran out)"
         )
