@@ -76,6 +76,8 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code, and what went to stderr but for what Open MPI says where the agent begins before its process group is set."""
     try:
         _, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"it has not ended; stderr so far: {error.stderr!r}") from None
     finally:
         process.kill()
     return process.returncode, "".join(line for line in err.splitlines(True) if "plm:ssh: Warning: setpgid" not in line)
