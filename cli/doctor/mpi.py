@@ -14,6 +14,7 @@ from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding, output_of
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher, launch_environment
 from partc.cli.launch.run_dir import RunDir
 from partc.runtime.errors import UsageError
+from partc.runtime.job.place import surrounding_job
 
 _LIBRARY = """
 import mpi4py
@@ -25,6 +26,8 @@ print(MPI.Get_library_version())
 _INSTALL = (
     'pip install "partc[mpi]" installs a library and its launcher into this environment; --in-process needs neither'
 )
+_VARIABLES = {"OMPI_COMM_WORLD_SIZE": Kind.OPEN_MPI, "PMI_SIZE": Kind.HYDRA}
+"""By the variable that names the ranks to a process, the family of its launcher."""
 _RANKS = 2
 _START = 60.0
 _FAMILIES = (
@@ -65,6 +68,7 @@ def mpi() -> Iterator[Finding]:
     else:
         version = text.partition("\n")[0]
         yield Finding("MPI library", OK, f"{library}, by mpi4py {version}")
+        yield from _surrounding(library)
     try:
         launcher = find_launcher(_RANKS)
     except UsageError as error:
@@ -94,6 +98,20 @@ def _mismatch(library: _Named, launcher: _Named) -> str:
     if None in (library.kind, launcher.kind) or Kind.SLURM is launcher.kind or library.kind is launcher.kind:
         return ""
     return f"is of {launcher}, mpi4py loads {library}: each process would be a job of its own"
+
+
+def _surrounding(library: _Named) -> Iterator[Finding]:
+    """The launcher that started this process, where it is of another MPI than the library."""
+    place = surrounding_job(os.environ)
+    if place is None or "SLURM_PROCID" in os.environ or place.variable not in _VARIABLES:
+        return
+    if library.kind not in (None, _VARIABLES[place.variable]):
+        yield Finding(
+            "launcher",
+            FAULT,
+            f"this process was started by that of {place.launcher}, mpi4py loads {library}",
+            f"take the launcher of the library that mpi4py loads, or start partc without one; {_INSTALL}",
+        )
 
 
 def _meeting(launcher: Launcher) -> Iterator[Finding]:

@@ -1,13 +1,14 @@
 """Finds the launcher of this machine, and writes its command line.
 
 Looked for in this order: the environment's own mpiexec (which belongs to the MPI library that mpi4py will load), one
-on the PATH, and srun inside a Slurm allocation. Open MPI binds each rank to one core unless configured otherwise, which
-would put all of a rank's threads there.
+on the PATH, there also by the names that distributions give MPICH's and Open MPI's, and srun inside a Slurm allocation.
+Open MPI binds each rank to one core unless configured otherwise, which would put all of a rank's threads there.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from partc.runtime.errors import UsageError
 
+_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
 _NO_MPI = """\
@@ -52,7 +54,7 @@ class Hosts:
 def find_launcher(ranks: int) -> Launcher:
     """The launcher for this many ranks; UsageError with the remedies where there is none."""
     own = str(Path(sys.executable).parent)
-    for name, path in (("mpiexec", own), ("mpirun", own), ("mpiexec", None), ("mpirun", None)):
+    for path, name in itertools.product((own, None), _NAMES):
         found = shutil.which(name, path=path)
         if found is not None:
             return Launcher(found, _kind(found))

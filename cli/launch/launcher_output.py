@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's end according to the launcher; the rank or its process id is None if the launcher does not name it."""
+    """A rank's end according to the launcher; the rank or its process id is None if the launcher does not name it.
+
+    `host`: where the rank was, if others only saw that their connection to it was closed; empty if they do not say where.
+    """
 
     rank: int | None = None
     pid: int | None = None
     signal: int | None = None
     code: int | None = None
+    host: str | None = None
 
 
 _ENDS: tuple[tuple[str, Callable[[re.Match[str]], Ended]], ...] = (
@@ -44,11 +48,21 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], Ended]], ...] = (
         r"srun: error: \S+: tasks? (\d+)\S*: Exited with exit code (\d+)",
         lambda found: Ended(rank=int(found[1]), code=int(found[2])),
     ),
+    (
+        r"peer process has unexpectedly disconnected[\s\S]*?Peer host:\s+(\S+)",
+        lambda found: Ended(host=found[1]),
+    ),
+    (
+        r"\*\*\* An error occurred in Socket closed",
+        lambda found: Ended(host=""),
+    ),
 )
+"""What launchers say, the most telling first."""
 
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
-    r"^\[[^\]\s]+:\d+\] |^\[warn\] |^srun: |^slurmstepd: |^Abort\(-?\d+\) on node \d+|^\[(mpiexec|proxy)[^\]]*\]"
+    r"^\[[^\]\s]+:\d+\] |^\[[^\]\s]+\]\[\[\d+,\d+\],\d+\]\["
+    r"|^\[warn\] |^srun: |^slurmstepd: |^Abort\(-?\d+\) on node \d+|^\[(mpiexec|proxy)[^\]]*\]"
     r"|^YOUR APPLICATION TERMINATED WITH|^This typically refers to a problem with your application|"
     r"^Please see the FAQ page for debugging"
 )

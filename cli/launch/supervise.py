@@ -130,7 +130,7 @@ def supervise(
         if not any(reader.is_alive() for reader in readers):
             process.stdout.close()
             process.stderr.close()
-    return signals.exit_code or _verdict(process.returncode, heard, run_dir, where)
+    return signals.exit_code or _verdict(process.returncode, heard, run_dir, where, local)
 
 
 def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
@@ -210,7 +210,7 @@ def _watch(process: subprocess.Popen[bytes], run_dir: RunDir, heard: _Heard) -> 
             os.close(handle)
 
 
-def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, int], str]) -> int:
+def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, int], str], local: bool) -> int:
     if heard.failure is not None:
         console.failure(heard.failure.text)
         return heard.failure.code
@@ -224,6 +224,14 @@ def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, in
         console.failure(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
+    if ended.host is not None:
+        place = f"host {ended.host}" if ended.host else "another host"
+        console.failure(
+            f"a rank on {place} ended with no message: the connections to it were closed"
+            f"{'' if rank is None else f', that of rank {rank} {_position(run_dir, rank, where, local)}'}\n"
+            "  help: the system's log of that host says whether it killed the process (memory that ran out)"
+        )
+        return 1
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
         refused = any("run as root" in line or "allow-run-as-root" in line for line in heard.words())
@@ -231,6 +239,17 @@ def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, in
         fact = f"the launcher ended with exit code {code}, and no rank reported an error"
         console.failure(fact + (help if refused else ""))
         return 1
+    manner = f"ended with exit code {ended.code} and no message,"
+    if ended.signal is not None:
+        manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
+    console.failure(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{_advice(ended)}")
+    return 1
+
+
+def _position(run_dir: RunDir, rank: int, where: Callable[[int, int], str], local: bool) -> str:
+    """Where a rank was last; of a rank of another host the board here says nothing."""
+    if not (local or run_dir.pids()[rank]):
+        return "on another host"
     task, line = read_task(run_dir.folder, rank), fault_of(run_dir.folder, rank)
     step, action = run_dir.board()[rank]
     if action == IDLE:
@@ -239,11 +258,7 @@ def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, in
         position = f"in step {step}, at {where(rank, action)}"
     if task or line:
         position += "\n  while it ran " + (task or "user code") + (f", at {line}" if line else "")
-    manner = f"ended with exit code {ended.code} and no message,"
-    if ended.signal is not None:
-        manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
-    console.failure(f"rank {rank} {manner} {position}{_advice(ended)}")
-    return 1
+    return position
 
 
 def _name(number: int) -> str:

@@ -54,7 +54,7 @@ class CollectivePlan:
         self.tag = tag
         self.result = result_shape(call, shape, len(ranks))
         kind = self.kind = call.kind
-        self.native = transport.reduces(dtype, call.reduce) if kind.reduces else True
+        self.native = transport.reduces(call.op, ranks, dtype, call.reduce) if kind.reduces else True
         narrow = dtype.bits < 8 and kind.root != "gives"
         self._from = place_of(call.axis, shape) if kind.splits else 0
         self._into = place_of(call.join_axis, self.result) if kind.joins else 0

@@ -206,7 +206,7 @@ class LocalTransport:
     def create_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         pass
 
-    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+    def reduces(self, op: str, ranks: Sequence[int], dtype: Dtype, reduce: str) -> bool:
         return False
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:

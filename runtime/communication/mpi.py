@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes, Dtype
 
-from ..artifact.format import ALL_GATHER
+from ..artifact.format import ALL_GATHER, REDUCE_SCATTER
 from ..errors import RankError
 from ..files.regular import text_of_system
 from ..job.futex import Futex
@@ -216,10 +216,15 @@ class MpiTransport:
                 if machines == {self._machines[self.rank]} and (found := self._plane.list_of(ranks)) is not None:
                     self._groups[ranks] = found
             elif self.rank in ranks:
-                self._groups[ranks] = ProcessGroup(self.comm, ranks, index % self.tags, self._watch, self._look)
+                crosses = len(machines) > 1
+                self._groups[ranks] = ProcessGroup(
+                    self.comm, ranks, index % self.tags, self._watch, self._look, crosses
+                )
 
-    def reduces(self, dtype: Dtype, reduce: str) -> bool:
-        return calls.reduces(dtype, reduce)
+    def reduces(self, op: str, ranks: Sequence[int], dtype: Dtype, reduce: str) -> bool:
+        # MPI's own, under way, sums all on one rank; what ranks need of each other is a third of its bytes.
+        moved = op == REDUCE_SCATTER and len({self._machines[rank] for rank in ranks}) > 1
+        return calls.reduces(dtype, reduce) and not moved
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
         return self._groups[args.ranks].prepare(args)

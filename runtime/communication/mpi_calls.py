@@ -18,14 +18,14 @@ from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
-from ..job.place import refuse_alone
+from ..job.open_mpi import settings
+from ..job.place import refuse_alone, refuse_pmix
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
 
 _CHUNK = 1 << 22
 """Bytes that are reduced at once: Open MPI takes longer for a large array than for its pieces."""
 _COUNTS = (1 << 31) - 1
-_GIVE_WAY = "OMPI_MCA_mpi_yield_when_idle"
 
 _TYPES = {
     "int8": MPI.INT8_T,
@@ -55,17 +55,19 @@ def begin(watch: Watch) -> MPI.Intracomm:
     """MPI, begun, with the communicator of all ranks, where it has not been begun by the import of mpi4py (`mpi4py.rc.initialize`).
 
     By ctypes, which lets other threads of Python run meanwhile, as mpi4py does not. Open MPI's own waits give their cores up, too, as
-    `pauses` says, unless the environment has it otherwise.
+    `pauses` says, and sums that are under way go both ways, unless the environment has it otherwise.
     """
     if not MPI.Is_initialized():
-        os.environ.setdefault(_GIVE_WAY, "1")
+        refuse_pmix(os.environ, MPI.Get_library_version())
+        maker, version = MPI.get_vendor()
+        for name, value in settings(version[0]).items():
+            os.environ.setdefault(name, value)
         library = ctypes.CDLL(MPI.__file__)
         with watch.during(lambda: "the start of MPI, for which all ranks must have begun"):
             library.MPI_Init_thread(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
-        name, version = MPI.get_vendor()
-        refuse_alone(os.environ, MPI.COMM_WORLD.size, " ".join((name, ".".join(map(str, version)))))
+        refuse_alone(os.environ, MPI.COMM_WORLD.size, " ".join((maker, ".".join(map(str, version)))))
     return MPI.COMM_WORLD
 
 

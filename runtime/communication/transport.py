@@ -107,8 +107,11 @@ class Transport(Protocol):
         """Make ready for collectives among each of these lists of ranks; all ranks call it, with the same lists."""
         ...
 
-    def reduces(self, dtype: Dtype, reduce: str) -> bool:
-        """Whether AllReduce and ReduceScatter take this type, and give every rank the same bits."""
+    def reduces(self, op: str, ranks: Sequence[int], dtype: Dtype, reduce: str) -> bool:
+        """Whether an AllReduce, a ReduceScatter or a Reduce among these ranks takes this type, and gives every rank the same bits.
+
+        Where not, the values themselves are moved, and the runtime reduces them.
+        """
         ...
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:

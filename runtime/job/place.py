@@ -1,17 +1,31 @@
 """This process's place in a job whose ranks a launcher has started already, read from the launcher's environment variables.
 
 A launcher and an MPI library find each other by PMI, PMIx or a library's own protocol. Where they are of different kinds, each process
-begins MPI as a job of one rank, although the launcher says that there are more.
+begins MPI as a job of one rank, although the launcher says that there are more, or the library ends the process.
+
+    variable                     set by the launcher of
+    OMPI_COMM_WORLD_SIZE         Open MPI, beside PMIX_RANK
+    PMI_SIZE                     MPICH and those of its family (Hydra)
+    SLURM_STEP_NUM_TASKS         Slurm; with --mpi=pmix PMIX_RANK, with --mpi=pmi2 PMI_SIZE, too
+    PMIX_RANK                    any other that speaks PMIx, such as PRRTE's
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import UsageError
 
 _INTERACTIVE_STEP = 0xFFFFFFF0
+_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI",
+    "PMI_SIZE": "MPICH or one of its family",
+    "SLURM_STEP_NUM_TASKS": "Slurm",
+    "PMIX_RANK": "PMIx",
+}
+"""Whose launcher sets a variable."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +35,13 @@ class Place:
     rank: int
     size: int | None
     variable: str = field(default="", compare=False)
-    """The environment variable that says how many ranks there are."""
+    """The environment variable that says how many ranks there are, or that there are any."""
+
+    @property
+    def launcher(self) -> str:
+        """The launcher by its variable, with what that says."""
+        said = f"{self.variable}={self.rank if self.size is None else self.size}"
+        return f"{_LAUNCHERS[self.variable]} ({said})"
 
 
 def surrounding_job(environment: Mapping[str, str]) -> Place | None:
@@ -34,7 +54,7 @@ def surrounding_job(environment: Mapping[str, str]) -> Place | None:
     if step.isdecimal() and int(step) < _INTERACTIVE_STEP and tasks.isdecimal() and int(tasks) > 1:
         return _place(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     if "PMIX_RANK" in environment and "SLURM_JOB_ID" not in environment:
-        return _place(environment, "PMIX_RANK", "")
+        return Place(int(environment["PMIX_RANK"]), None, "PMIX_RANK")
     return None
 
 
@@ -49,12 +69,36 @@ def refuse_alone(environment: Mapping[str, str], size: int, library: str) -> Non
     `size`: the ranks that the library found.
     """
     place = surrounding_job(environment)
-    if size > 1 or place is None or place.size is None or place.size == 1:
+    # Without a size, a rank that is not the first one shows that there are others.
+    if size > 1 or place is None or (place.rank == 0 if place.size is None else place.size == 1):
         return
-    help = f'help: start with the launcher of {library}, or pip install "partc[mpi]", which brings a library and its launcher'
-    if "SLURM_PROCID" in environment:
-        help = f"help: srun --mpi=pmix, or another of `srun --mpi=list` that {library} knows"
+    started = "several" if place.size is None else str(place.size)
     raise UsageError(
-        f"the launcher started {place.size} processes ({place.variable}={place.size}), and the MPI library that mpi4py loads, {library}, "
-        f"finds one: the launcher is of another MPI\n  {help}; `partc doctor` shows both"
+        f"the launcher of {place.launcher} started {started} processes, and the MPI library that mpi4py loads, {library}, "
+        f"finds one: the launcher is of another MPI\n  {_remedy(environment, library, 'pmix')}"
+    )
+
+
+def refuse_pmix(environment: Mapping[str, str], about: str) -> None:
+    """UsageError where the library, by what it says `about` itself, ends every process that its launcher tells of its place by PMIx.
+
+    MPICH does so when it begins, with a message that names neither, unless it was built with PMIx or finds PMI, its own protocol.
+    """
+    place, version = surrounding_job(environment), re.match(r"MPICH Version:\s*(\S+)", about)
+    if version is None or "pmix" in about or "PMIX_NAMESPACE" not in environment or "PMI_RANK" in environment:
+        return
+    library = f"MPICH {version[1]}"
+    launcher = "PMIx (PMIX_NAMESPACE)" if place is None else place.launcher
+    raise UsageError(
+        f"the launcher of {launcher} started this process, and the MPI library that mpi4py loads, {library}, "
+        f"cannot begin under it: it was built without PMIx\n  {_remedy(environment, library, 'pmi2')}"
+    )
+
+
+def _remedy(environment: Mapping[str, str], library: str, protocol: str) -> str:
+    if "SLURM_PROCID" in environment:
+        return f"help: srun --mpi={protocol}, or another of `srun --mpi=list` that {library} knows; `partc doctor` shows the library"
+    return (
+        f'help: start with the launcher of {library}, or pip install "partc[mpi]", which brings a library and its launcher; '
+        "`partc doctor` shows both"
     )

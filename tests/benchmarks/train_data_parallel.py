@@ -17,9 +17,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from partc.runtime.job.open_mpi import settings
 from train_cases import CASES, data_parallel, write
 from transformer import HERE, ROOT, mpi_command
 from turns import Side
+
+sys.path.append(str(HERE.parent / "hosts"))
+
+from two_hosts import TwoHosts
 
 RANKS = 2
 WANTED = {"mlp": 0.30, "lenet": 0.90, "gpt256": 0.50, "gpt768": 0.55}
@@ -34,9 +39,13 @@ def torch_side(folder: Path, case: str, ranks: int, *arguments: str) -> Side:
     return Side("torch", [command] * ranks, [common | {"RANK": str(rank)} for rank in range(ranks)])
 
 
-def partc_side(folder: Path, ranks: int, *arguments: str) -> Side:
-    """The artifact in the folder under MPI."""
-    return Side("partc", [mpi_command(ranks, str(HERE / "train_partc.py"), str(folder), *arguments)], [ROOT])
+def partc_side(folder: Path, ranks: int, *arguments: str, hosts: TwoHosts | None = None) -> Side:
+    """The artifact in the folder under MPI, its ranks on this machine or on two hosts."""
+    command = mpi_command(ranks, str(HERE / "train_partc.py"), str(folder), *arguments)
+    if hosts is not None:
+        command = hosts.over_both(command, ranks)
+    # The script begins MPI itself; here it is begun as by `partc train`.
+    return Side("partc", [command], [{**settings(5), **(ROOT if hosts is None else hosts.environment)}])
 
 
 def free_port() -> int:

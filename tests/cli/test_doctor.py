@@ -19,7 +19,7 @@ from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding
 from partc.cli.main import invoke, partc
 from partc.runtime.devices.devices import gpus
 from partc.runtime.errors import UsageError
-from partc.runtime.job.place import refuse_alone
+from partc.runtime.job.place import refuse_alone, refuse_pmix
 
 
 def wrong(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
@@ -98,6 +98,9 @@ def _told_of_open_mpi(other: Callable[..., tuple[bool, str]]) -> Callable[..., t
         ({"PMI_RANK": "1", "PMI_SIZE": "5"}, 1, "PMI_SIZE=5"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 1, "OMPI_COMM_WORLD_SIZE=2"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, 1, "--mpi=pmix"),
+        ({"PMIX_RANK": "2"}, 1, "of PMIx (PMIX_RANK=2) started several processes"),
+        ({"PMIX_RANK": "0"}, 1, ""),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, 1, ""),
         ({"PMI_RANK": "1", "PMI_SIZE": "5"}, 5, ""),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 1, ""),
         ({}, 1, ""),
@@ -112,6 +115,52 @@ def test_ranks_that_each_find_themselves_alone_are_refused(environment: dict[str
     assert text in str(error.value)
 
 
+MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-pm=hydra"
+UNDER_PMIX = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job@1"}
+SLURM_STEP = {"SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "about", "texts"),
+    [
+        (UNDER_PMIX, MPICH, ["of PMIx (PMIX_RANK=0)", "MPICH 5.0.2, cannot begin", "the launcher of MPICH 5.0.2"]),
+        (UNDER_PMIX | {"OMPI_COMM_WORLD_SIZE": "2"}, MPICH, ["of Open MPI (OMPI_COMM_WORLD_SIZE=2)"]),
+        (UNDER_PMIX | SLURM_STEP, MPICH, ["of Slurm (SLURM_STEP_NUM_TASKS=2)", "srun --mpi=pmi2"]),
+        (UNDER_PMIX | {"SLURM_JOB_ID": "3"}, MPICH, ["of PMIx (PMIX_NAMESPACE)"]),
+        (UNDER_PMIX | {"PMI_RANK": "0"}, MPICH, []),
+        (UNDER_PMIX, MPICH + " --with-pmix=/usr", []),
+        (UNDER_PMIX, "Open MPI v5.0.11", []),
+        ({}, MPICH, []),
+    ],
+)
+def test_an_mpich_without_pmix_is_not_begun_under_it(environment: dict[str, str], about: str, texts: list[str]) -> None:
+    if not texts:
+        refuse_pmix(environment, about)
+        return
+    with pytest.raises(UsageError) as error:
+        refuse_pmix(environment, about)
+    assert all(text in str(error.value) for text in texts), error.value
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "that of MPICH or one of its family (PMI_SIZE=2), mpi4py loads Open MPI"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ""),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"}, ""),
+    ],
+)
+def test_the_launcher_that_started_doctor(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], text: str
+) -> None:
+    monkeypatch.setattr(mpi, "output_of", _told_of_open_mpi(mpi.output_of))
+    monkeypatch.setattr(mpi, "find_launcher", lambda ranks: mpi.Launcher("/nonexistent", mpi.Kind.OPEN_MPI))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    about = [one.text for one in wrong(mpi.mpi) if "started by" in one.text]
+    assert [text in one for one in about] == [True] * bool(text)
+
+
 def test_ranks_whose_launcher_is_of_another_mpi_say_so_once(tmp_path: Path) -> None:
     script = "from partc.runtime import load\nload('nowhere')\n"
     environment = {**os.environ, "PMI_RANK": "0", "PMI_SIZE": "3"}
@@ -120,7 +169,7 @@ def test_ranks_whose_launcher_is_of_another_mpi_say_so_once(tmp_path: Path) -> N
     ended = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert "UsageError: the launcher started 3 processes (PMI_SIZE=3)" in ended.stderr
+    assert "UsageError: the launcher of MPICH or one of its family (PMI_SIZE=3) started 3 processes" in ended.stderr
 
 
 def test_one_core() -> None:

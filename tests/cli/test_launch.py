@@ -57,6 +57,19 @@ YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
 This typically refers to a problem with your application.
 Please see the FAQ page for debugging suggestions
 """
+OPEN_MPI_PEER_GONE = """\
+--------------------------------------------------------------------------
+An MPI communication peer process has unexpectedly disconnected.  This
+usually indicates a failure in the peer process (e.g., a crash or
+otherwise exiting without calling MPI_FINALIZE first).
+
+  Local host: first
+  Local PID:  9
+  Peer host:  second
+--------------------------------------------------------------------------
+[first:00000] *** An error occurred in Socket closed
+[first:00000] *** on a NULL communicator
+"""
 SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.0\n"
 
 
@@ -68,9 +81,13 @@ SLURM_KILLED = "srun: error: node3: task 4: Killed\nsrun: Terminating StepId=12.
         (OPEN_MPI_EXITED, Ended(rank=2, code=3)),
         (MPICH_KILLED, Ended(pid=6499, signal=9)),
         (SLURM_KILLED, Ended(rank=4, signal=9)),
+        (OPEN_MPI_PEER_GONE, Ended(host="second")),
+        ("[first:00000] *** An error occurred in Socket closed\n", Ended(host="")),
+        ("[first][[27256,1],0][/opal/mca/btl/tcp/btl_tcp_frag.c:127:send] writev failed: Broken pipe (32)\n", None),
+        (OPEN_MPI_PEER_GONE + OPEN_MPI_KILLED, Ended(rank=1, pid=4400, signal=9)),
     ],
 )
-def test_a_launchers_words_are_held_back_and_read(text: str, expected: Ended) -> None:
+def test_a_launchers_words_are_held_back_and_read(text: str, expected: Ended | None) -> None:
     output = LauncherOutput()
     passed = [line for line in text.splitlines() if not output.hold(line) and line]
     assert passed == []
@@ -124,6 +141,16 @@ def test_no_mpi_is_one_error_with_two_remedies(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"the 5 ranks\n  help: .*partc\[mpi\].*--in-process"):
         find_launcher(5)
+
+
+@pytest.mark.parametrize("name", ["mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich"])
+def test_mpich_is_found_where_it_is_the_only_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / name
+    launcher.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_launcher(2) == Launcher(str(launcher), Kind.HYDRA)
 
 
 needs_mpi = pytest.mark.skipif(

@@ -103,7 +103,7 @@ class SimulatedTransport:
         signature = ("join", tuple(groups))
         self.world.wait(self.rank, self.world.meet(self.everyone, False, self.rank, signature, None), lambda: "join")
 
-    def reduces(self, dtype: Dtype, reduce: str) -> bool:
+    def reduces(self, op: str, ranks: Sequence[int], dtype: Dtype, reduce: str) -> bool:
         return self.native and (reduce == SUM or dtype.shown.startswith(("int", "uint"))) and dtype.bits >= 32
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
