@@ -90,17 +90,15 @@ def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
     return [int(Path(path).parent.name) for path in found.stdout.split()]
 
 
-def test_both_directions_of_the_network_are_busy_at_once(tmp_path: Path, hosts: TwoHosts) -> None:
-    """On a link so slow that nothing else counts: one direction after the other takes twice as long. Nor is a core busy meanwhile."""
-    size, gbit = 4 << 20, 0.1
-    with two_hosts(tmp_path, gbit, delay=1.0) as slow:
-        words = [str(Path(__file__).with_name("both_directions.py")), str(size), str(size * 8 / (gbit * 1e9))]
-        command = slow.over_both([find_launcher(2).path, "-n", "2", sys.executable, *words], 2)
-        told = subprocess.run(command, env=slow.environment, capture_output=True, text=True, timeout=60)
+def test_messages_and_sums_between_hosts_are_right(hosts: TwoHosts) -> None:
+    """Exchanges and large sums, begun early and waited for at once: the script compares what arrives; its times are not asked here."""
+    script = Path(__file__).parents[1] / "benchmarks" / "both_directions.py"
+    words = [str(script), "--bytes", str(4 << 20), "--rank"]
+    command = hosts.over_both([find_launcher(2).path, "-n", "2", sys.executable, *words], 2)
+    told = subprocess.run(command, env=hosts.environment, capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
-    lines = [line.split() for line in told.stdout.splitlines()]
-    assert [name for name, _, _ in lines] == ["exchange", "AllReduce", "AllReduce-at-once", "ReduceScatter"]
-    assert all(0.9 < float(took) < 1.6 and float(busy) < 0.25 for _, took, busy in lines), lines
+    names = [line.split()[0] for line in told.stdout.splitlines()]
+    assert names == ["exchange", "AllReduce", "AllReduce-at-once", "ReduceScatter"]
 
 
 @pytest.mark.parametrize(("plan", "slots"), [(REPLICAS, 1), (GRID, 2), (SHARDED, 2)])
