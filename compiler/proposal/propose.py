@@ -21,6 +21,7 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, step_program
+from partc.compiler.plan.generate import DEFAULT_CHUNK
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
@@ -38,6 +39,20 @@ from partc.runtime.units import count
 
 _ROUNDS = 8
 _FILE = "plan.yaml"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How long the sequences are that a decoder makes, and how many at once."""
+
+    length: int
+    slots: int
+
+    @property
+    def line(self) -> str:
+        """As a plan says it."""
+        chunk = f", chunk: {self.length}" if self.length < DEFAULT_CHUNK else ""
+        return f"generate: {{slots: {self.slots}, length: {self.length}{chunk}}}"
 
 
 @dataclass(frozen=True)
@@ -70,17 +85,19 @@ class _Batch:
     ranks: dict[str, int] = field(default_factory=dict)
 
 
-def propose(source: Source, name: str, degrees: Degrees, device: Device | None = None) -> tuple[str, list[str]]:
-    """The text of a plan, and what could not be proposed. With `device` it has targets, too.
+def propose(
+    source: Source, name: str, degrees: Degrees, device: Device | None = None, generation: Generation | None = None
+) -> tuple[str, list[str]]:
+    """The text of a plan, and what could not be proposed. With `device` it has targets, with `generation` it makes tokens, too.
 
     The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it.
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
     """
-    batch = _batch(source, degrees.dp)
+    batch = _batch(source, degrees.dp) if generation is None else _Batch()
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
     program = run_passes(start(*_parsed(source, frame, name)), shapes)
-    work = _Work(source, name, degrees, device, batch, program, mesh)
+    work = _Work(source, name, degrees, device, batch, program, mesh, generation)
     if degrees.tp == 1:
         return work.proposed(None).texts
     apart, paths = _taken_apart(source, frame, name), program.paths.values()
@@ -122,6 +139,7 @@ class _Work:
     batch: _Batch
     program: Typed
     mesh: str
+    generation: Generation | None
 
     def proposed(self, cut: TensorParallel | None, dearer: str = "") -> _Candidate:
         """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more.
@@ -131,10 +149,11 @@ class _Work:
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
         program, mesh = self.program, self.mesh
         stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
-        kept = caches(program)
+        kept = caches(program) if self.generation is None else []
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
         symbols = {**source.declared.symbols, **batch.symbols}
+        made = (self.generation.line,) if self.generation is not None else ()
         free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
         for _ in range(_ROUNDS):
             missing = list(_missing(degrees, cut, stages))
@@ -147,12 +166,12 @@ class _Work:
                 placed: tuple[str, ...] = placed,
             ) -> str:
                 own = targets.section() if targets is not None else ()
-                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own)
+                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made)
                 outputs = tuple(_outputs(source, degrees, kept))
                 ranks = [f"ranks: {degrees.ranks}"]
                 if degrees.mesh:
                     ranks += [f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"]
-                given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free)
+                given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free, not made)
                 return starting_plan(source.model, paths, name, symbols, given)
 
             bare = text([])
@@ -167,14 +186,15 @@ class _Work:
                 continue
             sent = sum(bytes_at(done, event) for event in done.events)
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
+            what = ("generation",) if made else ()
             if device is None:
-                return _Candidate(text(_head(degrees, done, cut, stages, missing, told)), missing, sent)
+                return _Candidate(text(_head(degrees, done, cut, stages, missing, told, *what)), missing, sent)
 
             def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
                 return step_program(*_parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = _head(degrees, done, cut, stages, missing, told, "targets")
+            head = _head(degrees, done, cut, stages, missing, told, "targets", *what)
             return _Candidate(text(head, targets), missing, sent)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")

@@ -1,0 +1,137 @@
+"""The forms in which exporters write a decoder with its cache: tokens are those of the file itself with a past that grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from click.testing import CliRunner
+from onnx import numpy_helper
+from partc.cli.commands.plan import command as plan_command
+from partc.compiler import compile_model
+from partc.compiler.errors import CompileError
+from partc.runtime import Request, load_local_generator
+
+WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 3, 10
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6], [2, 6, 4, 3])
+COUNT, LENGTH, CHUNK = 8, 20, 4
+APPENDED = """
+  present_k = Concat <axis = -2> (past_k, k)
+  present_v = Concat <axis = 2> (past_v, v)
+"""
+MASK = """
+  entries = Range (zero, all, one)
+  steps = Range (zero, new, one)
+  numbers = Add (steps, old)
+  row = Unsqueeze (entries, axes_012)
+  column = Unsqueeze (numbers, axes_013)
+  mask = LessOrEqual (row, column)
+"""
+ATTENTION = MASK + APPENDED + "  mixed = Attention (q, present_k, present_v, mask)"
+
+
+def decoder(attention: str, inputs: str = "", opset: int = 23, batch: str = "batch") -> onnx.ModelProto:
+    """One layer: `attention` makes `mixed`, `present_k` and `present_v` of `q`, `k`, `v` and the past."""
+    text = f"""<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>
+decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}] past_k, float[{batch}, {KV}, past, {SIZE}] past_v)
+  => (float[{batch}, tokens, {WORDS}] logits, float[{batch}, {KV}, total, {SIZE}] present_k, float[{batch}, {KV}, total, {SIZE}] present_v)
+{{
+  tokens_1 = Shape <start = 1, end = 2> (ids)
+  new = Squeeze (tokens_1)
+  past_1 = Shape <start = 2, end = 3> (past_k)
+  old = Squeeze (past_1)
+  all = Add (old, new)
+  h = Gather (table, ids)
+  q_flat = MatMul (h, wq)
+  k_flat = MatMul (h, wk)
+  v_flat = MatMul (h, wv)
+  q_parted = Reshape (q_flat, parted)
+  k_parted = Reshape (k_flat, parted)
+  v_parted = Reshape (v_flat, parted)
+  q = Transpose <perm = [0, 2, 1, 3]> (q_parted)
+  k = Transpose <perm = [0, 2, 1, 3]> (k_parted)
+  v = Transpose <perm = [0, 2, 1, 3]> (v_parted)
+{attention}
+  back = Transpose <perm = [0, 2, 1, 3]> (mixed)
+  joined = Reshape (back, whole)
+  out = MatMul (joined, wo)
+  sum = Add (h, out)
+  logits = MatMul (sum, head)
+}}"""
+    proto = onnx.parser.parse_model(text)
+    for k, node in enumerate(proto.graph.node):
+        node.name = f"layer.{node.output[0]}" if node.output[0] else f"n{k}"
+    rng = np.random.default_rng(5)
+    shapes = {"table": (WORDS, WIDTH), "wq": (WIDTH, HEADS * SIZE), "wk": (WIDTH, KV * SIZE), "wv": (WIDTH, KV * SIZE)}
+    shapes |= {"wo": (HEADS * SIZE, WIDTH), "head": (WIDTH, WORDS)}
+    weights = {name: rng.normal(0, 0.8, shape).astype(np.float32) for name, shape in shapes.items()}
+    weights |= {"parted": np.array([0, 0, -1, SIZE]), "whole": np.array([0, 0, -1]), "zero": np.array(0), "one": np.array(1)}
+    weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3])}
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return proto
+
+
+def reference(proto: onnx.ModelProto) -> list[list[int]]:
+    """The likeliest tokens of the file itself, token by token, with a past that grows."""
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    names, found = {port.name for port in session.get_inputs()}, []
+    for prompt in PROMPTS:
+        past, made, given = [np.zeros((1, KV, 0, SIZE), np.float32)] * 2, list[int](), [*prompt]
+        for _ in range(COUNT):
+            before = past[0].shape[2]
+            fed = {
+                "ids": np.array([given]),
+                "past_k": past[0],
+                "past_v": past[1],
+                "position_ids": np.arange(before, before + len(given))[None],
+                "attention_mask": np.ones((1, before + len(given)), np.int64),
+            }
+            logits, *past = session.run(None, {name: fed[name] for name in fed if name in names})
+            made.append(int(logits[0, -1].argmax()))
+            given = made[-1:]
+        found.append(made)
+    return found
+
+
+def generated(proto: onnx.ModelProto, folder: Path, plan: str) -> list[list[int]]:
+    onnx.save(proto, folder / "decoder.onnx")
+    (folder / "plan.yaml").write_text(plan)
+    compile_model(folder / "decoder.onnx", folder / "plan.yaml", folder / "build")
+    with load_local_generator(folder / "build", threads=1) as generator:
+        return [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
+
+
+def of_slots(slots: int) -> str:
+    return f"ranks: 1\ngenerate: {{slots: {slots}, length: {LENGTH}, chunk: {CHUNK}}}\n"
+
+
+FORMS = {"appended by Concat": decoder(ATTENTION)}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_those_of_the_file(form: str, slots: int, tmp_path: Path) -> None:
+    expected = reference(FORMS[form])
+    assert len({*map(tuple, expected)}) > 1
+    assert generated(FORMS[form], tmp_path, of_slots(slots)) == expected
+
+
+@pytest.mark.parametrize("degrees", ["--tp 2", "--dp 2", ""])
+def test_a_proposed_plan_generates(degrees: str, tmp_path: Path) -> None:
+    proto = decoder(ATTENTION)
+    onnx.save(proto, tmp_path / "decoder.onnx")
+    given = [str(tmp_path / "decoder.onnx"), *degrees.split(), "--generate", str(LENGTH), "--slots", "2"]
+    made = CliRunner().invoke(plan_command, given)
+    assert made.exit_code == 0, made.output
+    assert generated(proto, tmp_path, made.stdout) == reference(proto)
+    assert ("colwise" in made.stdout) == ("tp" in degrees) and "past_k:" not in made.stdout
+
+
+@pytest.mark.parametrize("given", [["--slots", "2"], ["--generate", "20", "--plan", "other.yaml", "--target", "auto"]])
+def test_options_of_a_proposal_that_do_not_fit(given: list[str], tmp_path: Path) -> None:
+    onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
+    result = CliRunner().invoke(plan_command, [str(tmp_path / "decoder.onnx"), *given])
+    assert result.exit_code != 0 and "help:" in str(result.exception)
