@@ -44,7 +44,6 @@ from partc.compiler.sharding.values.sums import defer_all_reduce
 from partc.compiler.start import start
 from partc.compiler.targets.choose_targets import choose_targets
 from partc.compiler.targets.copies import copy_between_targets
-from partc.compiler.tasks.keep_caches import keep_caches
 from partc.compiler.tasks.localize import localize
 from partc.compiler.training.in_parts import in_parts, only_totals
 from partc.compiler.training.serve import serve
@@ -83,7 +82,6 @@ PASSES: tuple[Pass, ...] = (
     localize,  # the local view
     differentiate,
     update,
-    keep_caches,
     lower,
     pipeline,
     copy_between_targets,

@@ -16,7 +16,7 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
     for text in given:
         words = text.replace(",", " ").split()
         if not words or not all(word.isdecimal() for word in words):
-            raise click.BadParameter(f"'{text}' is no list of tokens, such as 1,306,4658")
+            raise click.BadParameter(f"'{text}' is not a list of tokens, such as 1,306,4658")
         found.append(tuple(map(int, words)))
     return tuple(found)
 

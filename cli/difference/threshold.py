@@ -57,7 +57,7 @@ def parse_threshold(text: str) -> Threshold:
         if name in MEASURES
         else "a number"
     )
-    raise ValueError(f"'{text}': '{amount}' is no amount of {name}; that is {forms}")
+    raise ValueError(f"'{text}': '{amount}' is not an amount of {name}; that is {forms}")
 
 
 def exceeded(thresholds: Sequence[Threshold], found: Sequence[Difference]) -> list[str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from partc.runtime import Generator, Request
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.communication.transport import Transport
-    from partc.runtime.generation.slots import Made
+    from partc.runtime.generation.slots import NewToken
 
 _KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 """Keys of a request that a line of the prompts' file may have beside its prompt."""
@@ -97,7 +97,7 @@ class _Shown:
         self.tokenizer = _tokenizer(self.job.generation.tokenizer)
         self.stream = self.tokenizer and _Stream(self.tokenizer)
 
-    def add(self, made: Made) -> None:
+    def add(self, made: NewToken) -> None:
         """Takes a token, and shows it."""
         tokens = self.tokens.setdefault(made.request, [])
         tokens.append(made.token)
@@ -106,7 +106,8 @@ class _Shown:
         if self.job.reporting.json:
             return
         if len(self.requests) == 1:
-            text = f"{made.token} " if self.stream is None else self.stream.add(made.token)
+            gap = " " if self.tokens[made.request][1:] else ""
+            text = f"{gap}{made.token}" if self.stream is None else self.stream.add(made.token)
             console.echo(text, nl=bool(made.finish))
             sys.stdout.flush()
         elif made.finish:
@@ -156,7 +157,7 @@ def _from_file(job: GenerationJob) -> list[Request]:
                 raise InputError('a line is a mapping such as {"prompt": "Once"} or {"ids": [1, 306]}')
             found.append(_request(job, entry, f"{path}:{at}"))
         except json.JSONDecodeError as error:
-            problems.append(f"{path}:{at}: is no JSON: {error.msg}")
+            problems.append(f"{path}:{at}: is not JSON: {error.msg}")
         except InputError as error:
             problems.append(f"{path}:{at}: {error}")
     if not found and not problems:
@@ -172,7 +173,7 @@ def _request(job: GenerationJob, entry: dict[str, Any], where: str) -> Request:
     unknown = [key for key in entry if key not in ("prompt", "ids", *_KEYS)]
     if unknown or ("prompt" in entry) == ("ids" in entry):
         known = ", ".join(("prompt", "ids", *_KEYS))
-        fact = f"'{unknown[0]}' is no key" if unknown else "it has one of 'prompt' and 'ids'"
+        fact = f"'{unknown[0]}' is not a key" if unknown else "it has one of 'prompt' and 'ids'"
         raise InputError(f"{fact}\n  help: the keys are {known}")
     ids = entry.get("ids")
     if ids is None:
@@ -209,4 +210,4 @@ def _tokenizer(path: str | None) -> Any:
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # what tokenizers raises has no class of its own
-        raise InputError(f"{path}: is no tokenizer: {error}\n  help: give the tokenizer.json of the model") from None
+        raise InputError(f"{path}: is not a tokenizer: {error}\n  help: give the tokenizer.json of the model") from None

@@ -108,7 +108,9 @@ def _of_positions(program: Annotated) -> Iterator[ir.Node]:
     assert program.generation is not None
     graph, given = program.model.graph, (program.generation.position, program.generation.count)
     ready = {value for value in graph.inputs if value.name in given}
-    ready |= {value for value in graph.initializers.values() if value not in program.caches and not is_large_weight(value)}
+    ready |= {
+        value for value in graph.initializers.values() if value not in program.caches and not is_large_weight(value)
+    }
     for node, values in program.reads.items():
         sizes = node.op_type in ("Shape", "Size")
         if node.domain in ("", "ai.onnx") and (sizes or (node.op_type in _CHEAP and ready.issuperset(values))):

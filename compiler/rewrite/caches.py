@@ -37,7 +37,7 @@ POSITION, COUNT = "position", "count"
 """Inputs [slots] that a step is given beside the model's."""
 _OPSET = 24
 """The first one with TensorScatter."""
-_PATH = "generate"
+_PATH, _TOKENS = "generate", "tokens"
 
 
 def caches_as_state(program: Loaded) -> Loaded:
@@ -70,6 +70,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         slots=rules.slots,
         length=rules.length,
         chunk=chunk.max,
+        padded=work.padded,
         stop=rules.stop,
     )
     return replace(program, model=model, plan=plan, paths=node_paths(model), caches=work.found, generation=record)
@@ -99,9 +100,11 @@ class _Caches:
         self.build = NodeBuilder(graph, _PATH)
         self.pairs = self._pairs()
         self.ids = self._ids()
-        batch, self.tokens = (str(dim) for dim in self.ids.shape or ())
-        grown = {str(pair.past.shape[pair.axis]) for pair in self.pairs if pair.past.shape is not None}
-        self.fixed = (batch, *grown)
+        dims = self.ids.shape
+        assert dims is not None
+        self.tokens = str(dims[1].value or _TOKENS) if isinstance(dims[1], ir.SymbolicDim) else _TOKENS
+        gone = [dims[0], *(dim for pair in self.pairs for dim in pair.past.shape or ())]
+        self.fixed = {str(dim.value) for dim in gone if isinstance(dim, ir.SymbolicDim)}
         self.found: dict[ir.Value, ir.Value] = {}
 
     def rewrite(self) -> NextToken:
@@ -109,17 +112,17 @@ class _Caches:
         scores = scores_of(self.graph, self.rules.where())
         for value in (value for node in self.graph for value in node.outputs if value is not scores):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
-        for value in (*self.graph.inputs, scores):
-            dims = (self.rules.slots if str(dim) == self.fixed[0] else dim for dim in value.shape or ())
-            value.shape = None if value.shape is None else ir.Shape(dims)
+        self.ids.shape = ir.Shape([self.rules.slots, self.tokens])
+        assert scores.shape is not None
+        scores.shape = ir.Shape([self.rules.slots, self.tokens, scores.shape[2]])
         position, count = (self._fed(name) for name in (POSITION, COUNT))
-        positions = Positions(self.build, position, self.ids, self.rules)
+        positions = Positions(self.build, position, count, self.ids, self.rules)
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()
         chosen = choose(self.build, scores, count, self.rules)
         drop_unread(self.graph)
-        positions.refuse_one_length()
+        self.padded = not positions.one_length
         return chosen
 
     def _pairs(self) -> list[_Pair]:
@@ -149,8 +152,6 @@ class _Caches:
 
     def _ids(self) -> ir.Value:
         """The tokens of a step: an input of integers [batch, tokens]."""
-        first = self.pairs[0].past.shape
-        assert first is not None
         found = [
             value
             for value in self.graph.inputs
@@ -158,12 +159,11 @@ class _Caches:
             and value.name not in (MASK, ROWS)
             and value.shape is not None
             and len(value.shape) == 2
-            and value.shape[0] == first[0]
-            and not isinstance(value.shape[1], int)
+            and not any(isinstance(dim, int) for dim in value.shape)
         ]
-        if len(found) == 1 and not isinstance(first[0], int):
+        if len(found) == 1:
             return found[0]
-        fact = f"{len(found)} inputs of the model are integers [batch, tokens] with the batch of the caches and another dynamic dim"
+        fact = f"{len(found)} inputs of the model are integers [batch, tokens] of two dynamic dims"
         help_ = "export the model with a dynamic batch, and dynamic tokens"
         raise CompileError(Problem(self.rules.where(), fact, "one of them has the tokens of a step", help_))
 

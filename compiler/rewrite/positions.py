@@ -1,9 +1,11 @@
 """The positions of a decoder's sequences, each its own: what a model takes of the shape of its past, or is given as an input.
 
 Shape(past)[axis]                            ->  max(position)
-Unsqueeze(Range(0, tokens) + past, [0, ..])  ->  Unsqueeze(Range(0, tokens) + position as a column, [..])
-position_ids [batch, tokens]                 ->  Range(0, tokens) + position as a column
+Unsqueeze(Range(0, tokens) + past, [0, ..])  ->  Unsqueeze(rows, [..]), rows = position + min(Range(0, tokens), count - 1)
+position_ids [batch, tokens]                 ->  rows
 attention_mask [batch, past + tokens]        ->  1 for the entries before position + tokens
+
+Tokens that are not meant have the position of the last one that is, so that none is beyond a table of positions.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 class Positions:
     """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
 
-    def __init__(self, build: NodeBuilder, position: ir.Value, ids: ir.Value, rules: GenerateRules) -> None:
-        self.build, self.position, self.rules = build, position, rules
+    def __init__(
+        self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, rules: GenerateRules
+    ) -> None:
+        self.build, self.position, self.count, self.rules = build, position, count, rules
         first = build.graph[0]
         self.past = build.op("past", "ReduceMax", [position], keepdims=1)
         self.tokens = build.op("tokens", "Shape", [ids], start=1, end=2)
@@ -52,10 +56,9 @@ class Positions:
         for node, steps in [*self._rows()]:
             readers = [reader for reader, _ in node.outputs[0].uses()]
             axes = [_axes(reader) for reader in readers]
-            if self.rules.slots == 1 or any(not one or one[0] != 0 for one in axes):
+            if any(not one or one[0] != 0 for one in axes):
                 continue
-            column = self.build.op("column", "Unsqueeze", [self.position, self.build.constant("axis", [1])])
-            rows = self.build.op("rows_of_tokens", "Add", [column, steps])
+            rows = self._rows_of(steps)
             self.build.put(after=node)
             for reader, (_, *left) in zip(readers, axes, strict=True):
                 if left:
@@ -64,13 +67,15 @@ class Positions:
                 else:
                     ir.convenience.replace_all_uses_with(reader.outputs[0], rows)
 
-    def refuse_one_length(self) -> None:
-        """CompileError where a node takes the longest sequence's length for that of each."""
+    @property
+    def one_length(self) -> bool:
+        """Whether a node takes the longest sequence's length for that of each, once rows are given; CompileError with several slots."""
         node = next((node for node, _ in self._rows()), None)
-        if self.rules.slots > 1 and node is not None:
+        if node is not None and self.rules.slots > 1:
             fact = f"{node.op_type} '{node.name}' takes one length for all sequences, and 'slots' is {self.rules.slots}"
             help_ = "export the model with an input 'position_ids', or write slots: 1"
             raise CompileError(Problem(self.rules.where("slots"), fact, "each sequence has a length of its own", help_))
+        return node is not None
 
     def _rows(self) -> Iterator[tuple[ir.Node, ir.Value]]:
         """The nodes that add the past to the numbers of a step's tokens, each with these."""
@@ -79,6 +84,16 @@ class Positions:
             steps = [value for value in node.inputs if value is not None and _is_range(value)]
             if len(steps) == 1 and any(value in lengths for value in node.inputs):
                 yield node, steps[0]
+
+    def _rows_of(self, steps: ir.Value) -> ir.Value:
+        """The position of each token [slots, tokens]; `steps`: their numbers within the step."""
+        build, axis = self.build, self.build.constant("axis", [1])
+        before = build.op("before_last", "Sub", [self.count, build.constant("one", 1)])
+        last = build.op("last_or_first", "Max", [before, build.constant("zero", 0)])
+        column, end = (
+            build.op(word, "Unsqueeze", [one, axis]) for word, one in (("column", self.position), ("end", last))
+        )
+        return build.op("rows", "Add", [column, build.op("steps_meant", "Min", [steps, end])])
 
     def _feed(self, inputs: dict[str | None, ir.Value]) -> None:
         """Makes the inputs that say positions."""
@@ -90,8 +105,7 @@ class Positions:
             steps = build.op(
                 "steps", "Range", [zero, build.op("count_of_tokens", "Squeeze", [self.tokens, first]), one]
             )
-            column = build.op("column", "Unsqueeze", [self.position, axis])
-            self._instead(inputs[ROWS], build.op(ROWS, "Add", [column, steps]))
+            self._instead(inputs[ROWS], self._rows_of(steps))
         if MASK in inputs:
             entries = build.op(
                 "entries", "Range", [zero, build.op("count_of_entries", "Squeeze", [self.length, first]), one]

@@ -15,10 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.local_form import LocalForm, over_values
 from partc.compiler.ir.program import Targeted
-from partc.compiler.ir.programs import RankTensor
+from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.lower.batch_shards import pieces_of
@@ -46,7 +48,7 @@ def localize(program: Targeted) -> Localized:
     for value in graph.initializers.values():
         for home in versions.defs.get(value, ()):
             comm.declare(home, comm.values.at[home])
-            if value in program.caches:  # ranks keep it (`keep_caches`)
+            if value in program.caches:  # ranks keep it (`_keep_caches`)
                 continue
             for place, ranks in home.holders:  # ranks with the same shard share one record
                 job.weights.add(ranks, comm.values.at[home], RankTensor(comm.values.at[home], home, place))
@@ -66,9 +68,26 @@ def localize(program: Targeted) -> Localized:
             forms[instance] = _write(comm, instance)
         for value in node.outputs:
             _make_versions(versions, comm, value, done)
+    _keep_caches(program, versions, comm)
     told = replicated_outputs(program, versions, [value for value, (_, cut) in delivered.items() if cut])
     local = LocalView(versions, comm, forms)
     return program.into(Localized, local=local, warnings=(*program.warnings, *told))
+
+
+def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering) -> None:
+    """Lists the caches in the job. CompileError where one would have to travel to be kept."""
+    at, problems = comm.values.at, list[Problem]()
+    for cache, following in program.caches.items():
+        for home in versions.defs.get(cache, ()):
+            made = ShardedValue(following, home.group, home.layout)
+            if made in at:
+                comm.job.kept.add(home.group, at[home], State(at[home], home, at[made], name_of(cache), "cache"))
+                continue
+            fact = f"the cache '{cache.name}' is read in one layout and made in another"
+            where = program.name if program.plan.generate is None else program.plan.generate.where()
+            problems.append(Problem(where, fact, "a cache stays where it is", "shard what writes it as what reads it"))
+    if problems:
+        raise CompileError(problems)
 
 
 def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, Group], ...]:

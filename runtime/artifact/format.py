@@ -250,10 +250,9 @@ class Collective(Record):
     made: LayoutRecord | None = None
 
 
-GRADIENT_NORM = "gradient_norm"
-"""The output of a step that is the norm of its gradients, where the plan reports it."""
-SCALE, CACHE = "scale", "cache"
-"""Kinds of state: the loss scale and its count of steps, replaced also where a step changes nothing else; a decoder's keys and values."""
+GRADIENT_NORM, SCALE, CACHE = "gradient_norm", "scale", "cache"
+"""The output of a step that is the norm of its gradients, where the plan reports it. Kinds of state: the loss scale and its count of steps,
+replaced also where a step changes nothing else; a decoder's keys and values."""
 
 
 class TensorRecord(Record):

@@ -11,7 +11,7 @@ class GenerationRecord(BaseModel):
     A step is given `tokens` [slots, n], n at most `chunk`, of which the first `count` [slots] of each sequence are meant, and `position`
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
     is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. `length`: the most tokens of a sequence.
-    `stop`: the tokens behind which one ends.
+    `padded`: whether a step may have tokens that are not meant. `stop`: the tokens behind which one ends.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -25,4 +25,5 @@ class GenerationRecord(BaseModel):
     slots: int = Field(ge=1)
     length: int = Field(ge=2)
     chunk: int = Field(ge=1)
+    padded: bool = True
     stop: list[int] = []

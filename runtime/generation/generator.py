@@ -24,7 +24,7 @@ from ..execution.inputs import Whole
 from ..execution.program import Program, load
 from .draw import draw
 from .request import Answer, Request, refuse_unfit
-from .slots import Made, Slots, Step
+from .slots import NewToken, Slots, Step
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,7 +50,7 @@ class Generator:
             pass
         return slots.answers
 
-    def each(self, requests: Sequence[Request]) -> Iterator[Made]:
+    def each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
         """Every token as it is made, of all requests; otherwise as `run`. The ranks take all of them."""
         return self._steps(self._slots(requests))
 
@@ -62,7 +62,7 @@ class Generator:
         refuse_unfit(requests, self.record)
         return Slots(self.record, requests)
 
-    def _steps(self, slots: Slots) -> Iterator[Made]:
+    def _steps(self, slots: Slots) -> Iterator[NewToken]:
         while (step := slots.next()) is not None:
             outputs = self.program(self._given(step))
             chosen = np.array(outputs[self.record.next], np.int64)

@@ -52,7 +52,7 @@ def _wrong(one: Request, record: GenerationRecord) -> Iterator[str]:
     if not size:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"
     if outside := [token for token in (*one.prompt, *one.stop) if not 0 <= token < record.vocabulary]:
-        yield f"{outside[0]} is no token; they are 0 to {record.vocabulary - 1}"
+        yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
     if one.max_tokens < 1:
         yield f"it asks for {one.max_tokens} tokens; at least 1"
     elif size + one.max_tokens > record.length:

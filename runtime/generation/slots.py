@@ -1,6 +1,6 @@
 """Which sequences run in which slots, and what each step is given: the same on all ranks, since it follows from requests and tokens alone.
 
-A step is either a chunk, of up to `chunk` tokens of each prompt that is not read yet, or one token of each sequence that is made. Both
+A step is either a chunk, of `chunk` tokens of each prompt that is not read yet, or one token of each sequence that is made. Both
 take turns while there are sequences of both kinds: a long prompt holds the others up by one chunk a token. A slot that has no part in a
 step is given no token: what the step writes there lies behind the slot's position, where nothing reads.
 """
@@ -19,7 +19,7 @@ from .request import Answer, Finish, Request
 
 
 @dataclass(frozen=True)
-class Made:
+class NewToken:
     """A token of a request, by the request's number, and whether it ends its sequence."""
 
     request: int
@@ -78,7 +78,7 @@ class Slots:
         self._last_was_chunk = bool(reading) and not (making and self._last_was_chunk)
         return self._step(reading if self._last_was_chunk else making, there)
 
-    def take(self, chosen: Sequence[int]) -> Iterator[Made]:
+    def take(self, chosen: Sequence[int]) -> Iterator[NewToken]:
         """The tokens that the step under way has made; `chosen` has one by slot, of which those without a part mean nothing."""
         for slot, count in self._taking.items():
             one = self._running[slot]
@@ -94,7 +94,7 @@ class Slots:
                 one.answer.finish = "length"
             if one.answer.finish:
                 self._running[slot] = None
-            yield Made(one.number, token, one.answer.finish)
+            yield NewToken(one.number, token, one.answer.finish)
 
     def drawing(self) -> Mapping[int, tuple[Request, int]]:
         """By slot whose next token the step under way draws its request, and the number of that token."""
@@ -107,6 +107,8 @@ class Slots:
 
     def _step(self, part: Mapping[int, _Sequence], there: Mapping[int, _Sequence]) -> Step:
         width = self.record.chunk if self._last_was_chunk else 1
+        if not self.record.padded:
+            width = min([width, *(one.left or 1 for one in part.values())])
         tokens = np.zeros((self.record.slots, width), np.int64)
         count, position = np.zeros(self.record.slots, np.int64), np.zeros(self.record.slots, np.int64)
         for slot, one in there.items():

@@ -142,9 +142,9 @@ def test_wrong_limits_sizes_and_folders_are_named_all_at_once(
     told = capsys.readouterr().err
     for words in (
         "'byts' is not compared",
-        "'5%' is no amount of placement",
+        "'5%' is not an amount of placement",
         "'memory' is not NAME>AMOUNT",
-        "'soon' is no",
+        "'soon' is not",
     ):
         assert words in told
     assert invoke(["diff", *map(str, lenets), "--set", "batch=0", "--set", "seq=2"]) == 2

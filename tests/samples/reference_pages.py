@@ -37,6 +37,7 @@ SEE = {
     "train": "reference/train",
     "precision": "targets",
     "pipeline": "pipelines",
+    "generate": "generation",
 }
 """By key the page that teaches it."""
 PARTS = {
@@ -44,6 +45,7 @@ PARTS = {
     "ShardingEntry": "sharding",
     "PipelineEntry": "pipeline",
     "PrecisionRules": "precision",
+    "GenerateRules": "generate",
     "LossScale": "precision: loss_scale",
 }
 TRAIN_PARTS = {

@@ -1,0 +1,157 @@
+"""A small decoder with past and present, as exporters write it, and the tokens that it makes by itself, one sequence after the other.
+
+model = decoder()                                ids [batch, tokens], past_k.0 [batch, 4, past, 8], ...  ->  logits, present_k.0, ...
+Unsharded(model).tokens([3, 1, 4], 20)           the likeliest tokens, with a past that grows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+HEADS, SIZE, VOCABULARY, MOST = 4, 8, 64, 256
+WIDTH = HEADS * SIZE
+
+
+@dataclass
+class _Build:
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    weights: list[onnx.TensorProto] = field(default_factory=list)
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def op(self, kind: str, path: str, *inputs: str, **attributes: Any) -> str:
+        """A node, named after its path and its op, and what it makes."""
+        name = f"{path}.{kind}"
+        if name in {node.name for node in self.nodes}:
+            name += f"_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, inputs, [name], name, **attributes))
+        return name
+
+    def weight(self, name: str, *shape: int) -> str:
+        """Random numbers, wide enough that two logits are seldom close."""
+        return self.constant(name, self.rng.standard_normal(shape, np.float32) * np.float32(1.5 / shape[0] ** 0.5))
+
+    def constant(self, name: str, numbers: Any) -> str:
+        array = np.asarray(numbers)
+        if name not in {one.name for one in self.weights}:
+            self.weights.append(
+                numpy_helper.from_array(array if array.dtype == np.float32 else array.astype(np.int64), name)
+            )
+        return name
+
+    def axes(self, *dims: int) -> str:
+        return self.constant(f"axes_{'_'.join(map(str, dims))}", list(dims))
+
+    def linear(self, path: str, x: str, rows: int, columns: int) -> str:
+        return self.op("MatMul", path, x, self.weight(f"{path}.weight", rows, columns))
+
+    def heads(self, path: str, x: str) -> str:
+        split = self.op("Reshape", path, x, self.constant("split", [0, 0, HEADS, SIZE]))
+        return self.op("Transpose", path, split, perm=[0, 2, 1, 3])
+
+
+def decoder(layers: int = 2, inputs: Sequence[str] = (), rows: bool = True) -> onnx.ModelProto:
+    """The model. `inputs`: which of position_ids and attention_mask it is given; without them it counts from the length of its past, along
+    rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone.
+    """
+    build = _Build()
+    numbers, away = _positions(build, inputs, rows)
+    tokens = build.op("Gather", "embed.tokens", build.weight("embed.tokens.weight", VOCABULARY, WIDTH), "ids")
+    places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)
+    h = build.op("Add", "embed", tokens, places)
+    for layer in range(layers):
+        h = _layer(build, layer, h, away)
+    head = build.weight("head.weight", WIDTH, VOCABULARY)
+    build.nodes.append(helper.make_node("MatMul", [h, head], ["logits"], "head.MatMul"))
+    caches = [f"{side}.{layer}" for layer in range(layers) for side in "kv"]
+    dims = {
+        "ids": ["batch", "tokens"],
+        "position_ids": ["batch", "tokens"],
+        "attention_mask": ["batch", "past + tokens"],
+    }
+    given = [helper.make_tensor_value_info(name, TensorProto.INT64, dims[name]) for name in ("ids", *inputs)]
+    made = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "tokens", VOCABULARY])]
+    for name in caches:
+        for side, sizes, length in (("past", given, "past"), ("present", made, "past + tokens")):
+            shape = ["batch", HEADS, length, SIZE]
+            sizes.append(helper.make_tensor_value_info(f"{side}_{name}", TensorProto.FLOAT, shape))
+    graph = helper.make_graph(build.nodes, "decoder", given, made, build.weights)
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+
+
+def _positions(build: _Build, inputs: Sequence[str], rows: bool) -> tuple[str, str]:
+    """The number of each token, and what is added to the scores of those that come later."""
+    zero, one = build.constant("zero", 0), build.constant("one", 1)
+    tokens = build.op("Squeeze", "count", build.op("Shape", "count", "ids", start=1, end=2), build.axes(0))
+    past = build.op("Squeeze", "past", build.op("Shape", "past", "past_k.0", start=2, end=3), build.axes(0))
+    steps = build.op("Add", "steps", build.op("Range", "steps", zero, tokens, one), past)
+    entries = build.op("Range", "entries", zero, build.op("Add", "entries", past, tokens), one)
+    if "position_ids" in inputs:
+        numbers, inner = "position_ids", build.op("Unsqueeze", "queries", "position_ids", build.axes(1))
+    elif rows:
+        numbers = build.op("Unsqueeze", "numbers", steps, build.axes(0))
+        inner = build.op("Unsqueeze", "queries", steps, build.axes(0, 1))
+    else:
+        numbers = build.op("Reshape", "numbers", steps, build.constant("as_row", [1, -1]))
+        inner = build.op("Reshape", "queries", steps, build.constant("as_rows", [1, 1, -1]))
+    queries = build.op("Unsqueeze", "queries", inner, build.axes(3))
+    seen = build.op("LessOrEqual", "mask", build.op("Unsqueeze", "keys", entries, build.axes(0, 1, 2)), queries)
+    if "attention_mask" in inputs:
+        valid = build.op("Cast", "mask", "attention_mask", to=TensorProto.BOOL)
+        seen = build.op("And", "mask", seen, build.op("Unsqueeze", "mask", valid, build.axes(1, 2)))
+    none, never = build.constant("none", np.float32(0)), build.constant("never", np.float32(-1e9))
+    return numbers, build.op("Where", "mask", seen, none, never)
+
+
+def _layer(build: _Build, layer: int, h: str, away: str) -> str:
+    """Attention over the cache, and two linears."""
+    path = f"layers.{layer}"
+    inside = f"{path}.attention"
+    query, key, value = (
+        build.heads(f"{path}.{name}", build.linear(f"{path}.{name}", h, WIDTH, WIDTH)) for name in "qkv"
+    )
+    keys, values = f"present_k.{layer}", f"present_v.{layer}"
+    for side, new in (("k", key), ("v", value)):
+        ends = [f"past_{side}.{layer}", new], [f"present_{side}.{layer}"]
+        build.nodes.append(helper.make_node("Concat", *ends, f"{path}.{side}.Concat", axis=-2))
+    scores = build.op("MatMul", inside, query, build.op("Transpose", inside, keys, perm=[0, 1, 3, 2]))
+    shares = build.op("Softmax", inside, build.op("Add", inside, scores, away), axis=-1)
+    mixed = build.op("Transpose", inside, build.op("MatMul", inside, shares, values), perm=[0, 2, 1, 3])
+    joined = build.op("Reshape", inside, mixed, build.constant("join", [0, 0, WIDTH]))
+    h = build.op("Add", path, h, build.linear(f"{path}.o", joined, WIDTH, WIDTH))
+    inner = build.op("Relu", f"{path}.up", build.linear(f"{path}.up", h, WIDTH, 2 * WIDTH))
+    return build.op("Add", path, h, build.linear(f"{path}.down", inner, 2 * WIDTH, WIDTH))
+
+
+class Unsharded:
+    """The model itself, a sequence at a time, with a past that grows."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        self.names = [one.name for one in self.session.get_inputs()]
+
+    def tokens(self, prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> list[int]:
+        """The likeliest tokens behind a prompt."""
+        past = {name: np.zeros((1, HEADS, 0, SIZE), np.float32) for name in self.names if name.startswith("past_")}
+        ids, found, before = np.asarray([prompt], np.int64), list[int](), 0
+        while len(found) < count and not (found and found[-1] in stop):
+            feeds = {"ids": ids, **past}
+            if "position_ids" in self.names:
+                feeds["position_ids"] = np.arange(before, before + ids.shape[1])[None]
+            if "attention_mask" in self.names:
+                feeds["attention_mask"] = np.ones((1, before + ids.shape[1]), np.int64)
+            logits, *present = self.session.run(None, feeds)
+            past, before = dict(zip(past, present, strict=True)), before + ids.shape[1]
+            found.append(int(logits[0, -1].argmax()))
+            ids = np.asarray([found[-1:]], np.int64)
+        return found

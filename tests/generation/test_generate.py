@@ -1,0 +1,285 @@
+"""Tokens of a decoder over ranks are those that the unsharded model makes of each prompt alone, in every layout, over MPI as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
+from partc.cli.main import invoke
+from partc.compiler.pipeline import compile_model
+from partc.runtime import InputError, RankError, Request, load_local_generator
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.checker.check import check
+
+Compiled = Callable[..., Path]
+TENSOR = """sharding:
+  "layers.*.[qkv]": colwise
+  "layers.*.q": colwise
+  "layers.*.k": colwise
+  "layers.*.v": colwise
+  "layers.*.o": rowwise
+  "layers.*.up": colwise
+  "layers.*.down": rowwise
+  head: colwise
+""".replace('  "layers.*.[qkv]": colwise\n', "")
+STAGES = """placement:
+  "embed.*": {first}
+  "layers.0": {first}
+  "layers.1": {second}
+  head: {second}
+"""
+LAYOUTS = {
+    "one rank": "ranks: 1\n",
+    "tensor parallel": f"ranks: 2\nmesh: {{tp: 2}}\n{TENSOR}",
+    "stages": "ranks: 2\n" + STAGES.format(first=0, second=1),
+    "data parallel": "ranks: 2\ndataset: data_parallel\n",
+    "tensor parallel stages": "ranks: 4\nmesh: {pp: 2, tp: 2}\n"
+    + TENSOR
+    + STAGES.format(first="{pp: 0}", second="{pp: 1}"),
+}
+TRAIN = "train: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}"
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [*range(1, 40)], [11, 12], [60, 2, 33, 4]]
+COUNTS = [12, 20, 5, 9, 17]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """An artifact of a decoder by a layout and the keys of `generate`, compiled once."""
+    known: dict[Any, Path] = {}
+
+    def build(layout: str = "one rank", keys: str = "slots: 2, length: 64, chunk: 8", **form: Any) -> Path:
+        key = layout, keys, str(form)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("decoder")
+            onnx.save(decoder(**form), folder / "model.onnx")
+            (folder / "plan.yaml").write_text(f"{LAYOUTS[layout]}generate: {{{keys}}}\n")
+            compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
+            known[key] = folder / "build"
+        return known[key]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    """The tokens of each prompt alone."""
+    model = Unsharded(decoder())
+    return [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+
+
+def requests() -> list[Request]:
+    return [Request(prompt, max_tokens=count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_the_unsharded_model(compiled: Compiled, wanted: list[list[int]], layout: str) -> None:
+    folder = compiled(layout)
+    assert check(folder).violations == []
+    with load_local_generator(folder) as generator:
+        assert [answer.tokens for answer in generator.run(requests())] == wanted
+        backwards = generator.run(
+            requests()[::-1]
+        )  # other slots, other neighbours, caches that are full of others' entries
+        assert [answer.tokens for answer in backwards[::-1]] == wanted
+        assert [*generator.stream(PROMPTS[2], max_tokens=5)] == wanted[2]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("inputs", [(), ("position_ids",), ("attention_mask",), ("position_ids", "attention_mask")])
+def test_positions_come_from_the_past_or_as_inputs(
+    compiled: Compiled, wanted: list[list[int]], slots: int, inputs: tuple[str, ...]
+) -> None:
+    folder = compiled(keys=f"slots: {slots}, length: 64, chunk: 5", inputs=inputs)
+    assert {port.name for port in open_artifact(folder).manifest.inputs} == {"ids", "position", "count"}
+    with load_local_generator(folder) as generator:
+        assert [answer.tokens for answer in generator.run(requests())] == wanted
+
+
+def test_one_length_for_all_sequences_fits_one_slot_alone(
+    compiled: Compiled, wanted: list[list[int]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with load_local_generator(compiled(keys="length: 64", rows=False)) as generator:
+        assert [answer.tokens for answer in generator.run(requests())] == wanted
+    onnx.save(decoder(rows=False), tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 2, length: 64}\n")
+    assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert "takes one length for all sequences, and 'slots' is 2" in told
+    assert "position_ids" in told
+
+
+def test_a_step_sends_nothing_that_grows_with_what_is_kept(compiled: Compiled) -> None:
+    manifest = open_artifact(compiled("tensor parallel", "slots: 2, length: 200, chunk: 8")).manifest
+    assert [one.op for one in manifest.collectives if one.value != "logits"] == [
+        "AllReduce"
+    ] * 6  # two a layer, and two for the token
+    sizes = {one.value: one.bytes for one in manifest.collectives}
+    assert {sizes.pop("next_token"), sizes.pop("generate.top")} == {"16", "8"}
+    assert sizes.pop("logits") == str(2 * VOCABULARY // 2 * 4)
+    row = 2 * HEADS * SIZE * 4
+    # The last sum of the last layer is that of the one token of each sequence that is scored.
+    assert sorted(sizes.values()) == [str(row), *[f"{row}*tokens"] * 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_lie_where_they_are_written_and_are_appended_to_in_place(compiled: Compiled, layout: str) -> None:
+    folder = compiled(layout)
+    manifest = open_artifact(folder).manifest
+    caches = [record for record in manifest.state if record.kind == "cache"]
+    assert {record.tensor for record in caches} == {f"past_{side}.{layer}" for side in "kv" for layer in (0, 1)}
+    assert {tuple(record.shape) for record in caches} == {(2, HEADS, 64 + 8 - 1, SIZE)}
+    held = sum(np.prod(record.local_shape(rank)) for record in caches for rank in record.ranks)
+    assert held == 4 * 2 * HEADS * (64 + 8 - 1) * SIZE  # each rank its own, nothing twice
+    checked = check(folder)
+    assert (checked.in_place, checked.copied) == (sum(len(record.ranks) for record in caches), 0)
+
+
+def test_a_sequence_may_fill_its_slot_and_ends_where_it_is_to_stop(compiled: Compiled) -> None:
+    model = Unsharded(decoder())
+    whole = model.tokens([5, 6, 7], 61)
+    stop = whole[3]
+    with load_local_generator(compiled(keys=f"slots: 2, length: 64, chunk: 8, stop: [{stop}]")) as generator:
+        first, other = generator.run(
+            [Request([5, 6, 7], max_tokens=61), Request([1], max_tokens=4, stop=range(VOCABULARY))]
+        )
+        assert (first.tokens, first.finish) == (model.tokens([5, 6, 7], 61, stop=[stop]), "stop")
+        assert (len(other.tokens), other.finish) == (1, "stop")
+    with load_local_generator(compiled()) as generator:
+        answer = generator.run([Request([5, 6, 7], max_tokens=61)])[0]
+        assert (answer.tokens, answer.finish) == (whole, "length")
+
+
+def test_what_is_drawn_does_not_depend_on_slots_neighbours_or_layout(compiled: Compiled) -> None:
+    some = [
+        Request(prompt, max_tokens=9, temperature=0.9, top_k=20, top_p=0.95, seed=seed)
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+    with load_local_generator(compiled()) as generator:
+        found = [answer.tokens for answer in generator.run(some)]
+        assert [generator.run([one])[0].tokens for one in some] == found
+        assert found[0] != generator.run([Request(PROMPTS[0], max_tokens=9, temperature=0.9, seed=99)])[0].tokens
+    with load_local_generator(compiled("tensor parallel stages")) as generator:
+        assert [answer.tokens for answer in generator.run(some[::-1])][::-1] == found
+
+
+def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -> None:
+    some = [
+        Request([]),
+        Request([1, VOCABULARY]),
+        Request([1] * 60, max_tokens=10),
+        Request([1], max_tokens=0),
+        Request([1], temperature=-1.0),
+        Request([1], top_p=0.0, seed=-1),
+    ]
+    with load_local_generator(compiled()) as generator, pytest.raises(InputError) as error:
+        generator.run(some)
+    for number, words in enumerate(
+        ["no token", f"{VOCABULARY} is not a token", "are 70", "asks for 0", "temperature is -1", "top_p is 0"]
+    ):
+        assert any(f"request {number}: " in line and words in line for line in str(error.value).splitlines()), words
+    with load_local_generator(compiled(keys="length: 64, sampling: false")) as generator:
+        assert generator.run([Request([7], max_tokens=20)])[0].tokens == Unsharded(decoder()).tokens([7], 20)
+        with pytest.raises(InputError, match="sampling: false"):
+            generator.run([Request([1], temperature=1.0)])
+
+
+@pytest.mark.parametrize("layout", ["tensor parallel", "stages"])
+def test_the_command_makes_the_same_tokens_over_mpi(
+    compiled: Compiled, wanted: list[list[int]], layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = ({"ids": prompt, "max_tokens": count} for prompt, count in zip(PROMPTS, COUNTS, strict=True))
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    capfd.readouterr()
+    assert invoke(["generate", str(compiled(layout)), "--prompts", str(prompts), "--json"]) == 0
+    answers = json.loads(capfd.readouterr().out)["answers"]
+    assert [answer["ids"] for answer in answers] == wanted
+    drawn = ["--ids", "3,1,4", "--temperature", "0.8", "--seed", "5", "--max-tokens", "8"]
+    assert invoke(["generate", str(compiled(layout)), *drawn]) == 0
+    over_mpi = capfd.readouterr().out
+    assert invoke(["generate", str(compiled(layout)), *drawn, "--in-process"]) == 0
+    assert capfd.readouterr().out == over_mpi
+    assert len(over_mpi.split()) == 8
+
+
+def test_wrong_prompts_end_the_command_before_a_rank_begins(
+    compiled: Compiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, prompts = str(compiled()), tmp_path / "prompts.jsonl"
+    assert invoke(["generate", folder]) == 2
+    assert "no prompt is given" in capsys.readouterr().err
+    assert invoke(["generate", folder, "--ids", "1,two"]) == 2
+    assert "is not a list of tokens" in capsys.readouterr().err
+    assert invoke(["generate", folder, "--prompt", "Once"]) == 2
+    assert "needs a tokenizer" in capsys.readouterr().err
+    prompts.write_text('{"ids": [1]}\n{"ids": "1"}\nno json\n{"id": [1]}\n{"ids": [1], "seed": "x"}\n')
+    assert invoke(["generate", folder, "--prompts", str(prompts)]) == 2
+    told = capsys.readouterr().err
+    for line, words in (
+        (2, "'ids' is a list of whole numbers"),
+        (3, "is not JSON"),
+        (4, "'id' is not a key"),
+        (5, "'seed' is"),
+    ):
+        assert f"prompts.jsonl:{line}: {words}" in told
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert invoke(["generate", folder, "--prompt", "Once", "--tokenizer", str(tmp_path / "tokenizer.json")]) == 2
+    assert "is not a tokenizer" in capsys.readouterr().err
+
+
+def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = Path(__file__).parents[2] / "samples" / "lenet"
+    compile_model(sample / "model.py", sample / "plan.yaml", tmp_path / "build")
+    assert invoke(["generate", str(tmp_path / "build"), "--ids", "1"]) == 1
+    assert "the artifact makes no tokens" in capsys.readouterr().err
+    (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {length: 64}\n")
+    assert (
+        invoke(["compile", str(sample / "model.py"), "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "b")])
+        == 2
+    )
+    assert "plan.yaml:2: the model has no cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "fact"),
+    [
+        ("{slots: 0, length: 64}", "slots"),
+        ("{length: 8, chunk: 9}", "a chunk of 9 tokens is longer than a sequence, 8"),
+        ("{slots: 2}", "length"),
+        (
+            "{length: 64}\ntrain: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}",
+            "'generate' beside 'train'",
+        ),
+        ("{length: 64}\npipeline: {microbatches: 2}", "'generate' beside 'pipeline'"),
+    ],
+)
+def test_wrong_plans_are_named(keys: str, fact: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(decoder(), tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text(f"ranks: 1\ngenerate: {keys}\n")
+    assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
+    assert fact in capsys.readouterr().err
+
+
+def test_after_the_end_no_token_is_made(compiled: Compiled) -> None:
+    with load_local_generator(compiled()) as generator:
+        pass
+    with pytest.raises(RankError, match="closed"):
+        generator.run([Request([1], max_tokens=1)])
+
+
+def test_the_decoder_needs_its_positions() -> None:
+    """The tests above would see a position that is off: the logits change with it."""
+    model = Unsharded(decoder(inputs=("position_ids",)))
+    past = {name: np.zeros((1, HEADS, 0, SIZE), np.float32) for name in model.names if name.startswith("past_")}
+    first, shifted = (
+        model.session.run(None, {"ids": np.array([[7, 8]]), "position_ids": np.array([row]), **past})[0]
+        for row in ([0, 1], [1, 2])
+    )
+    assert int(first[0, -1].argmax()) == Unsharded(decoder()).tokens([7, 8], 1)[0]
+    assert abs(first - shifted).max() > 0.1

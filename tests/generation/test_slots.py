@@ -1,0 +1,117 @@
+"""Which sequences run in which slots: every request gets its tokens, whatever the others are; and which tokens are drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partc.runtime.artifact.generation import GenerationRecord
+from partc.runtime.generation.draw import draw
+from partc.runtime.generation.request import Request
+from partc.runtime.generation.slots import Slots
+
+VOCABULARY = 50
+
+
+def record(slots: int, chunk: int, padded: bool = True) -> GenerationRecord:
+    return GenerationRecord(
+        tokens="ids",
+        position="position",
+        count="count",
+        next="next",
+        vocabulary=VOCABULARY,
+        slots=slots,
+        length=64,
+        chunk=chunk,
+        padded=padded,
+    )
+
+
+def following(tokens: list[int]) -> int:
+    """A decoder for tests: the next token follows from all before it."""
+    return sum((k + 1) * token for k, token in enumerate(tokens)) % VOCABULARY
+
+
+def alone(request: Request) -> list[int]:
+    """What the decoder makes of a request by itself."""
+    tokens, made = [*request.prompt], list[int]()
+    while len(made) < request.max_tokens and not (made and made[-1] in request.stop):
+        made.append(following(tokens))
+        tokens.append(made[-1])
+    return made
+
+
+request = st.builds(
+    Request,
+    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+    max_tokens=st.integers(1, 30),
+    stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(request, max_size=9), st.integers(1, 4), st.integers(1, 12), st.booleans())
+def test_every_request_gets_its_tokens_whoever_runs_beside_it(
+    requests: list[Request], slots: int, chunk: int, padded: bool
+) -> None:
+    running = Slots(record(slots, chunk, padded or slots > 1), requests)
+    caches: list[list[int]] = [[] for _ in range(slots)]
+    made: list[tuple[int, int]] = []
+    while (step := running.next()) is not None:
+        if padded or slots > 1:
+            assert step.tokens.shape in ((slots, chunk), (slots, 1))
+        else:
+            assert step.tokens.shape == (1, step.count[0])
+        assert step.count.sum() >= 1
+        for slot, (tokens, count, position) in enumerate(zip(step.tokens, step.count, step.position, strict=True)):
+            assert position + step.tokens.shape[1] <= 64 + chunk - 1  # what is written has room
+            assert position <= len(caches[slot])
+            caches[slot][position:] = tokens.tolist()  # behind the count nobody may look
+            caches[slot] = caches[slot][: position + (count or step.tokens.shape[1])]
+        chosen = [
+            following(cache[: int(at + n)]) for cache, at, n in zip(caches, step.position, step.count, strict=True)
+        ]
+        made += [(one.request, one.token) for one in running.take(chosen)]
+    assert [answer.tokens for answer in running.answers] == [alone(one) for one in requests]
+    assert all(answer.finish for answer in running.answers)
+    for number, answer in enumerate(running.answers):
+        assert [token for one, token in made if one == number] == answer.tokens
+        stopped = bool(answer.tokens) and answer.tokens[-1] in requests[number].stop
+        assert answer.finish == ("stop" if stopped else "length")
+
+
+def test_a_long_prompt_holds_others_up_by_one_chunk_a_token() -> None:
+    running = Slots(record(2, 4), [Request([1], max_tokens=9), Request([*range(30)], max_tokens=1)])
+    parts = []
+    while (step := running.next()) is not None:
+        parts.append(tuple(step.count.tolist()))
+        for _ in running.take([0, 0]):
+            pass
+    assert parts[:6] == [(1, 4), (1, 0), (0, 4), (1, 0), (0, 4), (1, 0)]
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
+    count = 4000
+
+    def shares(**options: float) -> list[float]:
+        one = Request([0], **{"temperature": 1.0, "seed": 3, **options})  # type: ignore[arg-type]
+        found = Counter(draw(logits, one, number) for number in range(count))
+        return [found[token] / count for token in range(4)]
+
+    assert np.allclose(shares(), [0.5, 0.25, 0.15, 0.1], atol=0.03)
+    assert np.allclose(shares(temperature=0.5), np.array([0.25, 0.0625, 0.0225, 0.01]) / 0.345, atol=0.03)
+    assert np.allclose(shares(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.03)
+    assert np.allclose(shares(top_p=0.6), [2 / 3, 1 / 3, 0, 0], atol=0.03)  # the fewest that reach 0.6
+    assert shares(top_p=0.5) == [1.0, 0, 0, 0]
+    assert shares(top_k=1) == [1.0, 0, 0, 0]
+
+
+def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_token() -> None:
+    logits = np.zeros(1000, np.float32)
+    drawn = [draw(logits, Request([0], temperature=1.0, seed=7), number) for number in range(50)]
+    assert drawn == [draw(logits, Request([5, 6], temperature=1.0, seed=7), number) for number in range(50)]
+    assert drawn != [draw(logits, Request([0], temperature=1.0, seed=8), number) for number in range(50)]
+    assert len(set(drawn)) > 40
