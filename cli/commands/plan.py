@@ -75,7 +75,8 @@ def command(
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
     from partc.compiler.proposal.edited_plan import with_targets
-    from partc.compiler.proposal.propose import Degrees, Generation, propose
+    from partc.compiler.proposal.generation import Generation
+    from partc.compiler.proposal.propose import Degrees, propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
     from partc.runtime.errors import UsageError
@@ -95,7 +96,7 @@ def command(
         raise UsageError("--plan has a 'generate' of its own, or none\n  help: write it there, or leave out --plan")
     generation = None if length is None else Generation(length, slots or dp)
     device = Device(device_memory) if target is not None else None
-    source, name = load(model), model.absolute().name
+    source, name = load(model, cache=length is not None), model.absolute().name
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
     elif degrees.ranks > 1 or device is not None or generation is not None:

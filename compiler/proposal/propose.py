@@ -21,10 +21,10 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, step_program
-from partc.compiler.plan.generate import DEFAULT_CHUNK
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
+from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Proposed, key, starting_plan
@@ -39,20 +39,7 @@ from partc.runtime.units import count
 
 _ROUNDS = 8
 _FILE = "plan.yaml"
-
-
-@dataclass(frozen=True)
-class Generation:
-    """How long the sequences are that a decoder makes, and how many at once."""
-
-    length: int
-    slots: int
-
-    @property
-    def line(self) -> str:
-        """As a plan says it."""
-        chunk = f", chunk: {self.length}" if self.length < DEFAULT_CHUNK else ""
-        return f"generate: {{slots: {self.slots}, length: {self.length}{chunk}}}"
+_AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
 @dataclass(frozen=True)
@@ -213,9 +200,6 @@ def _taken_apart(source: Source, frame: str, name: str) -> Typed:
         return run_passes(start(*_parsed(source, text, name)), unpack)
     except CompileError:
         return run_passes(start(*_parsed(source, text, name)), straighten)
-
-
-_AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
 def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from onnx import numpy_helper
 from partc.cli.commands.plan import command as plan_command
 from partc.compiler import compile_model
-from partc.compiler.errors import CompileError
 from partc.runtime import Request, load_local_generator
 
 WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 3, 10
@@ -68,7 +67,12 @@ decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}]
     shapes = {"table": (WORDS, WIDTH), "wq": (WIDTH, HEADS * SIZE), "wk": (WIDTH, KV * SIZE), "wv": (WIDTH, KV * SIZE)}
     shapes |= {"wo": (HEADS * SIZE, WIDTH), "head": (WIDTH, WORDS)}
     weights = {name: rng.normal(0, 0.8, shape).astype(np.float32) for name, shape in shapes.items()}
-    weights |= {"parted": np.array([0, 0, -1, SIZE]), "whole": np.array([0, 0, -1]), "zero": np.array(0), "one": np.array(1)}
+    weights |= {
+        "parted": np.array([0, 0, -1, SIZE]),
+        "whole": np.array([0, 0, -1]),
+        "zero": np.array(0),
+        "one": np.array(1),
+    }
     weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3])}
     proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     return proto
@@ -127,11 +131,13 @@ def test_a_proposed_plan_generates(degrees: str, tmp_path: Path) -> None:
     made = CliRunner().invoke(plan_command, given)
     assert made.exit_code == 0, made.output
     assert generated(proto, tmp_path, made.stdout) == reference(proto)
-    assert ("colwise" in made.stdout) == ("tp" in degrees) and "past_k:" not in made.stdout
+    assert ("colwise" in made.stdout) == ("tp" in degrees)
+    assert "past_k:" not in made.stdout
 
 
 @pytest.mark.parametrize("given", [["--slots", "2"], ["--generate", "20", "--plan", "other.yaml", "--target", "auto"]])
 def test_options_of_a_proposal_that_do_not_fit(given: list[str], tmp_path: Path) -> None:
     onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
     result = CliRunner().invoke(plan_command, [str(tmp_path / "decoder.onnx"), *given])
-    assert result.exit_code != 0 and "help:" in str(result.exception)
+    assert result.exit_code != 0
+    assert "help:" in str(result.exception)

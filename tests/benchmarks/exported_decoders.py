@@ -2,7 +2,8 @@
 
     python tests/benchmarks/decoders.py FOLDER [--models llama,gpt2] [--opsets 18,23] [--forms plain,both]
 
-    ids [b, s] (position_ids [b, s], attention_mask [b, p + s]), past.0.key [b, kv, p, d], .. -> logits [b, s, v], present.0.key [b, kv, p + s, d], ..
+    input_ids [b, s] (position_ids [b, s], attention_mask [b, p + s]), past.0.key [b, kv, p, d], past.0.value, ..
+        -> logits [b, s, v], present.0.key [b, kv, p + s, d], present.0.value, ..
 
 The initializer is wide, so that two best logits are rarely close.
 """
@@ -10,14 +11,11 @@ The initializer is wide, so that two best logits are rarely close.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-sys.modules["torchvision"] = None  # type: ignore[assignment]  # transformers imports it where it is installed, even for text
 
 import torch
 import transformers
@@ -37,6 +35,7 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 def model(name: str, layers: int = 2, width: int = 64, heads: int = 4, vocabulary: int = VOCABULARY) -> Any:
     """A model by its short name, in evaluation mode."""
     special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "vocab_size": vocabulary}
+    special["tie_word_embeddings"] = False  # tied ones mostly say the last token again
     usual = {
         **special,
         "hidden_size": width,
@@ -80,7 +79,10 @@ def export(whole: Any, path: Path, opset: int, extra: tuple[str, ...] = ()) -> N
     config = whole.config
     kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers, (batch, tokens, past) = config.num_hidden_layers, (torch.export.Dim(one) for one in ("batch", "tokens", "past"))
+    layers, (batch, tokens, past) = (
+        config.num_hidden_layers,
+        (torch.export.Dim(one) for one in ("batch", "tokens", "past")),
+    )
     given = [torch.randint(0, 99, (2, 3))]
     dims: list[Any] = [{0: batch, 1: tokens}]
     for one in extra:
