@@ -19,18 +19,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import drop_unread, name_of
-from partc.compiler.ir.program import Loaded
+from partc.compiler.ir.program import Loaded, Prepared
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.next_token import NEXT, NextToken, choose, scores_of
 from partc.compiler.rewrite.node_builder import NodeBuilder
-from partc.compiler.rewrite.opset import converted
+from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.positions import MASK, ROWS, Positions
+from partc.compiler.rewrite.straighten import straighten
 from partc.runtime.artifact.generation import GenerationRecord
 
 POSITION, COUNT = "position", "count"
@@ -47,6 +49,8 @@ def caches_as_state(program: Loaded) -> Loaded:
     rules = program.plan.generate
     if rules is None:
         return program
+    if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
+        program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
     model = converted(program.model, program.name, _OPSET)
     model.opset_imports[""] = max(_OPSET, model.opset_imports.get("", _OPSET))
     work = _Caches(model.graph, rules, program.name)

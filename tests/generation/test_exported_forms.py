@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from onnx import numpy_helper
 from partc.cli.commands.plan import command as plan_command
 from partc.compiler import compile_model
+from partc.compiler.pipeline import analyse
 from partc.runtime import Request, load_local_generator
 
 WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 3, 10
@@ -30,6 +31,32 @@ MASK = """
   mask = LessOrEqual (row, column)
 """
 ATTENTION = MASK + APPENDED + "  mixed = Attention (q, present_k, present_v, mask)"
+DECOMPOSED = (
+    MASK
+    + APPENDED
+    + """
+  sizes = Shape (present_k)
+  two = Slice (sizes, begin, axes_2)
+  length = Slice (sizes, axes_2, axes_3)
+  merged_to = Concat <axis = 0> (rest, length, size)
+  merged = Reshape (present_k, merged_to)
+  turned = Transpose <perm = [0, 2, 1]> (merged)
+  apart_to = Concat <axis = 0> (two, size, length)
+  keys = Reshape (turned, apart_to)
+  q_grouped_to = Concat <axis = 0> (two, q_group, tokens_1, size)
+  q_grouped = Reshape (q, q_grouped_to)
+  keys_grouped = Unsqueeze (keys, axes_2)
+  scores = MatMul (q_grouped, keys_grouped)
+  mask_grouped = Unsqueeze (mask, axes_2)
+  seen = Where (mask_grouped, scores, never)
+  shares = Softmax <axis = -1> (seen)
+  values = Unsqueeze (present_v, axes_2)
+  mixed_grouped = MatMul (shares, values)
+  mixed_to = Concat <axis = 0> (two_first, rest, tokens_1, size)
+  mixed = Reshape (mixed_grouped, mixed_to)
+"""
+)
+"""Heads are merged with the batch while keys are transposed, as torch writes attention before opset 23."""
 
 
 def decoder(attention: str, inputs: str = "", opset: int = 23, batch: str = "batch") -> onnx.ModelProto:
@@ -73,6 +100,9 @@ decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}]
         "zero": np.array(0),
         "one": np.array(1),
     }
+    weights |= {"begin": np.array([0]), "axes_2": np.array([2]), "axes_3": np.array([3]), "size": np.array([SIZE])}
+    weights |= {"rest": np.array([-1]), "q_group": np.array([HEADS // KV]), "never": np.array(-1e9, np.float32)}
+    weights |= {"two_first": np.array([0])}
     weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3])}
     proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     return proto
@@ -112,7 +142,7 @@ def of_slots(slots: int) -> str:
     return f"ranks: 1\ngenerate: {{slots: {slots}, length: {LENGTH}, chunk: {CHUNK}}}\n"
 
 
-FORMS = {"appended by Concat": decoder(ATTENTION)}
+FORMS = {"appended by Concat": decoder(ATTENTION), "attention of single ops": decoder(DECOMPOSED, opset=18)}
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -133,6 +163,16 @@ def test_a_proposed_plan_generates(degrees: str, tmp_path: Path) -> None:
     assert generated(proto, tmp_path, made.stdout) == reference(proto)
     assert ("colwise" in made.stdout) == ("tp" in degrees)
     assert "past_k:" not in made.stdout
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rank_sends_a_cache(form: str, tmp_path: Path) -> None:
+    onnx.save(FORMS[form], tmp_path / "decoder.onnx")
+    plan = "ranks: 2\nmesh: {tp: 2}\nsharding: {layer.q_flat: colwise, layer.k_flat: colwise, layer.v_flat: colwise, layer.out: rowwise}\n"
+    (tmp_path / "plan.yaml").write_text(plan + f"generate: {{slots: 3, length: {LENGTH}, chunk: {CHUNK}}}\n")
+    events = analyse(tmp_path / "decoder.onnx", tmp_path / "plan.yaml").events
+    assert [event.op_type for event in events] == ["AllReduce"]
+    assert generated(FORMS[form], tmp_path, (tmp_path / "plan.yaml").read_text()) == reference(FORMS[form])
 
 
 @pytest.mark.parametrize("given", [["--slots", "2"], ["--generate", "20", "--plan", "other.yaml", "--target", "auto"]])
