@@ -28,6 +28,7 @@ from partc.compiler.ir.program import Loaded, Prepared
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
+from partc.compiler.rewrite.attended_caches import append_apart
 from partc.compiler.rewrite.next_token import NEXT, NextToken, choose, scores_of
 from partc.compiler.rewrite.node_builder import NodeBuilder
 from partc.compiler.rewrite.opset import converted, cuts
@@ -49,10 +50,13 @@ def caches_as_state(program: Loaded) -> Loaded:
     rules = program.plan.generate
     if rules is None:
         return program
-    if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
-        program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
     model = converted(program.model, program.name, _OPSET)
     model.opset_imports[""] = max(_OPSET, model.opset_imports.get("", _OPSET))
+    append_apart(model.graph, program.name)
+    program = replace(program, model=model, paths=node_paths(model))
+    if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
+        program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
+    model = program.model
     work = _Caches(model.graph, rules, program.name)
     chosen = work.rewrite()
     dims = program.plan.dims

@@ -21,7 +21,9 @@ class NodeBuilder:
             key for node in graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props
         }
 
-    def op(self, word: str, kind: str, inputs: Sequence[ir.Value | None], **attributes: int) -> ir.Value:
+    def op(
+        self, word: str, kind: str, inputs: Sequence[ir.Value | None], **attributes: int | Sequence[int]
+    ) -> ir.Value:
         """What a node makes, named after `word`."""
         name = self._free(f"{self.path}.{word}")
         node = ir.node(kind, inputs, attributes=attributes, name=name)

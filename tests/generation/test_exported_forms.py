@@ -15,7 +15,7 @@ from partc.compiler import compile_model
 from partc.compiler.pipeline import analyse
 from partc.runtime import Request, load_local_generator
 
-WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 3, 10
+WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 16, 10
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6], [2, 6, 4, 3])
 COUNT, LENGTH, CHUNK = 8, 20, 4
 APPENDED = """
@@ -100,6 +100,12 @@ decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}]
         "zero": np.array(0),
         "one": np.array(1),
     }
+    angles = np.arange(LENGTH + CHUNK)[:, None] * 0.1 ** np.arange(SIZE // 2)[None]
+    weights |= {
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+        "one_axis": np.array([1]),
+    }
     weights |= {"begin": np.array([0]), "axes_2": np.array([2]), "axes_3": np.array([3]), "size": np.array([SIZE])}
     weights |= {"rest": np.array([-1]), "q_group": np.array([HEADS // KV]), "never": np.array(-1e9, np.float32)}
     weights |= {"two_first": np.array([0])}
@@ -142,7 +148,39 @@ def of_slots(slots: int) -> str:
     return f"ranks: 1\ngenerate: {{slots: {slots}, length: {LENGTH}, chunk: {CHUNK}}}\n"
 
 
-FORMS = {"appended by Concat": decoder(ATTENTION), "attention of single ops": decoder(DECOMPOSED, opset=18)}
+PAST = "  mixed, present_k, present_v = Attention {attributes} (q, k, v, {mask}, past_k, past_v)"
+FLAT_PAST = """
+  flat, present_k, present_v = Attention <is_causal = 1, q_num_heads = 4, kv_num_heads = 2> (q_flat, k_flat, v_flat, , past_k, past_v)
+  by_head = Reshape (flat, parted)
+  mixed = Transpose <perm = [0, 2, 1, 3]> (by_head)
+"""
+GROUPED = """
+  seen = ReduceSum (attention_mask, one_axis)
+  last = Sub (seen, one)
+  seqlens = Cast <to = 6> (last)
+  total_1 = Shape <start = 1, end = 2> (attention_mask)
+  total_0 = Squeeze (total_1)
+  total_length = Cast <to = 6> (total_0)
+  flat, present_k, present_v = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2 {attributes}>
+    (q_flat, k_flat, v_flat, past_k, past_v, seqlens, total_length {rotary})
+  by_head = Reshape (flat, parted)
+  mixed = Transpose <perm = [0, 2, 1, 3]> (by_head)
+"""
+MASK_INPUT = "int64[batch, entries_of_mask] attention_mask,"
+FORMS = {
+    "appended by Concat": decoder(ATTENTION),
+    "attention of single ops": decoder(DECOMPOSED, opset=18),
+    "Attention with a past": decoder(MASK + PAST.format(attributes="", mask="mask")),
+    "causal Attention with a past": decoder(PAST.format(attributes="<is_causal = 1, scale = 0.3>", mask="")),
+    "causal Attention of flat heads": decoder(FLAT_PAST),
+    "GroupQueryAttention": decoder(GROUPED.format(attributes=", scale = 0.4", rotary=""), MASK_INPUT, opset=21),
+    "GroupQueryAttention with a window": decoder(
+        GROUPED.format(attributes=", local_window_size = 3, softcap = 2.0", rotary=""), MASK_INPUT, opset=21
+    ),
+    "GroupQueryAttention that rotates": decoder(
+        GROUPED.format(attributes=", do_rotary = 1", rotary=", cos, sin"), MASK_INPUT, opset=21
+    ),
+}
 
 
 @pytest.mark.parametrize("slots", [1, 3])
