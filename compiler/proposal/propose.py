@@ -134,9 +134,8 @@ class _Work:
         Raises CompileError as `propose` does.
         """
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
-        program, mesh = self.program, self.mesh
+        program, kept = self.program, caches(self.program) if self.generation is None else []
         stages = balanced_stages(program, degrees.stages) if degrees.stages > 1 else []
-        kept = caches(program) if self.generation is None else []
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
         symbols = {**source.declared.symbols, **batch.symbols}
@@ -157,7 +156,9 @@ class _Work:
                 outputs = tuple(_outputs(source, degrees, kept))
                 ranks = [f"ranks: {degrees.ranks}"]
                 if degrees.mesh:
-                    ranks += [f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"]
+                    ranks += [
+                        f"{self.mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
+                    ]
                 given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free, not made)
                 return starting_plan(source.model, paths, name, symbols, given)
 

@@ -43,12 +43,13 @@ def append_apart(graph: ir.Graph, name: str) -> None:
 
 def _left_out(node: ir.Node) -> str:
     """What of a node has no other form; empty where there is nothing."""
+    past = node.inputs[_APPENDING[node.domain.replace("ai.onnx", ""), node.op_type]]
+    if past is None or past.shape is None or len(past.shape) != 4 or not isinstance(past.shape[3], int):
+        return "a past that is not [batch, heads, past, size] with a number for its size"
     set_ = [key for key in _LEFT_OUT if key in node.attributes and node.attributes[key].value not in (0, "NONE")]
     given = [] if node.op_type == "Attention" else [k for k in range(9, len(node.inputs)) if node.inputs[k] is not None]
     if given:
         set_.append(f"an operand {given[0]}")
-    if node.op_type != "Attention" and node.inputs[1] is None:
-        set_.append("its queries, keys and values in one operand")
     if any(out.uses() or out.is_graph_output() for out in node.outputs[3:]):
         set_.append("its scores as an output")
     return ", ".join(set_)
@@ -60,6 +61,11 @@ class _Attended:
     def __init__(self, graph: ir.Graph, node: ir.Node, at: int) -> None:
         self.graph, self.node, self.at = graph, node, at
         self.build = NodeBuilder(graph, (node.name or name_of(node.outputs[0])).replace("/", "."))
+        past = node.inputs[at]
+        assert past is not None
+        assert past.shape is not None
+        assert isinstance(past.shape[3], int)
+        self.size = past.shape[3]
         self.flat = node.op_type != "Attention" or "q_num_heads" in node.attributes
         self.scores = node.attributes
 
@@ -92,13 +98,19 @@ class _Attended:
 
     def _heads(self, k: int) -> ir.Value:
         """Queries, keys or values by head: [batch, heads, tokens, size]."""
-        value = self.node.inputs[k]
-        assert value is not None
+        value, word = self.node.inputs[k], "qkv"[k]
         if not self.flat:
+            assert value is not None
             return value
         names = ("q_num_heads", "kv_num_heads") if self.node.op_type == "Attention" else ("num_heads", "kv_num_heads")
-        heads = self.scores[names[k > 0]].as_int()
-        word = "qkv"[k]
+        queries, heads = self.scores[names[0]].as_int(), self.scores[names[k > 0]].as_int()
+        if self.node.op_type != "Attention" and self.node.inputs[1] is None:  # queries, keys and values in one operand
+            begin = self.size * (0, queries, queries + heads)[k]
+            ends = [
+                self.build.constant(f"{word}_{end}", [at])
+                for end, at in (("begin", begin), ("end", begin + self.size * heads))
+            ]
+            value = self.build.op(word, "Slice", [self.node.inputs[0], *ends, self.build.constant("last_dim", [2])])
         parted = self.build.op(
             f"{word}_parted", "Reshape", [value, self.build.constant(f"{word}_to", [0, 0, heads, -1])]
         )

@@ -153,8 +153,10 @@ class _Caches:
             raise CompileError(problems)
         if not found:
             fact = "the model has no cache"
+            if any(value.producer() is not None and value.producer().op_type == "If" for value in outputs):  # type: ignore[union-attr]
+                fact = "the model has its caches in an If, which chooses between a first step and a later one"
             law = "a cache is an input to which a Concat appends what becomes an output: present = Concat(past, new)"
-            help_ = "export the decoder with past and present as inputs and outputs, or leave out 'generate'"
+            help_ = "export one decoder for both, with past and present as inputs and outputs, or leave out 'generate'"
             raise CompileError(Problem(self.rules.where(), fact, law, help_))
         return found
 
