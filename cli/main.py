@@ -32,14 +32,15 @@ COMMANDS = {
     "check": "Check an artifact from its files alone.",
     "inspect": "Show nodes, memory and communication of each rank.",
     "diff": "Show what changed between two artifacts.",
-    "simulate": "Show the time and memory of a pipeline schedule.",
+    "simulate": "Show the time and memory of a step on a machine, or of a pipeline schedule.",
+    "measure": "Measure this machine, for simulate.",
     "profile": "Show where the time of a trace went.",
     "plan": "Write a starting plan for a model.",
     "schema": "Print the JSON schema of a plan.",
     "ops": "Show how each op can be sharded.",
     "doctor": "Look for what keeps jobs from running here.",
 }
-_HOMES = {"schema": "plan"}
+_HOMES = {"schema": "plan", "measure": "profile"}
 
 
 class LazyGroup(click.Group):

@@ -170,6 +170,9 @@ def programs_of(
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
         if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
             continue
+        if kind is ProgramKind.STREAMED_EVALUATION and _sums_means(done[ProgramKind.STEP]):
+            _note_not_streamed(done, "the loss is a sum over ranks of means, which an evaluation has not")
+            continue
         first: Loaded
         if kind in done:
             first = replace(done[kind], beside=beside)
@@ -181,10 +184,11 @@ def programs_of(
         behind = lower if kind in done else None
         try:
             made = run_passes(first, through, *told, verify_passes=verify_passes, behind=behind)
-        except CompileError:
-            if kind is ProgramKind.STREAMED_EVALUATION:
-                continue  # what one microbatch of an evaluation cannot do, a whole batch of it does
-            raise
+        except CompileError as error:
+            if kind is not ProgramKind.STREAMED_EVALUATION:
+                raise
+            _note_not_streamed(done, *(problem.fact for problem in error.problems))
+            continue
         done[kind] = cast(Lowered, made)
     return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
 
@@ -196,10 +200,21 @@ def _has(step: Lowered, kind: ProgramKind) -> bool:
         return training is not None
     if kind is ProgramKind.TOTALS:
         return bool(training.records.totals)
-    order = step.tasks if isinstance(step, Scheduled) else None
-    # An evaluation has no means of ranks, and the totals of such a step are of these.
-    alike = not training.rules.loss.per_rank_mean
-    return alike and order is not None and len(set(order.schedule.stages.homes)) > 1
+    return isinstance(step, Scheduled) and step.working_groups > 1
+
+
+def _sums_means(step: Lowered) -> bool:
+    """Whether the step's loss, and its totals, are of means of ranks, which an evaluation has not."""
+    return step.training is not None and step.training.rules.loss.per_rank_mean
+
+
+def _note_not_streamed(done: dict[ProgramKind, Lowered], *facts: str) -> None:
+    """Notes in the step why it has no evaluation in microbatches: what one of these cannot do, a whole batch does."""
+    step = done[ProgramKind.STEP]
+    assert step.training is not None
+    more = f", and {len(facts) - 1} more" if len(facts) > 1 else ""
+    notes = replace(step.training.notes, not_streamed=f"{facts[0]}{more}")
+    done[ProgramKind.STEP] = replace(step, training=replace(step.training, notes=notes))
 
 
 def step_program(source: Source, plan: Plan | None, name: str, **how: Any) -> Complete:

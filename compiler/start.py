@@ -9,7 +9,7 @@ from partc.compiler.annotations.read import read
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.graph import OWN_NAME, name_of
-from partc.compiler.ir.program import Loaded, Lowered
+from partc.compiler.ir.program import Loaded, Lowered, Scheduled
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.plan.dataset import in_order
 from partc.compiler.plan.rules import Dataset, Plan
@@ -40,8 +40,8 @@ def start(
     if found:
         plan = replace(plan, outputs=(*found.outputs, *plan.outputs))
     plan = replace(plan, dataset=_arriving(source, plan))
-    if kind is ProgramKind.STREAMED_EVALUATION and plan.pipeline is not None:
-        plan = replace(plan, pipeline=plan.pipeline.of_forward_passes)
+    if kind is ProgramKind.STREAMED_EVALUATION and beside:
+        plan = _of_forward_passes(plan, beside[ProgramKind.STEP])
     model = source.model
     weights: tuple[str, ...] = ()
     if plan.generate is not None:
@@ -65,6 +65,17 @@ def start(
         beside=beside or {},
         warnings=declared.warnings,
     )
+
+
+def _of_forward_passes(plan: Plan, step: Lowered) -> Plan:
+    """The plan of an evaluation in microbatches; a model of one size has that of the step's microbatches."""
+    assert plan.pipeline is not None
+    assert plan.train is not None
+    assert isinstance(step, Scheduled)
+    sizes = [value.shape[dim] for value, dim in step.batch_dims.items() if value.shape is not None]
+    is_fixed = any(isinstance(size, int) for size in sizes)
+    rules = plan.pipeline.of_forward_passes(plan.pipeline.microbatches if is_fixed else step.working_groups)
+    return replace(plan, pipeline=rules, train=plan.train.model_copy(update={"accumulate": rules.microbatches}))
 
 
 def _arriving(source: Source, plan: Plan) -> Dataset:

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: sizes in bytes, durations, counts with their noun."""
+"""Amounts as people write and read them: sizes in bytes, durations, operations, counts with their noun."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 _TIME = re.compile(r"(?:(\d+(?:\.\d+)?)\s*(d|h|min|m|s)\s*)+", re.ASCII)
 _PART_OF_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|min|m|s)", re.ASCII)
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)", re.ASCII)
+_DURATION = re.compile(r"(\d+(?:\.\d*)?(?:e-?\d+)?) ?(ns|us|ms|s|)", re.ASCII)
+_OPERATIONS = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?)FLOP", re.ASCII)
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "m": 60, "s": 1}
 FORMS = "a number of bytes, or a text such as 64MB, 1.5GB or 512KiB"
 """What `parse_bytes` takes, for messages."""
+DURATIONS = "a number of at least 0 with ns, us, ms or s, such as 1.2ms"
+OPERATIONS = "a number of operations with its unit, such as 33.6 MFLOP"
+"""What `parse_duration` and `parse_operations` take, for messages."""
+_SHORT = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -35,6 +41,25 @@ def parse_seconds(text: str) -> float | None:
     if _TIME.fullmatch(text.strip()) is None:
         return None
     return sum(float(number) * _SECONDS[unit] for number, unit in _PART_OF_TIME.findall(text))
+
+
+def parse_duration(text: str) -> float | None:
+    """The seconds of `1.2ms`, `789 us` or `0.5`, which are seconds; None for any other text."""
+    found = _DURATION.fullmatch(text.strip())
+    return None if found is None else float(found[1]) * _SHORT[found[2]]
+
+
+def parse_operations(text: str) -> float | None:
+    """The operations of `33.6 MFLOP` (1000^2); None for any other text."""
+    found = _OPERATIONS.fullmatch(text.strip())
+    return None if found is None else float(found[1]) * 1000.0 ** " KMGT".index(found[2].upper() or " ")
+
+
+def operations_text(count: float) -> str:
+    """Operations with three digits and a decimal unit: `33.6 MFLOP`."""
+    power = next((power for power in (4, 3, 2, 1) if count >= 999.5 * 1000 ** (power - 1)), 0)
+    value, unit = count / 1000**power, " kMGT"[power].strip()
+    return f"{value:.{0 if not power or value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}FLOP"
 
 
 def size_text(count: float, at_least: bool = False) -> str:

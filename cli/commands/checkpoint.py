@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,6 +167,7 @@ def export(
     partc checkpoint export checkpoints/ --format hf --config path/to/llama -o trained/
     partc checkpoint export checkpoints/ --format torch --like half.pt -o trained.pt
     """
+    from partc.cli.job.weights_of import weights_of
     from partc.runtime.checkpoint.checkpoint import Checkpoint
     from partc.runtime.checkpoint.export import WEIGHTS, export_folder, export_tensors
     from partc.runtime.checkpoint.interchange.torch_export import export_torch
@@ -196,7 +196,9 @@ def export(
     def write(place: Path) -> tuple[Checkpoint, str]:
         checkpoint = Checkpoint.at(place).averaged() if ema else Checkpoint.at(place)
         if only:
-            checkpoint = _chosen(checkpoint, only)
+            names = [name for name, one in checkpoint.index.tensors.items() if one.kind in WEIGHTS]
+            remedy = f"`partc checkpoint show {checkpoint.path}` lists them"
+            checkpoint = checkpoint.only(weights_of(only, names, str(checkpoint.path), remedy))
         if form in ("torch", "dcp"):
             return checkpoint, count(len(export_torch(checkpoint, out, like, form == "dcp")), "tensor")
         if into_folder:
@@ -212,31 +214,6 @@ def export(
     size = "" if into_folder or model is not None else f", {size_text(out.stat().st_size)}"
     console.echo(f"{out}: {what} of step {checkpoint.index.step}{size}")
     return 0
-
-
-def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
-    """The checkpoint with the tensors that one of the patterns matches. UsageError with all that are not patterns, or match no weight."""
-    from partc.compiler.plan.pattern import compile_pattern, nearest
-    from partc.runtime.checkpoint.export import WEIGHTS
-    from partc.runtime.errors import UsageError
-
-    names = [name for name, one in checkpoint.index.tensors.items() if one.kind in WEIGHTS]
-    matching, problems = [], []
-    for pattern in patterns:
-        try:
-            matching.append(compile_pattern(pattern).matches)
-        except ValueError as error:
-            problems.append(f"--only: '{pattern}' is not a pattern: {error}")
-            continue
-        if not any(map(matching[-1], names)):
-            close = ", ".join(f"'{name}'" for name in nearest(pattern, names))
-            help = (
-                f"the nearest names are {close}" if close else f"`partc checkpoint show {checkpoint.path}` lists them"
-            )
-            problems.append(f"--only: '{pattern}' matches no weight of {checkpoint.path}\n  help: {help}")
-    if problems:
-        raise UsageError("\n".join(problems))
-    return checkpoint.only(lambda name: any(matches(name) for matches in matching))
 
 
 @command.command("import", short_help="Make a checkpoint of what another library has trained.")

@@ -97,8 +97,10 @@ def command(
         console.echo(f"warning: {warning}", err=True)
     console.echo(f"\n{out}: {count(ranks, 'rank')}, {moves}, in {seconds(spent)}")
     if report.program.training is not None:
+        from partc.cli.output.training_stats import evaluation_lines
+
         console.echo(trained_line(report))
-        for line in (*shared_lines(report), *table_lines(report)):
+        for line in (*shared_lines(report), *table_lines(report), *evaluation_lines(report.manifest)):
             console.echo(line)
     if report.exported:
         once = shlex.join(["partc", "export", str(model), "-o", f"{model.absolute().stem}.onnx"])

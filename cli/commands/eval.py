@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from partc.cli.commands.run import WithLauncherOptions, origin_options, place_options, start
-from partc.cli.commands.train_options import data_option, setting, settings_of
+from partc.cli.commands.train_options import data_option, only_option, setting, settings_of
 from partc.cli.job.job import Job, TrainingJob
 from partc.runtime.errors import UsageError
 
@@ -22,6 +22,7 @@ from partc.runtime.errors import UsageError
     help="A checkpoint, or a folder of checkpoints whose newest intact one is used.",
 )
 @click.option("--init", type=click.Path(exists=True, path_type=Path), help="Use the weights of a .safetensors file.")
+@only_option
 @click.option(
     "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append the metrics to this file as JSON lines."
 )
@@ -45,6 +46,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         said=settings_of({"test": given["data"], "batch": given["batch"]}),
         resume=absolute("checkpoint"),
         init=absolute("init"),
+        only=given["only"],
         metrics=absolute("metrics"),
         plan=absolute("plan"),
         trust_code=given["trust_code"],

@@ -61,6 +61,12 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
     help="Draw of the fewest tokens whose probabilities reach P.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="S", help="What is drawn follows from it alone.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the answers to this file, as JSON lines in the order of the prompts.",
+)
 @place_options
 @click.pass_context
 def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
@@ -84,6 +90,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         ids=given["ids"],
         file=None if given["file"] is None else str(given["file"].absolute()),
         tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
+        output=None if given["output"] is None else str(given["output"].absolute()),
         options=options,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), generation=generation), given)

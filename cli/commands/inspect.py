@@ -225,11 +225,14 @@ def _lists_text(lists: list[list[int]]) -> str:
 
 
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
+    from partc.cli.output.training_stats import evaluation_lines
+
     symbols = artifact.manifest.symbols
     if symbols:
         chosen = ", ".join(f"{name}={value}" for name, value in sizes.items())
         batch = "the batch of the training, " if artifact.manifest.training is not None else ""
         yield f"sizes are for {chosen}: {batch}the maximum, or the minimum if there is no maximum; --set changes it"
+    yield from evaluation_lines(artifact.manifest)
     yield "peak memory is all that a rank holds at these sizes; inside segments and of sessions it is an estimate of what onnxruntime takes"
     if unknown:
         yield f"'+?': without {count(unknown, 'value')} whose size is known only at run time"

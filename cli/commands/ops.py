@@ -54,6 +54,7 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
                 "shardable": one.notation.shardable,
                 "gradient": _gradient(one),
                 "precision": one.precision,
+                "kernel": one.kernel,
                 "why": one.notation.why,
                 "remarks": one.notation.remarks,
             }

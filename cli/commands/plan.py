@@ -34,6 +34,11 @@ def _bytes(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     help="Propose to make tokens with a decoder, in sequences of at most LENGTH.",
 )
 @click.option("--slots", type=click.IntRange(min=1), metavar="N", help="Sequences at once of --generate.")
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Machine file, of `partc measure`: --stages are of equal time there.",
+)
 @click.option("--target", type=click.Choice(["auto"]), help="Propose which nodes of a rank its GPU and its CPU run.")
 @click.option(
     "--device-memory", callback=_bytes, metavar="SIZE", help="Memory of a rank's GPU for --target, such as 8GB."
@@ -52,6 +57,7 @@ def command(
     stages: int,
     length: int | None,
     slots: int | None,
+    machine: Path | None,
     target: str | None,
     device_memory: int | None,
     given: Path | None,
@@ -71,6 +77,7 @@ def command(
     partc plan decoder.onnx --tp 2 --generate 4096 --slots 8 -o plan.yaml
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
+    from partc.compiler.cost.machine_file import read_machine
     from partc.compiler.frontend import load
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
@@ -85,6 +92,8 @@ def command(
     if out is not None and out.exists():
         raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
     degrees = Degrees(tp, dp, stages)
+    if machine is not None and stages == 1:
+        raise UsageError("--machine is for the proposal of stages\n  help: add --stages")
     if target is None and (device_memory is not None or given is not None):
         option = "--device-memory" if device_memory is not None else "--plan"
         raise UsageError(f"{option} is for the proposal of targets\n  help: add --target auto")
@@ -100,7 +109,8 @@ def command(
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
     elif degrees.ranks > 1 or device is not None or generation is not None:
-        text, missing = propose(source, name, degrees, device, generation)
+        measured = None if machine is None else read_machine(machine)
+        text, missing = propose(source, name, degrees, device, measured, generation)
         for line in missing:
             console.echo(f"warning: not recognized: {line}", err=True)
     else:

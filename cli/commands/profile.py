@@ -1,13 +1,15 @@
-"""The command `partc profile`: where the time of a trace went, by rank, by module, and by message or collective."""
+"""The commands `partc profile`: where the time of a trace went, by rank, module and message; and `partc measure`: a machine's speeds."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.runtime.units import count, seconds, size_text
@@ -137,3 +139,52 @@ def _shown(name: str, value: object) -> str:
     if name == "bytes":
         return size_text(value) if isinstance(value, int) else ""
     return seconds(value) if isinstance(value, float) else str(value)
+
+
+def _mesh(ctx: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, int]:
+    """The sizes of a mesh's axes, `dp=2,tp=4`."""
+    found = {}
+    for one in text.split(",") if text else ():
+        name, _, size = one.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise click.BadParameter(f"'{text}' is not a mesh such as dp=2,tp=4")
+        found[name] = int(size)
+    return found
+
+
+@click.command()
+@click.option(
+    "-o", "out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The file that is written."
+)
+@click.option(
+    "-n", "ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks that measure together."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads per rank; by default the cores are divided.")
+@click.option(
+    "--mesh", callback=_mesh, metavar="AXIS=SIZE,...", help="Measure links along each axis, such as dp=2,tp=2."
+)
+@click.option(
+    "--of",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Measure this artifact's segments, too; may be repeated.",
+)
+@click.option(
+    "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol, for --of."
+)
+def measure(
+    out: Path, ranks: int, threads: int | None, mesh: Mapping[str, int], of: Sequence[Path], sizes: Mapping[str, int]
+) -> int:
+    """Measure this machine, in under a minute, and write its speeds for partc simulate --machine.
+
+    Ranks compute at the same time, as in a job: products and other kernels by size, a session's run, a step of next to nothing, a message
+    and an AllReduce by size. The file is text, with the unit of every number.
+
+    \b
+    partc measure -o machine.yaml
+    partc measure -o machine.yaml -n 4 --mesh dp=2,tp=2
+    partc measure -o machine.yaml --of build/ --set batch=64    # its segments by themselves, which tells more than curves
+    """
+    from partc.cli.machine.measure import measure as measure_here
+
+    return measure_here(out, ranks, threads, mesh, of, sizes)

@@ -1,15 +1,16 @@
-"""The command `partc simulate`: plays a pipeline's schedule with given task times, and shows its times, bubble and memory."""
+"""The command `partc simulate`: plays a step of an artifact on a machine, or a pipeline's schedule with given task times."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
 
@@ -59,7 +60,21 @@ def _time_option(name: str, help: str) -> Callable[[Callable[..., object]], Call
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.argument("folder", type=click.Path(path_type=Path), required=False, metavar="[FOLDER|PLAN]")
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Machine file, of `partc measure`: play a step on it.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Trace of the artifact (--profile x.trace.json of partc run or train), whose times take the place of the machine's.",
+)
+@click.option("--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
+@click.option("--model", type=click.Path(path_type=Path, exists=True), help="The model of the PLAN.")
+@click.option("--program", default="", metavar="NAME", help="Play this program, such as 'evaluate' of a training.")
+@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts that the ranks are on.")
 @click.option(
     "--schedule", "name", metavar="NAME", help="gpipe, 1f1b, interleaved, zb_h1, zbv or auto; without it, compare all."
 )
@@ -89,6 +104,12 @@ def _time_option(name: str, help: str) -> Callable[[Callable[..., object]], Call
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     folder: Path | None,
+    machine: Path | None,
+    trace: Path | None,
+    sizes: Mapping[str, int],
+    model: Path | None,
+    program: str,
+    hosts: int,
     name: str | None,
     ranks: int | None,
     stages: int | None,
@@ -103,7 +124,14 @@ def command(
     rows: Path | None,
     as_json: bool,
 ) -> int:
-    """Show time, bubble and memory of a pipeline: of the artifact in FOLDER, or of a schedule, without a model, or compare all schedules.
+    """Play a step of an artifact on a machine; or show time, bubble and memory of a pipeline's schedule, or compare all schedules.
+
+    On a machine: the time of a step, what each rank computes, how long it is idle, its memory, and the critical path by modules.
+
+    \b
+    partc simulate build/ --machine machine.yaml --set batch=64
+    partc simulate plan.yaml --model model.py --machine machine.yaml --set batch=64
+    partc simulate build/ --trace x.trace.json --set batch=64   # with what partc run --profile x.trace.json measured
 
     A task is a stage, F (forward), B (backward) or W (gradients of parameters), and a microbatch: 2F0. Where there is no W, B is the whole
     backward pass. The grid shows ranks over time; the bubble is the idle share.
@@ -123,6 +151,19 @@ def command(
     from partc.runtime.errors import UsageError
 
     measured = read_times(times) if times else None
+    on_machine = machine is not None or trace is not None
+    if on_machine or (folder is not None and folder.suffix in (".yaml", ".yml")):
+        schedules = (name, ranks, stages, placement, microbatches, forward, backward, weight, memory, rows, measured)
+        if folder is None or not on_machine or any(one is not None for one in schedules):
+            help = "partc simulate build/ --machine machine.yaml --set batch=64; `partc measure -o machine.yaml` writes the file"
+            raise UsageError(
+                f"a step is played of an artifact or a plan, on a machine or by a trace alone\n  help: {help}"
+            )
+        from partc.cli.simulation.run import Request, simulate_step
+
+        return simulate_step(folder, model, Request(machine, trace, sizes, hosts, program), as_json)
+    if sizes or model is not None or program or hosts > 1:
+        raise UsageError("--set, --model, --program and --hosts are of a step\n  help: give --machine or --trace, too")
     if folder is not None:
         others = (name, ranks, stages, placement, microbatches, forward, backward, weight, memory, rows)
         if any(one is not None for one in others):
@@ -162,7 +203,7 @@ def _play(folder: Path, times: Times | None, message: float, as_json: bool) -> i
 
     pipeline = pipeline_of(open_artifact(folder, trust=True))
     if pipeline is None:
-        help = "compile with a plan that has `pipeline`, or leave out the folder"
+        help = "play its step on a machine: --machine machine.yaml; or compile with a plan that has `pipeline`"
         raise UsageError(f"{folder}: it has no tasks\n  help: {help}")
     schedule = pipeline.schedule
     costs = timed(

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from partc.cli.commands.run import WithLauncherOptions, origin_options, place_options, start
-from partc.cli.commands.train_options import data_option, setting, settings_of
+from partc.cli.commands.train_options import data_option, only_option, setting, settings_of
 from partc.cli.job.job import Job, Reporting, TrainingJob
 
 
@@ -52,6 +52,7 @@ from partc.cli.job.job import Job, Reporting, TrainingJob
     type=click.Path(exists=True, path_type=Path),
     help="Start with the weights of a .safetensors file or a checkpoint.",
 )
+@only_option
 @origin_options
 @place_options
 @click.pass_context
@@ -71,6 +72,7 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
         said=settings_of(given),
         resume=resume if resume in (None, "", "auto") else str(Path(resume).absolute()),
         init=_absolute(given["init"]),
+        only=given["only"],
         metrics=_absolute(given["metrics"]),
         tensorboard=_absolute(given["tensorboard"]),
         plan=_absolute(given["plan"]),

@@ -48,6 +48,14 @@ def data_option(option: str, help: str) -> Callable[[Command], Command]:
     return click.option(f"--{option}", multiple=True, metavar="PATH|INPUT=PATH", help=help)
 
 
+only_option = click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    help="Take from --init the weights alone that a plan's pattern matches, such as '**.lora_*'; it may be repeated.",
+)
+
+
 def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `train:` that options give, paths made absolute; UsageError for words of `--data` that say nothing."""
     said: dict[str, Any] = {}

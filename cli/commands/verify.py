@@ -52,13 +52,14 @@ def command(
     An element passes if |compiled - unsharded| <= atol + rtol * |unsharded|. With a plan that trains, two steps are taken and the
     gradients, parameters and optimizer state are compared too; there, atol is a thousandth of the largest change in a step. If an
     element does not pass, the effect of rounding on the unsharded model is measured (float16, quantized values), and a difference
-    as large as that is accepted. Exit code 1 if anything differs; the first different value inside the model is named with its rank.
+    as large as that is accepted. With a plan that generates, the tokens behind random prompts are compared. Exit code 1 if anything
+    differs; the first different value inside the model is named with its rank.
 
     \b
     partc verify model.onnx --plan plan.yaml --set batch=7
     partc verify model.py --plan plan.yaml --input x.npz --mpi
     """
-    from partc.cli.comparison import verify_inference, verify_training
+    from partc.cli.comparison import verify_generation, verify_inference, verify_training
     from partc.cli.comparison.verdict import Case
     from partc.cli.job.inputs import open_inputs
     from partc.cli.output.compile_progress import CompileWatch
@@ -68,6 +69,9 @@ def command(
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileWatch() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch)
+        if report.manifest.generation is not None:
+            case = Case(model, plan, report, {}, Path(scratch), mpi, devices)
+            return _show(model, report.manifest, verify_generation.verdict(case, random), mpi, "answer")
         asked = of_batch(report.manifest)
         reader = open_inputs(asked, inputs, random, sizes, max_bytes)
         values = reader.read(port.name for port in asked.inputs)

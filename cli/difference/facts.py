@@ -109,7 +109,7 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int]) -> Facts:
 
 
 def _nodes(model: ModelProto) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """Of each compute node with a path: path, target, cuts, and the rule that placed it."""
+    """Path, target, cuts, and the rule that placed it, for each compute node that has a path."""
     nodes = chain(model.graph.node, *(function.node for function in model.functions))
     for node in nodes:
         said = {entry.key: entry.value for entry in node.metadata_props}

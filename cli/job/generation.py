@@ -17,6 +17,7 @@ from partc.cli.job.job import GenerationJob, Job
 from partc.cli.output import console
 from partc.runtime.errors import ArtifactError, InputError, UsageError
 from partc.runtime.files import counted
+from partc.runtime.files.replace import refuse_other, replacing
 from partc.runtime.units import count, seconds
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def requests_of(job: GenerationJob, manifest: Manifest) -> list[Request]:
     found = _from_file(job) if job.file is not None else [_request(job, {"ids": [*ids]}, "--ids") for ids in job.ids]
     found += [_request(job, {"prompt": text}, "--prompt") for text in job.texts]
     refuse_unfit(found, manifest.generation)
+    if job.output is not None:
+        refuse_other(Path(job.output))
     return found
 
 
@@ -75,7 +78,7 @@ def _make(job: Job, generator: Generator, requests: Sequence[Request], shows: bo
     """Makes all tokens; of the ranks one shows them."""
     assert job.generation is not None
     loaded, started = time.perf_counter() - begin, time.perf_counter()
-    shown = _Shown(job, requests)
+    shown = _Shown(job, job.generation, requests)
     for made in generator.each(requests):
         if shows:
             shown.add(made)
@@ -85,16 +88,16 @@ def _make(job: Job, generator: Generator, requests: Sequence[Request], shows: bo
 
 @dataclass
 class _Shown:
-    """What the user sees: one prompt's answer as it is made, of several prompts each answer when it ends."""
+    """What the user sees: one prompt's answer as it is made, of several prompts each answer when it ends; or a file of all answers."""
 
     job: Job
+    asked: GenerationJob
     requests: Sequence[Request]
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.job.generation is not None
-        self.tokenizer = _tokenizer(self.job.generation.tokenizer)
+        self.tokenizer = _tokenizer(self.asked.tokenizer)
         self.stream = self.tokenizer and _Stream(self.tokenizer)
 
     def add(self, made: NewToken) -> None:
@@ -103,21 +106,24 @@ class _Shown:
         tokens.append(made.token)
         if made.finish:
             self.finished[made.request] = made.finish
-        if self.job.reporting.json:
+        if self.job.reporting.json or self.asked.output is not None:
             return
         if len(self.requests) == 1:
-            gap = " " if self.tokens[made.request][1:] else ""
+            gap = " " if tokens[1:] else ""
             text = f"{gap}{made.token}" if self.stream is None else self.stream.add(made.token)
             console.echo(text, nl=bool(made.finish))
             sys.stdout.flush()
         elif made.finish:
-            console.echo(json.dumps(self._answer(made.request), ensure_ascii=False))
+            console.echo(self._line(made.request))
 
     def end(self, loaded: float, taken: float) -> None:
-        """Shows what remains: the document, or how long it took."""
+        """Writes or shows what remains: the answers, and how long it took."""
         from partc.cli.job.outputs import hand_over
 
         read, made = sum(len(one.prompt) for one in self.requests), sum(map(len, self.tokens.values()))
+        if self.asked.output is not None:
+            with replacing(Path(self.asked.output)) as out:
+                out.write("".join(f"{self._line(number)}\n" for number in sorted(self.tokens)).encode())
         if self.job.reporting.json:
             answers = [self._answer(number) for number in sorted(self.tokens)]
             hand_over(self.job, {"answers": answers, "loaded": loaded, "seconds": taken, "read": read, "made": made})
@@ -125,6 +131,9 @@ class _Shown:
             rate = f"{made / taken:.3g} tokens/s" if taken else ""
             text = f"loaded in {seconds(loaded)}; read {count(read, 'token')} and made {count(made, 'token')} in {seconds(taken)}, {rate}"
             console.echo(text, err=True)
+
+    def _line(self, number: int) -> str:
+        return json.dumps(self._answer(number), ensure_ascii=False)
 
     def _answer(self, number: int) -> dict[str, Any]:
         tokens = self.tokens[number]

@@ -29,6 +29,8 @@ class TrainingJob:
     said: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
     init: str | None = None
+    only: tuple[str, ...] = ()
+    """Patterns of the weights that `init` gives; without any, all of them."""
     metrics: str | None = None
     tensorboard: str | None = None
     plan: str | None = None
@@ -58,12 +60,16 @@ class InferenceJob:
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """The command line of `partc generate`: prompts as `texts` or `ids`, or a `file` of them; `options` are those of each `Request`."""
+    """The command line of `partc generate`: prompts as `texts` or `ids`, or a `file` of them; `output` is the file of the answers, if any.
+
+    `options` are those of each `Request`.
+    """
 
     texts: tuple[str, ...] = ()
     ids: tuple[tuple[int, ...], ...] = ()
     file: str | None = None
     tokenizer: str | None = None
+    output: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.outputs import hand_over
 from partc.cli.job.profile import measured, write_profile
 from partc.cli.job.training_inputs import AUTO, TrainingInputs, saves
+from partc.cli.job.weights_of import weights_of
 from partc.cli.output import lookups
 from partc.cli.output.progress import TrainingBar
 from partc.cli.output.targets import counted, line, mpi_memory
@@ -57,7 +58,7 @@ def run_training(
     abort: Literal["raise", "abort"] = "abort" if transport is not None and job.run_dir is None else "raise"
     artifact = open_artifact(job.folder, trust=True)
     inputs = inputs or TrainingInputs(job, artifact.manifest)
-    settings, ahead = inputs.settings, inputs.resumed() or options.init
+    settings, ahead = inputs.settings, inputs.resumed() or (None if options.only else options.init)
     with (
         load_trainer(
             job.folder,
@@ -77,7 +78,8 @@ def run_training(
         if trainer.rank == 0:
             log = stack.enter_context(closing(TrainingLog(options.metrics, watch or _watch(job), job.reporting.quiet)))
         if options.init is not None:
-            trainer.load_weights(options.init, option="--init")
+            only = weights_of(options.only, inputs.weights, "the program") if options.only else None
+            trainer.load_weights(options.init, option="--init", only=only)
         if options.only_test:
             return _evaluate(job, trainer, inputs, log)
         loader = inputs.loader(trainer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.cli.job.job import Job
 from partc.cli.job.origin import base_of, check_plan
+from partc.cli.job.weights_of import weights_of
 from partc.cli.output import console
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.errors import UsageError
@@ -63,7 +64,11 @@ def check_source(inputs: TrainingInputs) -> None:
     """Raises UsageError where there is no checkpoint to resume from."""
     from partc.runtime.checkpoint.newest import candidates
 
-    init = inputs.options.init
+    init, only = inputs.options.init, inputs.options.only
+    if only and init is None:
+        raise UsageError("--only: it says which weights --init gives\n  help: give --init, too, or remove --only")
+    if only:
+        weights_of(only, inputs.weights, "the program", "`partc inspect` lists them")
     resumed = None if inputs.options.resume == AUTO and inputs.resumed() else inputs.resumed()
     for source in (resumed, Path(init) if init else None):
         if source is not None and not source.is_file():
@@ -89,6 +94,7 @@ class TrainingInputs:
 
     def __init__(self, job: Job, manifest: Manifest) -> None:
         from partc.runtime.artifact.training.train_settings import LoopSettings
+        from partc.runtime.checkpoint.export import WEIGHTS
         from partc.runtime.data.code import Code
 
         record, options = manifest.training, job.training
@@ -98,6 +104,7 @@ class TrainingInputs:
         self.options, self.record, self.max_bytes = options, record, job.max_bytes
         self.base = base_of(options, Path(job.folder), manifest)
         self.settings = record.settings.seen_from(self.base).merged(LoopSettings.model_validate(options.said))
+        self.weights = [one.tensor for one in manifest.state if one.kind in WEIGHTS]
         self._evaluation_loader: Loader | None = None
 
     @property

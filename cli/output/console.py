@@ -22,7 +22,7 @@ DOCUMENT = "partc-document: "
 """Prefix of the line by which rank 0 sends the document to the launching process."""
 
 WITH_JSON = ("compile", "verify", "check", "diff", "run", "eval", "generate", "doctor", "profile")
-_SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "simulate", "checkpoint")
+_SHOWS_NOTHING_ELSE = ("plan", "schema", "ops", "inspect", "simulate", "measure", "checkpoint")
 
 
 _LONGEST = 4000

@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     from partc.runtime.execution.memory.needed import RankMemory
 
 
-def memory_of_ranks(artifact: Artifact, sizes: Mapping[str, int]) -> list[RankMemory]:
-    """The memory of every rank, those of one file at once; UsageError where a dim is not a whole number at them."""
+def memory_of_ranks(
+    artifact: Artifact, sizes: Mapping[str, int], ranks: Sequence[int] | None = None
+) -> list[RankMemory]:
+    """The memory of every rank, or of some, those of one file at once; UsageError where a dim is not a whole number at them."""
     from partc.runtime.execution.memory.needed import rank_memory
 
     manifest = artifact.manifest
     by_file: dict[str, RankMemory] = {}
     found = []
-    for rank in range(manifest.ranks):
+    for rank in range(manifest.ranks) if ranks is None else ranks:
         file = manifest.program(rank)
         if file not in by_file:
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +15,13 @@ from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.rows import Row, row_of, stage_reads
 from partc.runtime.errors import UsageError, one_line
 from partc.runtime.files.counted import PROFILE, read_json
+from partc.runtime.units import parse_duration
 
 if TYPE_CHECKING:
     from partc.compiler.schedule.costs import Costs
     from partc.compiler.schedule.schedule import Schedule
     from partc.runtime.artifact.profile import Profile
     from partc.runtime.artifact.tasks.saved import Saved
-
-_TIME = re.compile(r"(\d+(?:\.\d*)?(?:e-?\d+)?) ?(ns|us|ms|s|)")
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True)
@@ -137,11 +134,11 @@ def read_times(given: Sequence[str]) -> Times:
     for one in given:
         cell, equals, text = one.partition("=")
         if equals and not Path(one).exists():
-            time = _TIME.fullmatch(text.strip())
+            time = parse_duration(text)
             if time is None:
                 help = "write it as 0F=1.2ms, with s, ms, us or ns"
                 raise UsageError(f"--times {one}: '{text}' is not a duration\n  help: {help}")
-            seconds[cell] = float(time[1]) * _SECONDS[time[2]]
+            seconds[cell] = time
             continue
         document = _document(Path(one))
         if "profile" in document:

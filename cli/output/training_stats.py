@@ -112,3 +112,9 @@ def trained_tensors(manifest: Manifest) -> dict[str, int]:
     """The tensors of the model that a step changes, with their elements: one of several parts that a weight is computed in counts once."""
     trained = [record for record in manifest.state if record.kind == "parameter" and record.next]
     return {record.tensor: math.prod(record.shape) for record in trained}
+
+
+def evaluation_lines(manifest: Manifest) -> list[str]:
+    """A line of how evaluations of a pipeline run, where they do not run in microbatches."""
+    why = manifest.training.not_streamed if manifest.training is not None else ""
+    return [f"evaluations run each batch whole, one stage after the other: {why}"] if why else []

@@ -25,7 +25,7 @@ from partc.compiler.dims.reading import read
 LARGEST = 256
 FINEST = 1024
 MOST_COMPARED = 16
-"""The largest of more entries that are no numbers is not followed: sympy compares each with each."""
+"""The largest of more symbolic entries is not followed: sympy compares each with each."""
 Entry: TypeAlias = "sympy.Expr | None"
 Entries: TypeAlias = npt.NDArray[Any]
 """An array of entries."""

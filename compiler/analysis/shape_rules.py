@@ -120,6 +120,9 @@ def group_query_attention(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule,
             continue
         dims = list(out.shape.dims)
         before = None if past is None or past.shape is None else past.shape[2]
+        if past is not None and past.is_initializer() and before is not None:
+            out.shape = ir.Shape([*dims[:2], before, dims[3]])  # a cache that ranks keep: a step writes within it
+            continue
         have = sympy.Integer(0) if past is None else None if before is None else _product([before])
         size = None if total is None or have is None else as_dim(normal(sympy.Max(have, total), known))
         dims[2] = ctx.new_symbolic_dim() if size is None else size

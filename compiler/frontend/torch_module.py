@@ -102,7 +102,7 @@ def _by_torch(module: torch.nn.Module, arguments: Mapping[str, Any], where: str,
     settings.prepare(module)
     while True:
         try:
-            with quiet():
+            with quiet(), _without_gradients():
                 return torch.onnx.export(module, **arguments, **options)
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
@@ -198,6 +198,23 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+@contextmanager
+def _without_gradients() -> Iterator[None]:
+    """Turns gradients off, so that a block `with torch.no_grad()` changes nothing: else torch makes a call of it, and forgets its modules.
+
+    Layers of attention would then take kernels for inference that are no ops of ONNX: these are off, too.
+    """
+    import torch
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exception:

@@ -212,6 +212,11 @@ class Scheduled(Lowered):
 
     tasks: TaskOrder | None
 
+    @property
+    def working_groups(self) -> int:
+        """How many groups of ranks can run tasks at the same time."""
+        return 1 if self.tasks is None else len(set(self.tasks.schedule.stages.homes))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Complete(Scheduled):

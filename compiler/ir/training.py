@@ -75,7 +75,7 @@ class BatchRecords:
     labels: Mapping[str, LabelRecord] = field(default_factory=dict)
     """By input the labels that there may be."""
     summed: frozenset[str] = frozenset()
-    """The outputs of a batch that are the sums of those of its microbatches; the others are their means."""
+    """The values of a batch that are the sums of those of its microbatches; other outputs are their means."""
     totals: tuple[str, ...] = ()
     """What microbatches are given of the whole batch, which another program makes of the inputs alone."""
     shards: int = 1
@@ -90,6 +90,8 @@ class TrainingNotes:
     """About weights that several modules read."""
     tables: tuple[str, ...] = ()
     """About parameters that are looked up: which form their gradient has, and why."""
+    not_streamed: str = ""
+    """Why evaluations of a pipeline run each batch whole, one group of ranks after the other; empty where they do not."""
 
 
 @dataclass(frozen=True)
@@ -198,4 +200,5 @@ class Training:
             settings=rules.settings(),
             folder=self.folder,
             fixed=list(self.records.fixed),
+            not_streamed=self.notes.not_streamed,
         )

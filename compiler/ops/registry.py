@@ -37,6 +37,23 @@ BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
 RowRule = Callable[..., "tuple[str, str]"]
 Precision: TypeAlias = Literal["low", "high", "widest", "follow"]
 """The type in which an op computes where a plan asks for 16 bits: that one, float32, its widest operand's, its first operand's."""
+Kernel: TypeAlias = Literal[
+    "view",
+    "elementwise",
+    "function",
+    "product",
+    "convolution",
+    "reduction",
+    "normalization",
+    "layout",
+    "lookup",
+    "scatter",
+]
+"""What bounds the time of an op: nothing (a view), bytes (elementwise), a function of each element, or as the name says."""
+Dims: TypeAlias = Sequence[int | str]
+"""The dims of a value, numbers or expressions."""
+Products = Callable[["ir.Node", Sequence[Dims], Dims], Sequence[Dims]]
+"""Takes a node, the dims of its operands, () where these are absent, and those of its first output; gives terms, each a product of dims."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -100,7 +117,10 @@ class Entry:
 
     `draws`: whether a node may give other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the
     inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `host`: the inputs that kernels read
-    on the host, whichever device computes: a shape, axes, a condition.
+    on the host, whichever device computes: a shape, axes, a condition. `kernel`: what bounds its time.
+
+    `multiply_adds`: how many a node has, where these are not the product of all factors, one of which is contracted between two operands,
+    nor one for each element.
 
     `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
     `looks_up`: whether a node reads rows of its first input along its first dim, and nothing else of it.
@@ -113,6 +133,8 @@ class Entry:
     stops_gradient: bool = False
     precision: Precision = "high"
     host: tuple[int, ...] = ()
+    kernel: Kernel = "elementwise"
+    multiply_adds: Products | None = None
     sharding: RuleOf | None = None
     local: LocalForm | None = None
     looks_up: Callable[[ir.Node], bool] | None = None
@@ -152,6 +174,7 @@ class Entry:
             *([f"linear {own.linearity}"] if own.linear else []),
             *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
             *([f"on the host: {', '.join(map(str, self.host))}"] if self.host else []),
+            *([f"kernel: {self.kernel}"] if self.kernel != "elementwise" else []),
             *([own.why or own.remarks] if own.why or own.remarks else []),
         ]
         return f"{self.name}: {'; '.join(words)}"
@@ -182,6 +205,10 @@ class Declared:
     def body_gradient(self, rule: Function) -> Function:
         """The gradient of an op with bodies; see `autodiff.engine.Bodies`."""
         return self._set_field("body", rule, Gradients)
+
+    def multiply_adds(self, products: Function) -> Function:
+        """How many multiply-adds a node has."""
+        return self._set_field("multiply_adds", products)
 
     def looks_up(self, is_lookup: Function) -> Function:
         """Whether a node reads its first input by rows alone."""
@@ -227,6 +254,7 @@ def op(
     gradient_outputs: int = 0,
     precision: Precision = "high",
     host: Sequence[int] = (),
+    kernel: Kernel = "elementwise",
 ) -> Declared:
     """Declares ops that share an entry's fields (see `Entry`, `Notation`); `contracted` as letters means a sum over each."""
     if bool(factors) == bool(why):
@@ -245,6 +273,7 @@ def op(
             stops_gradient=stops_gradient,
             precision=precision,
             host=tuple(host),
+            kernel=kernel,
             gradients=Gradients(outputs=gradient_outputs),
         )
     return Declared(keys)

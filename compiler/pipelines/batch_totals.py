@@ -8,10 +8,11 @@ A model of one size says what a microbatch has, and nothing of a batch: there ea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from partc.compiler.ir.program import Lowered
-from partc.compiler.ir.programs import Comm, Compute, Value, with_values
+from partc.compiler.ir.programs import Comm, Compute, RankTensor, Value, with_values
 from partc.compiler.pipelines.phases import in_order
 from partc.compiler.pipelines.records import Records
 from partc.compiler.pipelines.row import Row
@@ -20,10 +21,30 @@ Moved: TypeAlias = Callable[[Comm, Mapping[Value, Value], Mapping[Value, Value],
 """A message or collective over these values, with a tag of its own, listed by the values that any rank has, in a microbatch or once."""
 
 
+def with_inputs(program: Lowered, totals: Lowered) -> Lowered:
+    """The program of a microbatch, whose ranks are also fed what they read for the whole batch's numbers alone."""
+    graph = {value.name: value for value in program.model.graph.inputs}
+    more: dict[RankTensor, RankTensor] = {}
+    parts = []
+    for part, other in zip(program.parts, totals.parts, strict=True):
+        fed = {str(held.value) for held in part.inputs}
+        counted = [held for held in other.inputs if str(held.value) not in fed and held.version.value.name in graph]
+        for held in counted:
+            if held not in more:
+                more[held] = replace(held, version=replace(held.version, value=graph[held.version.value.name]))
+        parts.append(replace(part, inputs=(*part.inputs, *(more[held] for held in counted))) if counted else part)
+    return replace(program, parts=tuple(parts))
+
+
+def is_per_microbatch(totals: Lowered) -> bool:
+    """Whether the numbers are made of those of the microbatches: a model of one size says what one of these has."""
+    sizes = [(totals.values[value].shape or {dim: ""})[dim] for value, dim in totals.batch_dims.items()]
+    return any(isinstance(size, int) for size in sizes)
+
+
 def write_totals(totals: Lowered, rows: Sequence[Row], records: Records, moved: Moved, summed: Collection[str]) -> None:
     """Writes what makes them into rows in which microbatches have their records; those `summed` are sums over records, others means."""
-    sizes = [(totals.values[value].shape or {dim: ""})[dim] for value, dim in totals.batch_dims.items()]
-    if not any(isinstance(size, int) for size in sizes):
+    if not is_per_microbatch(totals):
         _write(totals, rows, records, moved, None)
         return
     made = [_write(totals, rows, records, moved, k) for k in range(len(rows[0].micro))]

@@ -16,6 +16,7 @@ from dataclasses import replace
 from partc.compiler.ir.program import Lowered, Scheduled, TaskOrder
 from partc.compiler.ir.programs import RankProgram, needed
 from partc.compiler.ir.training import ProgramKind
+from partc.compiler.pipelines.batch_totals import is_per_microbatch, with_inputs
 from partc.compiler.pipelines.microbatches import rows_of
 from partc.compiler.pipelines.phases import Labels, Phase, Unit, labelled, split_backward
 from partc.compiler.pipelines.recompute import recompute, undivided
@@ -37,6 +38,8 @@ def pipeline(program: Lowered) -> Scheduled:
     if rules.microbatches == 1 and not rules.recompute:
         return program.into(Scheduled, tasks=None)
     totals = program.beside.get(ProgramKind.TOTALS)
+    if totals is not None:
+        program = with_inputs(program, totals)
     units = _units(program, totals)
     stages = node_stages(program)
     labels = labelled(units, stages)
@@ -80,15 +83,18 @@ def _units(program: Lowered, totals: Lowered | None) -> list[Unit]:
     for some in found.values():
         # Ops may have no reader: of a weight of two groups a gradient, whose sum another rank hands on.
         part = replace(some[-1], steps=tuple(needed(some[-1].steps, some[-1].results)))
-        units.append(_unit(program, part, [one.rank for one in some]))
+        units.append(_unit(program, part, [one.rank for one in some], totals is not None and is_per_microbatch(totals)))
     return units
 
 
-def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int]) -> Unit:
+def _unit(program: Lowered, part: RankProgram, ranks: Iterable[int], counts: bool) -> Unit:
+    """`counts`: whether each microbatch counts for the numbers of the whole batch; else inputs for these alone are not dealt out."""
+    read = {value for step in part.steps for value in step.reads} | {held.value for held in part.outputs}
     own = {
         held.value
         for held in part.inputs
-        if held.version.value in program.batch_dims or held.version.value.name == PART
+        if (held.version.value in program.batch_dims and (counts or held.value in read))
+        or held.version.value.name == PART
     }
     sums = {one.value for one in part.kept if one.kind == "gradient"}
     return Unit(part, frozenset(ranks), frozenset(own), frozenset(sums), joined=program.training is None)

@@ -86,10 +86,10 @@ class Records:
         wanted = {held.value: held.version.value.name in self.training.records.summed for held in like.outputs}
         wanted |= {one.next: False for one in like.kept if one.kind == "statistics" and one.next is not None}
         for step, label in zip(like.steps, labels, strict=True):
-            summed = isinstance(step, Comm) and step.value.name in self.training.records.summed
             for value in step.reads if label == UPDATE and not row.unit.appends(step) else ():
+                of = step.value if isinstance(step, Comm) else value.of
                 if value not in row.sums:
-                    wanted.setdefault(value, summed)
+                    wanted.setdefault(value, of is not None and of.name in self.training.records.summed)
         for value, summed in wanted.items():
             parts = [values[value] for values in row.micro if value in values]
             if len(parts) < self.clones.count or value.of is None:

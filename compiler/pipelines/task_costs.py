@@ -1,6 +1,6 @@
 """What the tasks of a pipeline's stages take and keep, out of the ops that they are made of and their local shapes.
 
-    time      of F, B and W: the work of their ops (`analysis/operations.py`) at middling sizes of all symbols
+    time      of F, B and W: the work of their ops (`cost/node.py`) at middling sizes of all symbols
     saved     what F makes or receives and B or W reads: kept from F to the end of B
     deferred  what F or B makes or receives and W reads: kept from B to the end of W, where these are apart
     fixed     parameters, state, sums of gradients, the batch, what is made once; and the most that a task has for itself alone
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
-from partc.compiler.analysis.operations import work
+from partc.compiler.cost.node import work
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.reading import read, symbol
 from partc.compiler.ir.program import Lowered

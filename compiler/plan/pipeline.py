@@ -61,10 +61,18 @@ class PipelineRules:
     pieces: int = 1
     """Into how many pieces a batch is dealt out at least, of each of which a microbatch has a share: those of ranks that one stands for."""
 
-    @property
-    def of_forward_passes(self) -> PipelineRules:
-        """The rules for a program of forward passes alone: of the schedule, which orders both, only the microbatches are left."""
-        return replace(self, schedule=None, memory=None, rows=(), recompute=())
+    def of_forward_passes(self, groups: int) -> PipelineRules:
+        """The rules for a program of forward passes alone over so many groups of ranks: nothing is left of the schedule, which orders both.
+
+        Microbatches are as large as lets the groups work at the same time: the fewest, several of the plan's together, that are twice as
+        many as groups. Of g groups 2g of them take 3g - 1 turns, and small products, which take longer for each record, are few.
+        """
+        fits = (
+            one for one in range(min(2 * groups, self.microbatches), self.microbatches) if not self.microbatches % one
+        )
+        return replace(
+            self, microbatches=next(fits, self.microbatches), schedule=None, memory=None, rows=(), recompute=()
+        )
 
 
 def _listed(value: object) -> object:

@@ -2,10 +2,11 @@
 
 The law. The model falls into units: modules, and what is inside of them where one is too large, but for members of a list (`layers.3`),
 which stay together while they fit into a stage. Units stand in an order in which each reads of earlier ones alone (`flow.py`), so a stage
-does. A unit weighs the mean of its share of the weights and of the operations at typical sizes. Stages are within a tenth of equal
-costs where runs of units allow that, else the heaviest is as light as they allow; within that the stages are as even as can be (the sum
-of squares), where fewer bytes that go over a cut count a little. If whole members of lists leave them uneven, a member is cut in parts,
-but only where no more bytes go over than between members. Only modules that read weights are named: the rest joins them.
+does. A unit weighs the mean of its share of the weights and of the operations at typical sizes, or of the seconds on a machine. Stages
+are within a tenth of equal costs where runs of units allow that, else the heaviest is as light as they allow; within that the stages are as
+even as can be (the sum of squares), where fewer bytes that go over a cut count a little. If whole members of lists leave them uneven, a
+member is cut in parts, but only where no more bytes go over than between members. Only modules that read weights are named: the rest
+joins them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 import numpy as np
 import onnx_ir as ir
-from partc.compiler.analysis.operations import multiply_adds
+from partc.compiler.cost.machine import Machine
+from partc.compiler.cost.node import multiply_adds
+from partc.compiler.cost.price import Operand, cost_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import HEAVY, Unit, along, weight_bytes, weights_read
 from partc.compiler.proposal.names import patterns
+from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.liveness import Span, alive
 
 EVEN = 0.1
@@ -41,6 +46,7 @@ class Stage:
     paths: tuple[str, ...]
     arriving: int
     nodes: tuple[ir.Node, ...] = ()
+    weighed: str = "operations"
 
     def lines(self) -> Iterator[str]:
         """The patterns of its paths."""
@@ -55,12 +61,12 @@ class Stage:
     def reason(self) -> str:
         """Its shares, for a comment."""
         weights, work = (sum(shares) for shares in zip(*((u.weights, u.work) for u in self.units), strict=True))
-        return f"{100 * self.cost:.0f} % of the cost: {100 * weights:.0f} % of the weights, {100 * work:.0f} % of the operations"
+        return f"{100 * self.cost:.0f} % of the cost: {100 * weights:.0f} % of the weights, {100 * work:.0f} % of the {self.weighed}"
 
 
-def balanced_stages(program: Typed, count: int) -> list[Stage]:
+def balanced_stages(program: Typed, count: int, machine: Machine | None = None) -> list[Stage]:
     """The stages in order; fewer than `count` where the model has fewer units with weights."""
-    costs = _Costs(program)
+    costs = _Costs(program, machine)
     whole = _Way.of(program, costs, _units(program, costs, count, in_parts=False))
     stages = whole.stages(_partition(whole.costs, whole.crossing, min(count, len(whole.units))))
     if not uneven(stages):
@@ -81,13 +87,14 @@ class _Way:
     units: list[Unit]
     at: dict[ir.Node, int]
     crossing: list[int]
+    weighed: str
 
     @classmethod
     def of(cls, program: Typed, costs: _Costs, modules: Sequence[tuple[str, list[ir.Node]]]) -> _Way:
         units, at = along(program, modules)
         for node, k in at.items():
             costs.add(units[k], node)
-        return cls(units, at, _crossing(program, at, len(units)))
+        return cls(units, at, _crossing(program, at, len(units)), costs.weighed)
 
     @property
     def costs(self) -> list[float]:
@@ -105,6 +112,7 @@ class _Way:
                 tuple(own),
                 self.crossing[begin] if begin else 0,
                 tuple(node for node, k in self.at.items() if begin <= k < end),
+                self.weighed,
             )
             for own, (begin, end) in zip(paths, ends, strict=True)
         ]
@@ -138,8 +146,9 @@ def _heaviest(stages: Sequence[Stage]) -> float:
 class _Costs:
     """Shares of all weights and operations by node; a weight counts for the node that reads it first."""
 
-    def __init__(self, program: Typed) -> None:
+    def __init__(self, program: Typed, machine: Machine | None) -> None:
         self.program, self.sizes = program, TypicalSizes(program)
+        self.weighed = "operations" if machine is None else f"time on {PurePath(machine.where).name}"
         self.read = weights_read(program)
         first: dict[ir.Value, ir.Node] = {}
         for node, weights in self.read.items():
@@ -149,12 +158,25 @@ class _Costs:
         self.products = {node for value, node in first.items() if value.shape is not None and len(value.shape) > 1}
         for value, node in first.items():
             self.bytes[node] = self.bytes.get(node, 0) + weight_bytes(value)
-        self.operations = {
-            node: multiply_adds(node, list(map(self._sizes, node.inputs)), list(map(self._sizes, node.outputs)))
-            for node in program.model.graph
-        }
+        self.operations = {node: self._work(node, machine) for node in program.model.graph}
         self.all_bytes = max(1, sum(self.bytes.values()))
-        self.all_operations = max(1, sum(self.operations.values()))
+        self.all_operations = sum(self.operations.values()) or 1.0
+
+    def _work(self, node: ir.Node, machine: Machine | None) -> float:
+        """The multiply-adds of a node; on a machine its seconds."""
+        given, made = ([self._sizes(value) for value in some] for some in (node.inputs, node.outputs))
+        if machine is None:
+            return multiply_adds(node, given, made)
+        operands = [
+            [
+                None
+                if sizes is None or value is None
+                else Operand(tuple(sizes), self.program.values[value].item_bytes or 1)
+                for value, sizes in zip(values, some, strict=True)
+            ]
+            for values, some in ((node.inputs, given), (node.outputs, made))
+        ]
+        return cost_of(node, *operands).seconds(machine.processor(CPU))
 
     def _sizes(self, value: ir.Value | None) -> list[int] | None:
         shape = self.program.values[value].shape if value is not None and value in self.program.values else None

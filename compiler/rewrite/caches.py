@@ -29,6 +29,7 @@ from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.attended_caches import append_apart
+from partc.compiler.rewrite.fused_attention import fuse_attention, head_counts
 from partc.compiler.rewrite.next_token import NEXT, NextToken, choose, scores_of
 from partc.compiler.rewrite.node_builder import NodeBuilder
 from partc.compiler.rewrite.opset import converted, cuts
@@ -51,13 +52,13 @@ def caches_as_state(program: Loaded) -> Loaded:
     if rules is None:
         return program
     model = converted(program.model, program.name, _OPSET)
-    model.opset_imports[""] = max(_OPSET, model.opset_imports.get("", _OPSET))
+    model.opset_imports.update({"": max(_OPSET, model.opset_imports.get("", _OPSET)), "com.microsoft": 1})
     append_apart(model.graph, program.name)
     program = replace(program, model=model, paths=node_paths(model))
     if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
         program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
     model = program.model
-    work = _Caches(model.graph, rules, program.name)
+    work = _Caches(model, rules, program.name)
     chosen = work.rewrite()
     dims = program.plan.dims
     said = dims.symbols.get(work.tokens)
@@ -103,9 +104,10 @@ class _Caches:
     `found`: by cache what takes its place after a step.
     """
 
-    def __init__(self, graph: ir.Graph, rules: GenerateRules, name: str) -> None:
-        self.graph, self.rules, self.name = graph, rules, name
-        self.build = NodeBuilder(graph, _PATH)
+    def __init__(self, model: ir.Model, rules: GenerateRules, name: str) -> None:
+        self.graph, self.rules, self.name = model.graph, rules, name
+        self.heads = head_counts(model)
+        self.build = NodeBuilder(self.graph, _PATH)
         self.pairs = self._pairs()
         self.ids = self._ids()
         dims = self.ids.shape
@@ -128,6 +130,7 @@ class _Caches:
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()
+        fuse_attention(self.build, self.heads, self.found, positions, self.rules)
         chosen = choose(self.build, scores, count, self.rules)
         drop_unread(self.graph)
         self.padded = not positions.one_length

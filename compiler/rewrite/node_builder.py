@@ -25,19 +25,32 @@ class NodeBuilder:
         self, word: str, kind: str, inputs: Sequence[ir.Value | None], **attributes: int | Sequence[int]
     ) -> ir.Value:
         """What a node makes, named after `word`."""
+        return self.node(word, kind, inputs, 1, "", **attributes)[0]
+
+    def node(
+        self,
+        word: str,
+        kind: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: int,
+        domain: str,
+        **attributes: int | float | Sequence[int],
+    ) -> Sequence[ir.Value]:
+        """The outputs of a node, named after `word`."""
         name = self._free(f"{self.path}.{word}")
-        node = ir.node(kind, inputs, attributes=attributes, name=name)
-        node.outputs[0].name = name
+        made = [ir.Value(name=name if k == 0 else self._free(f"{name}.{k}")) for k in range(outputs)]
+        attrs = ir.convenience.convert_attributes(attributes)
+        node = ir.Node(domain, kind, inputs, attrs, outputs=made, name=name)
         if TORCH_SCOPES in self._scopes:
             node.metadata_props[TORCH_SCOPES] = repr(["", self.path, name])
         elif self._scopes:
             node.metadata_props[ONNXSCRIPT_SCOPES] = repr(["", self.path])
         self._new.append(node)
-        return node.outputs[0]
+        return node.outputs
 
     def constant(self, word: str, numbers: npt.ArrayLike) -> ir.Value:
         """Whole numbers, int64; the same for the same word."""
-        name = f"{self.path}.{word}"
+        name = f"{self.path}.constant.{word}"
         if name not in self.graph.initializers:
             array = np.asarray(numbers, np.int64)
             kind, shape = ir.TensorType(ir.DataType.INT64), ir.Shape(array.shape)

@@ -11,6 +11,7 @@ Tokens that are not meant have the position of the last one that is, so that non
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
@@ -29,13 +30,26 @@ class Positions:
     def __init__(
         self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, rules: GenerateRules
     ) -> None:
-        self.build, self.position, self.count, self.rules = build, position, count, rules
+        self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, rules
         first = build.graph[0]
         self.past = build.op("past", "ReduceMax", [position], keepdims=1)
         self.tokens = build.op("tokens", "Shape", [ids], start=1, end=2)
         self.length = build.op("length", "Add", [self.past, self.tokens])
         self._feed({value.name: value for value in build.graph.inputs})
         build.put(before=first)
+
+    @cached_property
+    def ends(self) -> tuple[ir.Value, ir.Value]:
+        """What the fused attention asks for, in 32 bits: the number of each sequence's last entry, and the most entries of any."""
+        build = self.build
+        last = build.op(
+            "last_entry",
+            "Sub",
+            [build.op("entries_of_each", "Add", [self.position, self.tokens]), build.constant("one", 1)],
+        )
+        total = build.op("most_entries", "Squeeze", [self.length, build.constant("begin", [0])])
+        kind = ir.DataType.INT32.value
+        return tuple(build.op(f"{word}_32", "Cast", [one], to=kind) for word, one in (("last", last), ("most", total)))  # type: ignore[return-value]
 
     def measure(self, node: ir.Node, shape: Sequence[int], axis: int) -> None:
         """Lets the readers of the shape of a past read the shape of what is valid of a cache, which has `shape` and grows along `axis`."""

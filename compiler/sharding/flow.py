@@ -100,8 +100,12 @@ class Flow:
 
     def shard(self, value: ir.Value) -> Shard | None:
         """How a value holds records; None where it holds none."""
-        state = self.state(value)
-        return state if isinstance(state, Shard) else None
+        return state if isinstance(state := self.state(value), Shard) else None
+
+    def follows_from_inputs(self, value: ir.Value) -> bool:
+        """Whether the whole batch's value can be computed before the first microbatch, of inputs alone and of a size known there."""
+        known = value.shape is not None and not any(self._speaks(value, dim) for dim, _ in enumerate(value.shape))
+        return value in self._light and known and (bool(self._batch) or self.state(value) is not OWN)
 
     def _walk(self) -> bool:
         """One walk through the graph; False as soon as it has found another value to shard, so that the walk must begin again."""
@@ -152,8 +156,7 @@ class Flow:
             return
         for value in operands.values():
             self._settle(value, node)
-        at = {k: one for k, value in operands.items() if (one := self.shard(value)) is not None}
-        within = any(self.shard(value) is not None for value in around)
+        at, within = {k: one for k, v in operands.items() if (one := self.shard(v))}, any(map(self.shard, around))
         if not at and not within:
             own = any(self.state(value) is OWN for value in (*operands.values(), *around))
             self._guess(node, OWN if own else REPLICATE)
@@ -304,8 +307,7 @@ class Flow:
             return
         if not value.dtype.is_floating_point() and state is OWN:
             return
-        known = value.shape is not None and not any(self._speaks(value, dim) for dim in range(len(value.shape)))
-        if value in self._light and known and (self._batch or state is not OWN):
+        if self.follows_from_inputs(value):
             self.totals[value] = None
             return
         producer = value.producer()

@@ -12,7 +12,7 @@ What brings records of different parts together in another way is named in a war
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,28 +45,29 @@ def in_parts(program: Annotated) -> Annotated:
     if training.rules.accumulate == 1 or program.kind is ProgramKind.EVALUATION:
         return replace(program, training=training)
     found = Flow(program, training.rules.accumulate)
+    outputs, divisors = program.model.graph.outputs, {divisor.outputs[0] for divisor in program.means}
+    own = [value for value in outputs if found.state(value) is OWN and value not in divisors]
+    found.totals.update(dict.fromkeys(value for value in own if found.follows_from_inputs(value)))
+    own = [value for value in own if value not in found.totals]
+    # A part's number of positions is its own, and a term of the batch's.
+    summed = [value for value in outputs if found.state(value) is OWN and value in divisors]
+    summed += [value for value, state in found.states.items() if state == SUM]
+    paths, values = dict(program.paths), dict(program.values)
+    _deliver_totals(program.model.graph, found, paths, values)
     known = replace(known, totals=tuple(name_of(value) for value in found.totals))
     training = replace(training, records=known)
     if program.kind is ProgramKind.TOTALS:
-        return replace(program, training=training)
-    divisors = {divisor.outputs[0] for divisor in program.means}
-    own = [value for value in program.model.graph.outputs if found.state(value) is OWN and value not in divisors]
+        return replace(program, training=training, paths=paths, values=values)
     if program.kind is ProgramKind.STREAMED_EVALUATION:
         _hold_evaluation(program, found, own)
-    summed = [
-        name_of(value)
-        for value in program.model.graph.outputs  # a part's number of positions is its own, and a term of the batch's
-        if found.state(value) == SUM or (found.state(value) is OWN and value in divisors)
-    ]
-    summed += [name_of(value) for value in found.totals if found.states[value] == SUM]
-    training = replace(training, records=replace(known, summed=frozenset(summed)))
-    paths, values = dict(program.paths), dict(program.values)
+    training = replace(training, records=replace(known, summed=frozenset(map(name_of, summed))))
+    counted = _inputs_of(found.totals, program)
     _give_totals(program, found, values)
     _take_shares(found, training.rules.accumulate, paths, values)
     if _place_masks(program.model.graph, found, training.rules.accumulate, values):
         training = replace(training, scalars=(*training.scalars, PART))
     used = [value for value in training.statistics.values() if value is not None]
-    drop_unread(program.model.graph, used)
+    drop_unread(program.model.graph, [*used, *counted])
     there = {*program.model.graph}
     paths = {node: path for node, path in paths.items() if node in there}
     program = _arriving_whole(program, training.records.totals)
@@ -114,7 +115,13 @@ def only_totals(program: Placed) -> Placed:
     )
 
 
-def _needed_for(values: Sequence[ir.Value], program: Annotated) -> Iterator[ir.Node]:
+def _inputs_of(values: Collection[ir.Value], program: Annotated) -> list[ir.Value]:
+    """The inputs that some values depend on: a step is fed them, also where nothing else reads them."""
+    read = {value for node in _needed_for(values, program) for value in program.reads[node]}
+    return [value for value in program.model.graph.inputs if value in read]
+
+
+def _needed_for(values: Collection[ir.Value], program: Annotated) -> Iterator[ir.Node]:
     """The nodes that some values depend on, from the last to the first."""
     wanted = {*values}
     for node in reversed(list(program.model.graph)):
@@ -131,6 +138,20 @@ def _arriving_whole(program: Annotated, names: Iterable[str]) -> Annotated:
     if dataset.style == FULL_BATCH or not whole:
         return program
     return replace(program, plan=replace(program.plan, dataset=replace(dataset, specs={**whole, **dataset.specs})))
+
+
+def _deliver_totals(graph: ir.Graph, found: Flow, paths: dict[ir.Node, str], values: dict[ir.Value, ValueInfo]) -> None:
+    """Gives outputs that are numbers of the whole batch nodes of their own, so that the numbers can become inputs."""
+    for value in [value for value in found.totals if value.is_graph_output()]:
+        name, node = name_of(value), value.producer()
+        assert node is not None
+        out = ir.Value(name=name, type=value.type, shape=value.shape)
+        graph.outputs[:] = [out if one is value else one for one in graph.outputs]
+        value.name = f"{name}.of_batch"
+        made = ir.Node("", "Identity", [value], outputs=[out], name=name)
+        made.metadata_props.update(node.metadata_props)
+        graph.insert_after(node, made)
+        paths[made], values[out] = name, values[value]
 
 
 def _give_totals(program: Annotated, found: Flow, values: dict[ir.Value, ValueInfo]) -> None:

@@ -284,8 +284,7 @@ class TensorRecord(Record):
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of what a rank holds of it."""
-        box = self.box(rank)
-        if box is None:
+        if (box := self.box(rank)) is None:
             return tuple(self.shape)
         return tuple(size * (end - begin) // of for size, (begin, end, of) in zip(self.shape, box, strict=True))
 
@@ -299,15 +298,15 @@ class StateRecord(TensorRecord):
 class TrainingRecord(Record):
     """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
 
-    `scalars` are inputs of rank files without dims that every step is given: `lr`, `scale`, `step` and what `optimizer` derives
-    from the number of the step. `settings` are the keys of the plan that the loop reads; their paths are relative to `folder`, the
-    plan's, as the artifact sees it; empty: to the artifact. `fixed`: inputs that hold no records, but one value for all. `guard`: an output
-    that every rank has before it updates anything; where it is not finite the step replaces nothing of what is kept.
+    `scalars`: inputs of rank files without dims, new in every step: `lr`, `scale`, `step` and what `optimizer` derives from its number.
+    `settings`: the keys of the plan that the loop reads; their paths are relative to `folder`, the plan's, as the artifact sees it; empty:
+    to the artifact. `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates
+    anything; where it is not finite the step replaces nothing of what is kept.
 
-    `formulas`: of a metric whose output are sums the formula that makes one number of those of all batches
-    (`training/metric_formula.py`). The others are numbers of a batch: those in `sums` are sums over its records, others means;
-    `denominators` names the output that says what a mean is divided by, where that does not follow from the records.
-    `sum_over_ranks`: gradients are those of the sum over the batch's shards of their means.
+    `formulas`: of a metric whose output are sums the formula that makes one number of all batches (`training/metric_formula.py`). Others
+    are numbers of a batch: those in `sums` are sums over its records, others means; `denominators` names the output that says what a mean
+    is divided by, where that does not follow from the records. `sum_over_ranks`: gradients are those of the sum over the batch's shards
+    of their means. `not_streamed`: why a pipeline evaluates whole batches.
     """
 
     loss: str
@@ -322,6 +321,7 @@ class TrainingRecord(Record):
     folder: str = ""
     fixed: list[str] = []
     guard: str = ""
+    not_streamed: str = ""
 
 
 class FileRecord(Record):

@@ -73,7 +73,10 @@ def matching_weights(source: Checkpoint, records: Sequence[StateRecord], strict:
         problems.append(f"{source.path}: none of its {len(held)} tensors has the name of one of the program's{like}")
     if problems:
         help = "names, shapes and types must be the program's" if strict else "shapes and types must be the program's"
-        raise CheckpointError("\n".join([*problems, f"  help: {help}; `partc checkpoint export` writes such a file"]))
+        some = ", and --only PATTERN takes some weights alone" if strict else ""
+        raise CheckpointError(
+            "\n".join([*problems, f"  help: {help}; `partc checkpoint export` writes such a file{some}"])
+        )
     return found
 
 

@@ -28,6 +28,7 @@ from .prefetch import PATIENCE, Prefetcher
 from .reader import Reader
 from .sampler import Order, Position
 from .sources.user_source import STREAMS, UserSource, user_source
+from .streams.child_signals import WithoutTorch
 from .streams.open import open_stream
 
 DEPTH = 2
@@ -62,6 +63,7 @@ class Loader:
         self._state: JsonValue = None
         self._ahead: Prefetcher[Read] | None = None
         self._direct: Iterator[Read] | None = None
+        self._signals = WithoutTorch()
 
     @property
     def batch(self) -> int:
@@ -132,6 +134,7 @@ class Loader:
         if self._ahead is not None:
             self._ahead.close(patience)
         self._ahead = self._direct = None
+        self._signals.end()
 
     def __iter__(self) -> Loader:
         return self
@@ -167,6 +170,8 @@ class Loader:
         self.close(PATIENCE if error is not None else None if ends else STREAM_PATIENCE)
 
     def _next(self) -> Read:
+        if self._ahead is None and self._direct is None:
+            self._signals.begin()
         if not self._depth or not self.source.reads:
             self._direct = self._direct or self.source.read(self._position, self._state, self._epochs)
             read = next(self._direct)

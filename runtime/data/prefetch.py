@@ -33,7 +33,7 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def next(self) -> Item:
-        """The next item; StopIteration after the last, the thread's own error where it failed."""
+        """The next item; StopIteration after the last, once the thread's own error where it failed."""
         with self._changed:
             while not (self._ready or self._ended):
                 self._changed.wait()
@@ -42,9 +42,11 @@ class Prefetcher(Generic[Item]):
                 self._changed.notify_all()
                 return item
         self.close()
-        if self._error is not None:
-            raise self._error
-        raise StopIteration
+        error, self._error = self._error, None
+        try:
+            raise StopIteration if error is None else error
+        finally:
+            del error  # which refers to this frame: so it goes with whoever has caught it, and all that it refers to
 
     def peek(self) -> Item | None:
         """The next item, which stays the next, where it is ready."""

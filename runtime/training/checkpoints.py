@@ -132,13 +132,17 @@ class Checkpoints:
         self._ours.add(self.source.parent.resolve())
         return index
 
-    def load_weights(self, path: Path, strict: bool, option: str) -> frozenset[str]:
-        """Loads weights from a checkpoint or a safetensors file; the names of the loaded tensors."""
+    def load_weights(
+        self, path: Path, strict: bool, option: str, only: Callable[[str], bool] | None = None
+    ) -> frozenset[str]:
+        """Loads weights, or `only` some, from a checkpoint or a safetensors file; the names of the loaded tensors."""
 
         self.finish()
+        kept = [one for one in self._kept if only is None or only(one.tensor)]
 
-        def take(source: Checkpoint) -> frozenset[str]:
-            names = self._together(lambda: matching_weights(source, self._kept, strict))
+        def take(whole: Checkpoint) -> frozenset[str]:
+            source = whole if only is None else whole.only(only)
+            names = self._together(lambda: matching_weights(source, kept, strict))
             self._read(source, names)
             return names
 

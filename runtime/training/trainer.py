@@ -9,7 +9,7 @@ with load_trainer("build") as trainer:                    # on every rank
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -318,13 +318,16 @@ class Trainer:
         return index.meta
 
     @one_at_a_time(TRAINER)
-    def load_weights(self, path: str | Path, strict: bool = True, option: str = "") -> frozenset[str]:
+    def load_weights(
+        self, path: str | Path, strict: bool = True, option: str = "", only: Callable[[str], bool] | None = None
+    ) -> frozenset[str]:
         """Loads weights from a checkpoint, or from any safetensors file with the same names; the names of the loaded tensors.
 
-        Checkpoints are chosen and proven as by `load`; so is a file that `partc checkpoint export` wrote.
+        `only`: which weights, by name, on both sides; the others keep their values, such as the base beneath adapters. Checkpoints are
+        chosen and proven as by `load`; so is a file that `partc checkpoint export` wrote.
         """
         self._check_last_loss()
-        return self._checkpoints.load_weights(Path(path), strict, option)
+        return self._checkpoints.load_weights(Path(path), strict, option, only)
 
     def close(self) -> None:
         """Releases sessions and buffers, after the call under way; collective. NonFiniteError as `check_last_loss` raises it."""

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from data_case import joined, sharded
 from partc.runtime.data import Loader, Position, Spec, open_loader
+from partc.runtime.data.streams.state import says_its_place
 
 RECORDS, BATCH, EPOCHS = 41, 6, 2
 X = np.arange(RECORDS * 4, dtype=np.float32).reshape(RECORDS, 4)
@@ -197,6 +199,23 @@ def test_what_was_stopped_goes_on_on_other_ranks(kind: str) -> None:
             assert f"skips its first {inside * BATCH} records" in said[0]
         for loader in then:
             loader.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_state_of_a_shuffle_buffer_is_not_its_place() -> None:
+    """What `datasets` says of it leaves records out: were it not so any more, such a stream need not be read again."""
+    source = shuffled_stream()
+    assert not says_its_place(source)
+    assert says_its_place(arrow_stream())
+    whole, exact = [one["label"] for one in source], []
+    for place in range(1, RECORDS):
+        first = [one["label"] for one in islice(source, place)]
+        records = iter(source)
+        assert [next(records)["label"] for _ in range(place)] == first
+        resumed = shuffled_stream()
+        resumed.load_state_dict(source.state_dict())
+        exact.append(first + [one["label"] for one in resumed] == whole)
+    assert not all(exact)
 
 
 def test_workers_that_stay_end_with_the_last_reader() -> None:

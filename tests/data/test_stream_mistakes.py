@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +326,29 @@ def test_workers_that_die_or_raise() -> None:
         )
         assert text.startswith(f"{__file__}:")
         assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_failure_keeps_no_workers(depth: int, persistent: bool) -> None:
+    """Not while it is kept, nor until the garbage collector comes, which waits 5 seconds for each of them, in whatever runs then."""
+    before = {one.pid for one in active_children()}
+    gc.disable()
+    try:
+        source = torch_loader(Raises(), num_workers=2, persistent_workers=persistent)
+        spec = Spec.parse({"source": "source.py"})
+        reader = open_loader(Spec(**{**vars(spec), "source": None}), sharded(1), 0, 4, depth=depth, source=source)
+        with pytest.raises(UserCodeError, match="KeyError: 'images'") as kept:
+            for _ in reader:
+                pass
+        reader.close()
+        assert "in worker process" in str(kept.value)
+        del source, reader
+        if persistent:
+            del kept  # workers that stay are those of the loader, to which its reader's frames refer
+        assert {one.pid for one in active_children()} <= before
+    finally:
+        gc.enable()
 
 
 def test_loaders_of_torch_that_do_not_do() -> None:

@@ -126,6 +126,58 @@ def test_inference_keeps_names_weights_and_numbers(tmp_path: Path) -> None:
             np.testing.assert_allclose(actual, expected[name].detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
+WITHOUT_GRADIENTS = """
+import torch
+from torch import nn
+from partc.compiler import Input
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.fc(x))
+
+class Angles(nn.Module):
+    @torch.no_grad()
+    def forward(self, x):
+        return x * 3
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student, self.angles = nn.Sequential(Block(), Block()), nn.Linear(8, 8), Angles()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        with torch.no_grad():
+            taught = self.teacher(x) * 2
+        again = self.student(taught)
+        with torch.set_grad_enabled(False):
+            scaled = self.angles(self.student(x))
+        return self.encoder(scaled - taught + again)
+
+torch.manual_seed(3)
+model = Net().eval()
+inputs = {"x": Input(["batch", 3, 8])}
+"""
+
+
+def test_blocks_without_gradients_keep_their_modules(tmp_path: Path) -> None:
+    """And layers of attention the ops of ONNX, which torch's own kernels for inference are not."""
+    source = load(tmp_path, WITHOUT_GRADIENTS)
+    paths = set(node_paths(source.model).values())
+    assert {"teacher.0.fc.Gemm", "teacher.1.act.Relu", "angles.Mul", "student.Gemm"} <= {
+        path.replace("MatMul", "Gemm") for path in paths
+    }
+    assert not [path for path in paths if path.startswith(("Gemm", "MatMul", "Relu"))], paths
+    assert {node.domain for node in source.model.graph} <= {""}
+    assert any(path.startswith("encoder.self_attn.") for path in paths)
+    assert torch.is_grad_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_layers_in_training_stay(tmp_path: Path) -> None:
     graph = load(tmp_path, NET + INPUTS + "model = Net()\n").model.graph
     nodes = {str(node.name): node for node in graph}

@@ -52,21 +52,24 @@ class _Build:
         return self.op("MatMul", path, x, self.weight(f"{path}.weight", rows, columns))
 
     def heads(self, path: str, x: str) -> str:
-        split = self.op("Reshape", path, x, self.constant("split", [0, 0, HEADS, SIZE]))
+        split = self.op("Reshape", path, x, self.constant("split", [0, 0, -1, SIZE]))
         return self.op("Transpose", path, split, perm=[0, 2, 1, 3])
 
 
-def decoder(layers: int = 2, inputs: Sequence[str] = (), rows: bool = True) -> onnx.ModelProto:
+def decoder(
+    layers: int = 2, inputs: Sequence[str] = (), rows: bool = True, fused: bool = False, window: int = 0
+) -> onnx.ModelProto:
     """The model. `inputs`: which of position_ids and attention_mask it is given; without them it counts from the length of its past, along
-    rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone.
+    rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone. `fused`: attention is ONNX's op, with two
+    heads of queries for each of keys; `window`: how many tokens each sees, or all before it.
     """
     build = _Build()
-    numbers, away = _positions(build, inputs, rows)
+    numbers, away = _positions(build, inputs, rows, window)
     tokens = build.op("Gather", "embed.tokens", build.weight("embed.tokens.weight", VOCABULARY, WIDTH), "ids")
     places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)
     h = build.op("Add", "embed", tokens, places)
     for layer in range(layers):
-        h = _layer(build, layer, h, away)
+        h = _layer(build, layer, h, away, fused)
     head = build.weight("head.weight", WIDTH, VOCABULARY)
     build.nodes.append(helper.make_node("MatMul", [h, head], ["logits"], "head.MatMul"))
     caches = [f"{side}.{layer}" for layer in range(layers) for side in "kv"]
@@ -79,13 +82,13 @@ def decoder(layers: int = 2, inputs: Sequence[str] = (), rows: bool = True) -> o
     made = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "tokens", VOCABULARY])]
     for name in caches:
         for side, sizes, length in (("past", given, "past"), ("present", made, "past + tokens")):
-            shape = ["batch", HEADS, length, SIZE]
+            shape = ["batch", HEADS // 2 if fused else HEADS, length, SIZE]
             sizes.append(helper.make_tensor_value_info(f"{side}_{name}", TensorProto.FLOAT, shape))
     graph = helper.make_graph(build.nodes, "decoder", given, made, build.weights)
-    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 23 if fused else 18)])
 
 
-def _positions(build: _Build, inputs: Sequence[str], rows: bool) -> tuple[str, str]:
+def _positions(build: _Build, inputs: Sequence[str], rows: bool, window: int) -> tuple[str, str]:
     """The number of each token, and what is added to the scores of those that come later."""
     zero, one = build.constant("zero", 0), build.constant("one", 1)
     tokens = build.op("Squeeze", "count", build.op("Shape", "count", "ids", start=1, end=2), build.axes(0))
@@ -101,7 +104,11 @@ def _positions(build: _Build, inputs: Sequence[str], rows: bool) -> tuple[str, s
         numbers = build.op("Reshape", "numbers", steps, build.constant("as_row", [1, -1]))
         inner = build.op("Reshape", "queries", steps, build.constant("as_rows", [1, 1, -1]))
     queries = build.op("Unsqueeze", "queries", inner, build.axes(3))
-    seen = build.op("LessOrEqual", "mask", build.op("Unsqueeze", "keys", entries, build.axes(0, 1, 2)), queries)
+    keys = build.op("Unsqueeze", "keys", entries, build.axes(0, 1, 2))
+    seen = build.op("LessOrEqual", "mask", keys, queries)
+    if window:
+        first = build.op("Sub", "window", queries, build.constant("window", window))
+        seen = build.op("And", "window", seen, build.op("Greater", "window", keys, first))
     if "attention_mask" in inputs:
         valid = build.op("Cast", "mask", "attention_mask", to=TensorProto.BOOL)
         seen = build.op("And", "mask", seen, build.op("Unsqueeze", "mask", valid, build.axes(1, 2)))
@@ -109,24 +116,35 @@ def _positions(build: _Build, inputs: Sequence[str], rows: bool) -> tuple[str, s
     return numbers, build.op("Where", "mask", seen, none, never)
 
 
-def _layer(build: _Build, layer: int, h: str, away: str) -> str:
+def _layer(build: _Build, layer: int, h: str, away: str, fused: bool) -> str:
     """Attention over the cache, and two linears."""
     path = f"layers.{layer}"
-    inside = f"{path}.attention"
-    query, key, value = (
-        build.heads(f"{path}.{name}", build.linear(f"{path}.{name}", h, WIDTH, WIDTH)) for name in "qkv"
-    )
+    inside, kept = f"{path}.attention", WIDTH // 2 if fused else WIDTH
+    rows = [build.linear(f"{path}.{name}", h, WIDTH, WIDTH if name == "q" else kept) for name in "qkv"]
+    query, key, value = (build.heads(f"{path}.{name}", one) for name, one in zip("qkv", rows, strict=True))
     keys, values = f"present_k.{layer}", f"present_v.{layer}"
     for side, new in (("k", key), ("v", value)):
         ends = [f"past_{side}.{layer}", new], [f"present_{side}.{layer}"]
         build.nodes.append(helper.make_node("Concat", *ends, f"{path}.{side}.Concat", axis=-2))
-    scores = build.op("MatMul", inside, query, build.op("Transpose", inside, keys, perm=[0, 1, 3, 2]))
-    shares = build.op("Softmax", inside, build.op("Add", inside, scores, away), axis=-1)
-    mixed = build.op("Transpose", inside, build.op("MatMul", inside, shares, values), perm=[0, 2, 1, 3])
+    if fused:
+        twice = [_twice(build, f"{path}.{side}", one) for side, one in (("k", keys), ("v", values))]
+        attended = build.op("Attention", inside, query, *twice, away, scale=SIZE**-0.5)
+    else:
+        scores = build.op("MatMul", inside, query, build.op("Transpose", inside, keys, perm=[0, 1, 3, 2]))
+        shares = build.op("Softmax", inside, build.op("Add", inside, scores, away), axis=-1)
+        attended = build.op("MatMul", inside, shares, values)
+    mixed = build.op("Transpose", inside, attended, perm=[0, 2, 1, 3])
     joined = build.op("Reshape", inside, mixed, build.constant("join", [0, 0, WIDTH]))
     h = build.op("Add", path, h, build.linear(f"{path}.o", joined, WIDTH, WIDTH))
     inner = build.op("Relu", f"{path}.up", build.linear(f"{path}.up", h, WIDTH, 2 * WIDTH))
     return build.op("Add", path, h, build.linear(f"{path}.down", inner, 2 * WIDTH, WIDTH))
+
+
+def _twice(build: _Build, path: str, heads: str) -> str:
+    """Every head two times, as exporters repeat them."""
+    apart = build.op("Unsqueeze", path, heads, build.axes(2))
+    repeated = build.op("Expand", path, apart, build.constant("twice", [1, 1, 2, 1, 1]))
+    return build.op("Reshape", path, repeated, build.constant("together", [0, HEADS, -1, SIZE]))
 
 
 class Unsharded:
@@ -138,11 +156,13 @@ class Unsharded:
         self.session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        self.names = [one.name for one in self.session.get_inputs()]
+        given = self.session.get_inputs()
+        self.names = [one.name for one in given]
+        self.heads = {one.name: one.shape[1] for one in given if one.name.startswith("past_")}
 
     def tokens(self, prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> list[int]:
         """The likeliest tokens behind a prompt."""
-        past = {name: np.zeros((1, HEADS, 0, SIZE), np.float32) for name in self.names if name.startswith("past_")}
+        past = {name: np.zeros((1, heads, 0, SIZE), np.float32) for name, heads in self.heads.items()}
         ids, found, before = np.asarray([prompt], np.int64), list[int](), 0
         while len(found) < count and not (found and found[-1] in stop):
             feeds = {"ids": ids, **past}

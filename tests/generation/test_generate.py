@@ -114,6 +114,36 @@ def test_one_length_for_all_sequences_fits_one_slot_alone(
     assert "position_ids" in told
 
 
+@pytest.mark.parametrize("layout", ["one rank", "tensor parallel", "tensor parallel stages"])
+def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled, layout: str) -> None:
+    model = Unsharded(decoder(fused=True))
+    folder = compiled(layout, "length: 64, chunk: 8", fused=True)
+    kinds = [
+        node.op_type
+        for rank in range(open_artifact(folder).manifest.ranks)
+        for node in open_artifact(folder).model(rank).graph.node
+    ]
+    assert kinds.count("GroupQueryAttention") == 2 * (1 if layout == "one rank" else 2)
+    assert not {"Attention", "TensorScatter"} & {*kinds}
+    checked = check(folder)
+    assert (checked.violations, checked.copied) == ([], 0)
+    assert checked.in_place == 2 * kinds.count("GroupQueryAttention")
+    with load_local_generator(folder) as generator:
+        found = [answer.tokens for answer in generator.run(requests())]
+    assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+
+
+@pytest.mark.parametrize(("slots", "window"), [(1, 5), (1, 63), (3, 0), (3, 5)])
+def test_attention_of_another_mask_or_several_slots_stays(compiled: Compiled, slots: int, window: int) -> None:
+    """A window of 63 differs from causal at the last positions alone: the proof looks at each."""
+    model = Unsharded(decoder(fused=True, window=window))
+    folder = compiled("one rank", f"slots: {slots}, length: 64, chunk: 8", fused=True, window=window)
+    assert "Attention" in {node.op_type for node in open_artifact(folder).model(0).graph.node}
+    with load_local_generator(folder) as generator:
+        found = [answer.tokens for answer in generator.run(requests())]
+    assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+
+
 def test_a_step_sends_nothing_that_grows_with_what_is_kept(compiled: Compiled) -> None:
     manifest = open_artifact(compiled("tensor parallel", "slots: 2, length: 200, chunk: 8")).manifest
     assert [one.op for one in manifest.collectives if one.value != "logits"] == [

@@ -47,6 +47,7 @@ def test_json_tells_factors_apart(capsys: pytest.CaptureFixture[str]) -> None:
         True,
     )
     assert (second["op"], second["replicated"]) == ("Softmax", "x")
+    assert (first["kernel"], second["kernel"]) == ("reduction", "normalization")
 
 
 def test_an_unknown_op_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,6 +183,57 @@ def test_adapters_are_exported_alone(folder: Path, tmp_path: Path, capsys: pytes
     batch = batches(CASES["lora"], "mnist_160.npz")[0]
     with torch.no_grad():
         torch.testing.assert_close(module(batch["x"]), want.module(batch["x"]), rtol=0, atol=1e-5)
+    begin_anew(folder, tmp_path, out)
+    refused(tmp_path, out, capsys)
+
+
+def begin_anew(folder: Path, tmp_path: Path, adapters: Path) -> None:
+    """A training that begins with adapters alone has the whole file's bits, under another plan; the base is the model's own."""
+    whole, runs = tmp_path / "whole.safetensors", str(tmp_path / "checkpoints")
+    assert invoke(["checkpoint", "export", runs, "-o", str(whole)]) == 0
+    found = {}
+    for name, source in {
+        "all": [whole],
+        "adapters": [adapters, "**.lora_*"],
+        "some of all": [whole, "**.lora_*"],
+    }.items():
+        words = ["--steps", "2", "--init", *map(str, source[:1]), *(("--only", str(source[1])) if source[1:] else ())]
+        (tmp_path / name).mkdir()
+        found[name] = train(folder, "lora.dp.yaml", tmp_path / name, *words, model="lora.onnx")
+    for one in found.values():
+        assert one.losses == found["all"].losses
+        assert all(np.array_equal(one.tensors[name], array) for name, array in found["all"].tensors.items())
+    fresh = train(folder, "lora.dp.yaml", tmp_path, "--steps", "2", model="lora.onnx")
+    assert fresh.losses != found["all"].losses
+
+
+def refused(tmp_path: Path, adapters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of adapters is no whole model without `--only`; what the patterns name must be in both; patterns need a file."""
+    words = [
+        "train",
+        str(tmp_path / "build"),
+        "--trust-code",
+        "--in-process",
+        "--threads",
+        "1",
+        "--init",
+        str(adapters),
+    ]
+    for more, code, told in (
+        ([], 1, "adapters.safetensors: has no 'up.base.weight'"),
+        (
+            ["--only", "**.lora_*", "--only", "up.base"],
+            1,
+            "adapters.safetensors: has no 'up.base.weight'",
+        ),
+        (["--only", "**.lora_c"], 2, "--only: '**.lora_c' matches no weight of the program"),
+        (["--only", "{"], 2, "--only: '{' is not a pattern"),
+    ):
+        capsys.readouterr()
+        assert invoke([*words, *more]) == code
+        assert told in capsys.readouterr().err
+    assert invoke([*words[:-2], "--only", "**.lora_*"]) == 2
+    assert "--only: it says which weights --init gives" in capsys.readouterr().err
 
 
 def test_they_are_short() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 from batch_in_parts import LOSSES, train
-from partc.compiler.analysis.operations import BYTE, multiply_adds, work
+from partc.compiler.cost.node import BYTE, multiply_adds, work
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
 from partc.compiler.pipeline import compile_source, step_program
@@ -50,6 +50,10 @@ def node(op: str, *ranks: int, **attributes: int | str) -> ir.Node:
     [
         ("MatMul", [[3, 4, 5], [5, 7]], [3, 4, 7], 3 * 4 * 5 * 7, {}),
         ("Gemm", [[5, 4], [5, 7]], [4, 7], 4 * 5 * 7, {"transA": 1}),
+        ("Gemm", [[4, 5], [7, 5], [7]], [4, 7], 4 * 5 * 7, {"transB": 1}),
+        ("MatMul", [[2, 3, 4, 5], [2, 3, 5, 7]], [2, 3, 4, 7], 6 * 4 * 5 * 7, {}),
+        ("Attention", [[2, 3, 8, 4], [2, 3, 9, 4], [2, 3, 9, 4]], [2, 3, 8, 4], 2 * 6 * 8 * 9 * 4, {}),
+        ("LSTM", [[7, 2, 5], [1, 12, 5], [1, 12, 3]], [7, 1, 2, 3], 7 * 2 * 12 * (5 + 3), {}),
         ("Conv", [[2, 6, 9, 9], [8, 3, 3, 3]], [2, 8, 7, 7], 2 * 8 * 49 * 27, {}),
         ("ConvTranspose", [[2, 8, 7, 7], [8, 3, 3, 3]], [2, 3, 9, 9], 2 * 8 * 49 * 27, {}),
         ("Einsum", [[2, 3, 4], [2, 4, 5]], [2, 3, 5], 2 * 3 * 4 * 5, {"equation": "bij, bjk -> bik"}),

@@ -7,11 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.pipeline import PipelineRules
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
 from partc.runtime.artifact.format import EVALUATE_STREAMED
@@ -129,9 +133,48 @@ def test_what_microbatches_cannot_evaluate_is_whole(tmp_path: Path) -> None:
         "ignore_index: 4, weights: [1, 2, 0.5, 1, 3]", "reduction: sum_over_ranks"
     )
     mixing = TWO + "pipeline: {microbatches: 4, statistics: microbatch}\n" + TRAIN.replace("t}}", "t}, largest: }")
-    for k, plan in enumerate((mixing, per_rank, "ranks: 1\n" + TRAIN + "  accumulate: 4\n", TWO + TRAIN)):
+    for k, (plan, why) in enumerate(
+        (
+            (mixing, "'largest' of a batch does not follow from those of its parts"),
+            (per_rank, "the loss is a sum over ranks of means, which an evaluation has not"),
+            ("ranks: 1\n" + TRAIN + "  accumulate: 4\n", ""),
+            (TWO + TRAIN, ""),
+        )
+    ):
         compile_source(from_text(MODEL, WEIGHTS), parse_plan(plan, "plan.yaml"), tmp_path / str(k))
-        assert open_artifact(tmp_path / str(k)).programs == ["train", "evaluate"]
+        artifact = open_artifact(tmp_path / str(k))
+        assert artifact.programs == ["train", "evaluate"]
+        assert artifact.manifest.training is not None
+        assert artifact.manifest.training.not_streamed == why
+
+
+def test_why_an_evaluation_is_whole_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the compile and by `partc inspect`, once each; of an evaluation in microbatches neither says anything."""
+    model = from_text(MODEL, WEIGHTS).model
+    ir.save(model, tmp_path / "m.onnx")
+    mixing = PLANS["sums"].replace("4}", "4, statistics: microbatch}") + TRAIN.replace("t}}", "t}, largest: }")
+    line = "evaluations run each batch whole, one stage after the other: 'largest' of a batch does not follow from those of its parts\n"
+    for text, times in ((mixing, 1), (PLANS["sums"] + TRAIN, 0)):
+        (tmp_path / "plan.yaml").write_text(text)
+        for words in (
+            ["compile", str(tmp_path / "m.onnx"), "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "build")],
+            ["inspect", str(tmp_path / "build")],
+        ):
+            assert invoke(words) == 0
+            assert capsys.readouterr().out.count(line) == times
+
+
+def test_microbatches_of_an_evaluation_are_large(tmp_path: Path) -> None:
+    """Twice as many as groups of ranks that work are enough: several of the step's are one, where they divide so."""
+    rules = PipelineRules("plan.yaml:3", 24)
+    assert [rules.of_forward_passes(groups).microbatches for groups in (2, 3, 4, 5, 12, 24)] == [4, 6, 8, 12, 24, 24]
+    assert replace(rules, microbatches=3).of_forward_passes(2).microbatches == 3
+    compile_source(from_text(MODEL, WEIGHTS), parse_plan(PLANS["zb_h1"] + TRAIN, "plan.yaml"), tmp_path)
+    schedule = (tmp_path / "ir/evaluate_streamed/schedule.txt").read_text()
+    assert "rank 0: 0F0 0F1 0F2 0F3\nrank 1: 1F0 1F1 1F2 1F3\n" in schedule
+    fixed = MODEL.replace("B, 6", "2, 6").replace("B, 5", "2, 5")
+    compile_source(from_text(fixed, WEIGHTS), parse_plan(PLANS["zb_h1"] + TRAIN, "plan.yaml"), tmp_path / "fixed")
+    assert "0F7" in (tmp_path / "fixed/ir/evaluate_streamed/schedule.txt").read_text()
 
 
 COMMAND = """

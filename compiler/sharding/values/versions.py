@@ -106,7 +106,7 @@ def _as_begun(program: Sharded, versions: ValueVersions) -> None:
     """Gives parameters, and the inputs of an accumulated part, the layouts and names that they have in the program of the step."""
     step = program.beside.get(ProgramKind.STEP)
     graph, lying = program.model.graph, {} if step is None else step.lying
-    inputs = graph.inputs if program.training and program.kind is not ProgramKind.EVALUATION else ()
+    inputs = graph.inputs if program.training else ()
     for value in (*inputs, *graph.initializers.values()):
         there = {ShardedValue(value, *key): name for key, name in lying.get(name_of(value), {}).items()}
         if there and versions.uses.get(value):

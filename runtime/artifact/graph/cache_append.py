@@ -1,6 +1,7 @@
 """Appending to a decoder's cache where it lies: onnxruntime writes the new entries alone where input and output have one memory.
 
     next = TensorScatter(cache, entries, position)
+    y, next_k, next_v = GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
 
 That is right where nothing else reads the cache: all readers of `next` come after it.
 """
@@ -15,6 +16,13 @@ from .onnx_graph import reads
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
+
+
+_APPENDING: Mapping[tuple[str, str], Mapping[int, int]] = {
+    ("", "TensorScatter"): {0: 0},
+    ("com.microsoft", "GroupQueryAttention"): {3: 1, 4: 2},
+}
+"""By op the output that may lie where an input does."""
 
 
 def appended(model: ModelProto, records: Iterable[StateRecord]) -> list[StateRecord]:
@@ -33,7 +41,9 @@ def appended(model: ModelProto, records: Iterable[StateRecord]) -> list[StateRec
 
 def _appends(record: StateRecord, readers: Mapping[str, list[NodeProto]]) -> bool:
     found = readers[record.value]
-    if len(found) != 1 or found[0].op_type != "TensorScatter" or found[0].domain not in ("", "ai.onnx"):
+    if len(found) != 1 or (found[0].domain, found[0].op_type) not in _APPENDING:
         return False
     node = found[0]
-    return [*node.input].count(record.value) == 1 and node.input[0] == record.value and node.output[0] == record.next
+    where = [k for k, name in enumerate(node.input) if name == record.value]
+    output = _APPENDING[node.domain, node.op_type].get(where[0]) if len(where) == 1 else None
+    return output is not None and len(node.output) > output and node.output[output] == record.next

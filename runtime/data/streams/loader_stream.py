@@ -26,7 +26,8 @@ from ...user_code import UserCodeError, user_code
 from ..fields import Rows
 from ..sources.user_source import UserSource
 from ..sources.values import as_array
-from .process_errors import leave_to_the_reader, of_process
+from .child_signals import leave_to_the_reader
+from .process_errors import of_process
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
 
@@ -79,7 +80,6 @@ class LoaderStream:
         if indexed and _is_of(loader, "DataLoader", exact=True):
             self._rows = _OwnRows(sampler, size, self.batches, span if _puts_together(loader) else None)
             self._loader = _with_sampler(loader, self._rows, found.where)
-        leave_to_the_reader()
         self._columns: list[Rows] = []
         if self._rows is not None and _puts_together(loader) and _is_of(loader.dataset, "TensorDataset", exact=True):
             self._columns = [Rows(as_array(tensor)) for tensor in loader.dataset.tensors]
@@ -106,23 +106,28 @@ class LoaderStream:
 
     def _epoch(self, epoch: int, skip: int, left: int, state: JsonValue) -> Iterator[StreamBatch]:
         """The batches of an epoch behind `skip`, of which the loader still gives `left`."""
-        with _DRAWING:
-            self._begin(epoch)
-            if state is not None:
-                with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
-                    self._loader.load_state_dict(restored(state))
-                left = 0
-            with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
-                batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
-            value = self._next(batches, skip - left, epoch)
-        number = skip - left
-        while value is not _END:
-            if left:
-                left -= 1
-            else:
-                yield self._given(value)
-            number += 1
-            value = self._next(batches, number, epoch)
+        batches: Iterator[object] = iter(())
+        try:
+            with _DRAWING:
+                self._begin(epoch)
+                if state is not None:
+                    with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
+                        self._loader.load_state_dict(restored(state))
+                    left = 0
+                with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
+                    batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
+                leave_to_the_reader()
+                value = self._next(batches, skip - left, epoch)
+            number = skip - left
+            while value is not _END:
+                if left:
+                    left -= 1
+                else:
+                    yield self._given(value)
+                number += 1
+                value = self._next(batches, number, epoch)
+        finally:
+            del batches  # a failure refers to this frame, and keeps no workers by it
 
     def _by_columns(self, rows: _OwnRows) -> Iterator[object]:
         """The batches of a dataset of tensors, each by one indexing of whole tensors: what torch stacks of single records."""
@@ -136,6 +141,7 @@ class LoaderStream:
             with user_code(self._where, doing):
                 return next(batches, _END)
         except UserCodeError as error:
+            del batches  # as above
             raise of_process(error, self._where, doing, getattr(self._loader, "num_workers", 0)) from error.__cause__
 
     def _given(self, value: object) -> StreamBatch:

@@ -11,9 +11,8 @@ torch sends an exception of a worker as text; a worker that is gone has sent not
 from __future__ import annotations
 
 import re
-import signal
-import threading
 from collections.abc import Iterator
+from traceback import clear_frames
 
 from ...user_code import UserCodeError, fact, is_of_user
 
@@ -24,6 +23,10 @@ _CAUGHT = re.compile(r"^Caught \w+ in DataLoader worker process (\d+)\.$")
 def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> UserCodeError:
     """The error of a worker that an error of a loader with `workers` stands for; the same where it stands for none."""
     cause, text = error.__cause__, str(error.__cause__)
+    if cause is not None and workers:
+        # torch's frames and its failure refer to each other, and by these the failure to the workers: they would end when the garbage
+        # collector finds them, in whatever runs then, and torch waits 5 seconds for each there.
+        clear_frames(cause.__traceback__)
     first, _, trace = text.partition("\n")
     is_gone = isinstance(cause, RuntimeError) and "DataLoader worker" in text and "exited unexpectedly" in text
     if cause is not None and workers and (is_gone or isinstance(cause, ConnectionError | EOFError)):
@@ -48,18 +51,6 @@ def of_process(error: UserCodeError, where: str, doing: str, workers: int) -> Us
         (f"while {doing}, in worker process {caught[1]}",),
         tuple(line for line in shown if line),
     )
-
-
-def leave_to_the_reader() -> None:
-    """Takes back the signal handler by which torch raises in the main thread, wherever that is, when a worker has died.
-
-    torch sets it where a loader is iterated in the main thread, as a user's file may do. The thread that reads finds a dead worker, too.
-    """
-    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
-    if threading.current_thread() is threading.main_thread() and getattr(handler, "__module__", "").startswith(
-        "torch."
-    ):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _frames(lines: list[str]) -> Iterator[tuple[str, str, str, str]]:

@@ -15,7 +15,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-matmul = op("MatMul", factors="*mk,*kn->*mn", contracted="k", linear="each", precision="low")
+matmul = op("MatMul", factors="*mk,*kn->*mn", contracted="k", linear="each", precision="low", kernel="product")
 
 
 @matmul.sharding
@@ -40,6 +40,7 @@ fused_matmul = op(
     linear="each",
     remarks="transA, transB and batch transposes as the attributes say",
     precision="low",
+    kernel="product",
 )
 
 
@@ -79,6 +80,7 @@ gemm = op(
     linear="each",
     remarks="linear without bias, which one rank alone adds",
     precision="low",
+    kernel="product",
 )
 
 
@@ -125,6 +127,7 @@ einsum = op(
     linear="each",
     remarks="factors are the letters of its equation; those that are summed are contracted, those on a diagonal replicated",
     precision="low",
+    kernel="product",
 )
 
 
@@ -174,7 +177,11 @@ def _(g: GradientBuilder, dy: str, *operands: str) -> Sequence[str | None]:
 
 
 matmul_integer = op(
-    "MatMulInteger", factors="*mk,*kn,m,n->*mn", contracted="k", remarks="a zero point of one number is replicated"
+    "MatMulInteger",
+    factors="*mk,*kn,m,n->*mn",
+    contracted="k",
+    remarks="a zero point of one number is replicated",
+    kernel="product",
 )
 
 
@@ -191,6 +198,7 @@ qlinear_matmul = op(
     factors="*mk,_,_,*kn,_,_,_,_->*mn",
     replicated="k",
     remarks="scales and zero points of rows and columns are sharded with them",
+    kernel="product",
 )
 
 

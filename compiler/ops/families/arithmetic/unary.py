@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from partc.compiler.autodiff.builder import GradientBuilder
-from partc.compiler.ops.registry import CONTRIB, Precision, op
+from partc.compiler.ops.registry import CONTRIB, Kernel, Precision, op
 
 SELU_ALPHA, SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
 
@@ -52,6 +52,19 @@ _FOLLOWING = (
     *("Swish", "Tanh", "ThresholdedRelu"),
 )
 """The ops among these that lose nothing in 16 bits: no exponential or power leaves the range."""
+_BY_BYTES = (
+    "Abs",
+    "HardSigmoid",
+    "HardSwish",
+    "LeakyRelu",
+    "Neg",
+    "Reciprocal",
+    "Relu",
+    "Shrink",
+    "Sqrt",
+    "ThresholdedRelu",
+)
+"""The ops among these that compute less than they move."""
 
 
 def _by_slope(slope: Slope) -> Callable[[GradientBuilder, str, str], str]:
@@ -60,9 +73,10 @@ def _by_slope(slope: Slope) -> Callable[[GradientBuilder, str, str], str]:
 
 for _name, _slope in SLOPES.items():
     _precision: Precision = "follow" if _name in _FOLLOWING else "high"
-    op(_name, factors="*->*", precision=_precision).gradient(_by_slope(_slope))
-op("Gelu", domain=CONTRIB, factors="*->*").gradient(_by_slope(lambda g, x: gelu(g, x)))
-op("QuickGelu", domain=CONTRIB, factors="*->*").gradient(
+    _kernel: Kernel = "elementwise" if _name in _BY_BYTES else "function"
+    op(_name, factors="*->*", precision=_precision, kernel=_kernel).gradient(_by_slope(_slope))
+op("Gelu", domain=CONTRIB, factors="*->*", kernel="function").gradient(_by_slope(lambda g, x: gelu(g, x)))
+op("QuickGelu", domain=CONTRIB, factors="*->*", kernel="function").gradient(
     _by_slope(lambda g, x: swish(g, x, g.attribute("alpha", 1.702)))
 )
 op(
@@ -78,12 +92,12 @@ op(
     stops_gradient=True,
     precision="follow",
 )
-identity = op("Identity", factors="*->*", linear="joint", precision="follow")
+identity = op("Identity", factors="*->*", linear="joint", precision="follow", kernel="view")
 negative = op("Neg", factors="*->*", linear="joint", precision="follow")
 logarithm = op("Log", factors="*->*")
 reciprocal = op("Reciprocal", factors="*->*")
 root = op("Sqrt", factors="*->*")
-bias_gelu = op("BiasGelu", domain=CONTRIB, factors="*,*->*")
+bias_gelu = op("BiasGelu", domain=CONTRIB, factors="*,*->*", kernel="function")
 fast_gelu = op("FastGelu", domain=CONTRIB, factors="*,*->*")
 
 

@@ -51,6 +51,7 @@ reverse_sequence = op(
     partial=(0,),
     remarks="the time axis is replicated",
     precision="follow",
+    kernel="layout",
 )
 
 

@@ -11,7 +11,7 @@ from partc.compiler.ops.families.images.conv_backward import spread, weight
 from partc.compiler.ops.families.images.windows import kernel_of, separate_windows, transposed_windows, windows_of
 from partc.compiler.ops.node import dims, operand
 from partc.compiler.ops.notation import rule
-from partc.compiler.ops.registry import op
+from partc.compiler.ops.registry import Dims, op
 from partc.compiler.ops.rule import Local, Rule
 
 conv = op(
@@ -22,12 +22,19 @@ conv = op(
     partial=(0, 1),
     remarks="groups stay together; windows that do not overlap are free; linear without bias, which is added once",
     precision="low",
+    kernel="convolution",
 )
 
 
 @conv.sharding
 def _(node: ir.Node) -> Rule | None:
     return _convolution(node, "oc", transposed=False)
+
+
+@conv.multiply_adds
+def _of_filters(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+    """Each element of the output is a product with one filter."""
+    return [(*made, *given[1][1:])]
 
 
 @conv.gradient
@@ -48,12 +55,19 @@ conv_transpose = op(
     partial=(0, 1),
     remarks="groups stay together; windows that do not overlap are free; linear without bias, which is added once",
     precision="low",
+    kernel="convolution",
 )
 
 
 @conv_transpose.sharding
 def _(node: ir.Node) -> Rule | None:
     return _convolution(node, "co", transposed=True)
+
+
+@conv_transpose.multiply_adds
+def _(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+    """Each element of the input is multiplied by one filter."""
+    return [(*given[0], *given[1][1:])]
 
 
 @conv_transpose.gradient
@@ -74,7 +88,11 @@ conv_integer = op(
     factors="nc_,oc_,_,o->no_",
     contracted="c",
     remarks="groups stay together; one zero point for all is replicated",
+    kernel="convolution",
 )
+
+
+conv_integer.multiply_adds(_of_filters)
 
 
 @conv_integer.sharding
@@ -87,7 +105,19 @@ def _(node: ir.Node) -> Rule | None:
     return rule(node, f"nc{spatial},oc_,_,{point}->no{spatial}")
 
 
-qlinear_conv = op("QLinearConv", factors="nc_,_,_,oc_,o,o,_,_,o->no_", replicated="c", remarks="groups stay together")
+qlinear_conv = op(
+    "QLinearConv",
+    factors="nc_,_,_,oc_,o,o,_,_,o->no_",
+    replicated="c",
+    remarks="groups stay together",
+    kernel="convolution",
+)
+
+
+@qlinear_conv.multiply_adds
+def _(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+    """As of a Conv, whose weights are the fourth operand here."""
+    return [(*made, *given[3][1:])]
 
 
 @qlinear_conv.sharding
@@ -107,7 +137,11 @@ deform_conv = op(
     linear="each",
     partial=(0, 1, 4),
     remarks="channels replicated where there are groups; linear without bias, which is added once",
+    kernel="convolution",
 )
+
+
+deform_conv.multiply_adds(_of_filters)
 
 
 @deform_conv.sharding

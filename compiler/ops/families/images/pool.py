@@ -23,10 +23,11 @@ average_pool = op(
     linear="joint",
     remarks="windows that do not overlap are free",
     precision="follow",
+    kernel="reduction",
 )
 
 
-lp_pool = op("LpPool", factors="nc_->nc_", remarks="windows that do not overlap are free")
+lp_pool = op("LpPool", factors="nc_->nc_", remarks="windows that do not overlap are free", kernel="reduction")
 
 
 @average_pool.sharding
@@ -57,6 +58,7 @@ max_pool = op(
     gradient_outputs=1,
     remarks="windows that do not overlap are free; replicated where its indices, which count through the input, are outputs",
     precision="follow",
+    kernel="reduction",
 )
 
 
@@ -84,7 +86,7 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
     return g.Reshape(g.ScatterElements(flat, indices, g.reshape(dy, [-1]), axis=0, reduction="add"), g.shape_of(x))
 
 
-global_average_pool = op("GlobalAveragePool", factors="nchw->nc..", contracted="hw", linear="joint")
+global_average_pool = op("GlobalAveragePool", factors="nchw->nc..", contracted="hw", linear="joint", kernel="reduction")
 
 
 @global_average_pool.sharding
@@ -98,7 +100,9 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
     return g.Expand(g.Div(dy, g.size_of(x, range(2, g.rank(x)), like=x)), g.shape_of(x))
 
 
-global_max_pool = op("GlobalMaxPool", factors="nchw->nc..", contracted={"h": "max", "w": "max"}, precision="follow")
+global_max_pool = op(
+    "GlobalMaxPool", factors="nchw->nc..", contracted={"h": "max", "w": "max"}, precision="follow", kernel="reduction"
+)
 
 
 @global_max_pool.sharding
@@ -113,7 +117,7 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
     return g.Mul(chosen, g.Div(dy, g.sum(chosen, range(2, g.rank(x)), keepdims=True)))
 
 
-op("GlobalLpPool", factors="nc_->nc_")
+op("GlobalLpPool", factors="nc_->nc_", kernel="reduction")
 
 
 op("MaxRoiPool", factors=".c..,r.->rc..", precision="follow")

@@ -29,6 +29,7 @@ gather = op(
     partial=(0,),
     remarks="rows of other ranks are masked",
     precision="follow",
+    kernel="lookup",
 )
 
 
@@ -84,6 +85,7 @@ gather_elements = op(
     partial=(0,),
     remarks="rows of other ranks are masked; dims in which sizes differ are replicated",
     precision="follow",
+    kernel="lookup",
 )
 
 
@@ -120,6 +122,7 @@ gather_nd = op(
     partial=(0,),
     remarks="rows of other ranks are masked",
     precision="follow",
+    kernel="lookup",
 )
 
 
@@ -192,6 +195,7 @@ compress = op(
     partial=(0,),
     remarks="the axis is replicated, without axis everything",
     precision="follow",
+    kernel="lookup",
 )
 
 

@@ -32,6 +32,7 @@ scatter_elements = op(
     partial=(0, 2),
     remarks=_REMARKS,
     precision="follow",
+    kernel="scatter",
 )
 scatter = op(
     "Scatter",
@@ -41,6 +42,7 @@ scatter = op(
     partial=(0, 2),
     remarks=_REMARKS,
     precision="follow",
+    kernel="scatter",
 )
 
 
@@ -99,6 +101,7 @@ scatter_nd = op(
     partial=(0, 2),
     remarks=_REMARKS,
     precision="follow",
+    kernel="scatter",
 )
 
 
@@ -149,6 +152,7 @@ tensor_scatter = op(
     partial=(0, 1),
     remarks="the axis is replicated",
     precision="follow",
+    kernel="scatter",
 )
 
 

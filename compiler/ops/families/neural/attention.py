@@ -11,6 +11,7 @@ backward pass instead of being kept, which for long sequences would be the large
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from partc.compiler.autodiff.shapes import extents, joined, like
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.node import Dim, dims, operand, same
 from partc.compiler.ops.notation import rule
-from partc.compiler.ops.registry import op
+from partc.compiler.ops.registry import Dims, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 HEAD_COUNTS = ("num_heads", "kv_num_heads", "q_num_heads")
@@ -35,7 +36,14 @@ attention = op(
     partial=(2,),
     remarks="heads by those of the keys; s is replicated where causal; linear with one output",
     precision="low",
+    kernel="product",
 )
+
+
+@attention.multiply_adds
+def _(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+    """Every query with every key, and the shares of these with their values."""
+    return [(2, *given[0], *given[1][-2:-1])]
 
 
 @attention.sharding

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.families.neural.attention import fewer_heads, one_letter
 from partc.compiler.ops.node import Dim, dims, operand, same
-from partc.compiler.ops.registry import CONTRIB, op
+from partc.compiler.ops.registry import CONTRIB, Dims, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 multi_head_attention = op(
@@ -22,7 +22,15 @@ multi_head_attention = op(
     linear="each",
     partial=(2,),
     remarks="s free unless causal or cached; packed operands are replicated; linear without bias and cache",
+    kernel="product",
 )
+
+
+@multi_head_attention.multiply_adds
+def _products(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+    """Every query with every key, and the shares of these with their values."""
+    keys = given[1] if len(given) > 1 and given[1] else given[0]
+    return [(2, *given[0], *keys[-2:-1])]
 
 
 @multi_head_attention.sharding
@@ -59,7 +67,11 @@ group_query_attention = op(
     factors="b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h->b.h,bh..,bh..",
     remarks="heads by those of the keys; packed heads are replicated",
     host=(6,),
+    kernel="product",
 )
+
+
+group_query_attention.multiply_adds(_products)
 
 
 @group_query_attention.sharding
@@ -90,7 +102,14 @@ packed_attention = op(
     domain=CONTRIB,
     factors="b..,_,_,b.,.bh..,bh..->b.h,.bh..",
     remarks="heads by their number; each rank takes its columns of the weights",
+    kernel="product",
 )
+
+
+@packed_attention.multiply_adds
+def _(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+    """The product with the packed weights; then every query with every key, and the shares of these with their values."""
+    return [(*given[0], *given[1][-1:]), (2, *made, *given[0][1:2])]
 
 
 @packed_attention.sharding

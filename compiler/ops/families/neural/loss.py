@@ -22,6 +22,7 @@ softmax_cross_entropy = op(
     linear="each",
     partial=(2,),
     remarks="of means only an even one is contracted; the classes are replicated; linear only in a sum without the second output",
+    kernel="reduction",
 )
 
 
@@ -59,6 +60,7 @@ negative_log_likelihood = op(
     linear="each",
     partial=(0, 2),
     remarks="of means only an even one is contracted; in a mean linear in input 0 alone",
+    kernel="reduction",
 )
 
 

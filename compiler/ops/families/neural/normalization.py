@@ -19,7 +19,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
-lp_normalization = op("LpNormalization", factors="ax->ax", replicated="x")
+lp_normalization = op("LpNormalization", factors="ax->ax", replicated="x", kernel="normalization")
 
 
 @lp_normalization.sharding
@@ -27,7 +27,7 @@ def _(node: ir.Node) -> Rule | None:
     return replicated_along(node, [axis_of(node, rank_of(node.inputs[0]) or 0, -1)])
 
 
-mean_variance_normalization = op("MeanVarianceNormalization", factors="ax->ax", replicated="x")
+mean_variance_normalization = op("MeanVarianceNormalization", factors="ax->ax", replicated="x", kernel="normalization")
 
 
 @mean_variance_normalization.sharding
@@ -36,14 +36,21 @@ def _(node: ir.Node) -> Rule | None:
     return replicated_along(node, [counted(axis, rank) for axis in node.attributes.get_ints("axes") or (0, 2, 3)])
 
 
-op("LRN", factors="n.*->n.*", remarks="channels are replicated")
+op("LRN", factors="n.*->n.*", remarks="channels are replicated", kernel="normalization")
 
 
 _LAST = "*x,_,_->*x,*.,*."
 
-layer_normalization = op("LayerNormalization", factors=_LAST, replicated="x", gradient_outputs=3)
+layer_normalization = op(
+    "LayerNormalization", factors=_LAST, replicated="x", gradient_outputs=3, kernel="normalization"
+)
 rms_normalization = op(
-    "RMSNormalization", "SimplifiedLayerNormalization", factors=_LAST, replicated="x", gradient_outputs=1
+    "RMSNormalization",
+    "SimplifiedLayerNormalization",
+    factors=_LAST,
+    replicated="x",
+    gradient_outputs=1,
+    kernel="normalization",
 )
 
 
@@ -112,6 +119,7 @@ skip_layer_normalization = op(
     domain=CONTRIB,
     factors="*x,*x,_,_,_->*x,*.,*.,*x",
     replicated="x",
+    kernel="normalization",
 )
 
 
@@ -120,7 +128,9 @@ def _(node: ir.Node) -> Rule | None:
     return rule(node, "*.,*.,_,_,_->*.,*.,*.,*.")
 
 
-group_normalization = op("GroupNormalization", factors="nc_,c,c->nc_", remarks="channels are sharded by whole groups")
+group_normalization = op(
+    "GroupNormalization", factors="nc_,c,c->nc_", remarks="channels are sharded by whole groups", kernel="normalization"
+)
 
 
 @group_normalization.sharding
@@ -152,7 +162,7 @@ def _(local: Local) -> None:
     local.same(num_groups=local.node.attributes.get_int("num_groups", 1) // local.num_shards("c"))
 
 
-instance_normalization = op("InstanceNormalization", factors="nc_,c,c->nc_")
+instance_normalization = op("InstanceNormalization", factors="nc_,c,c->nc_", kernel="normalization")
 
 
 @instance_normalization.gradient
@@ -166,6 +176,7 @@ batch_normalization = op(
     factors="nc*,c,c,c,c->nc*,c,c",
     remarks="in training, whose statistics are over images and positions, only channels are sharded",
     gradient_outputs=1,
+    kernel="normalization",
 )
 
 

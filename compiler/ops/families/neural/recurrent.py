@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 from partc.compiler.ops.notation import rule
-from partc.compiler.ops.registry import op
+from partc.compiler.ops.registry import Dims, op
 from partc.compiler.ops.rule import Rule
 
 gated = op(
@@ -14,7 +16,14 @@ gated = op(
     remarks="with layout 1 the batch comes first",
     precision="low",
     host=(4,),
+    kernel="product",
 )
+
+
+@gated.multiply_adds
+def _products(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+    """In each step each record is multiplied by the weights of the input, and by those of the state."""
+    return [(*given[0][:2], *weights) for weights in given[1:3]]
 
 
 @gated.sharding
@@ -30,7 +39,11 @@ lstm = op(
     remarks="with layout 1 the batch comes first",
     precision="low",
     host=(4,),
+    kernel="product",
 )
+
+
+lstm.multiply_adds(_products)
 
 
 @lstm.sharding

@@ -11,8 +11,8 @@ from partc.compiler.ops.rule import WHOLE, Rule
 
 _OLD = "before opset 13 all dims from the axis on"
 
-softmax = op("Softmax", factors="ax->ax", replicated="x", remarks=_OLD)
-log_softmax = op("LogSoftmax", factors="ax->ax", replicated="x", remarks=_OLD)
+softmax = op("Softmax", factors="ax->ax", replicated="x", remarks=_OLD, kernel="normalization")
+log_softmax = op("LogSoftmax", factors="ax->ax", replicated="x", remarks=_OLD, kernel="normalization")
 hardmax = op("Hardmax", factors="ax->ax", replicated="x", remarks=_OLD, precision="follow")
 
 

@@ -9,7 +9,9 @@ from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, rank_of, sa
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-concat = op("Concat", factors="a.,a.->a.", linear="joint", remarks="the axis is replicated", precision="widest")
+concat = op(
+    "Concat", factors="a.,a.->a.", linear="joint", remarks="the axis is replicated", precision="widest", kernel="layout"
+)
 
 
 @concat.sharding
@@ -45,6 +47,7 @@ split = op(
     remarks="the axis is replicated",
     precision="follow",
     host=(1,),
+    kernel="layout",
 )
 
 

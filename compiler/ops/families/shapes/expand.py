@@ -12,7 +12,7 @@ from partc.compiler.ops.node import LETTERS, Dim, constant_ints, dims, opset_of,
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
-expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow", host=(1,))
+expand = op("Expand", factors=".b,_->ab", linear="joint", partial=(0,), precision="follow", host=(1,), kernel="layout")
 
 
 @expand.sharding
@@ -40,6 +40,7 @@ tile = op(
     remarks="dims above 1 that are repeated are replicated",
     precision="follow",
     host=(1,),
+    kernel="layout",
 )
 
 

@@ -22,6 +22,7 @@ pad = op(
     remarks="padded dims are replicated; linear only where the padding is zero or made of the data",
     precision="follow",
     host=(1, 2, 3),
+    kernel="layout",
 )
 
 
@@ -80,6 +81,7 @@ center_crop_pad = op(
     remarks="the axes are replicated",
     precision="follow",
     host=(1,),
+    kernel="layout",
 )
 
 

@@ -33,6 +33,7 @@ reshape = op(
     remarks="dims are matched in groups of equal products, of which the major-most may be sharded",
     precision="follow",
     host=(1,),
+    kernel="view",
 )
 
 
@@ -53,6 +54,7 @@ flatten = op(
     linear="joint",
     remarks="the major-most dim of each side is sharded alike",
     precision="follow",
+    kernel="view",
 )
 
 
@@ -67,7 +69,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((first + second,), (made,))
 
 
-squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precision="follow", host=(1,))
+squeeze = op("Squeeze", factors="a.b->ab", linear="joint", partial=(0,), precision="follow", host=(1,), kernel="view")
 
 
 @squeeze.sharding
@@ -85,7 +87,9 @@ def _(node: ir.Node) -> Rule | None:
     return Rule((letters, *_axes_operand(node)), (letters.replace(WHOLE, ""),), local=local)
 
 
-unsqueeze = op("Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,), precision="follow", host=(1,))
+unsqueeze = op(
+    "Unsqueeze", factors="ab->a.b", linear="joint", partial=(0,), precision="follow", host=(1,), kernel="view"
+)
 
 
 @unsqueeze.sharding

@@ -15,7 +15,12 @@ from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 shape = op(
-    "Shape", factors="ab->_", remarks="the global extents, on every rank", stops_gradient=True, precision="follow"
+    "Shape",
+    factors="ab->_",
+    remarks="the global extents, on every rank",
+    stops_gradient=True,
+    precision="follow",
+    kernel="view",
 )
 
 
@@ -24,7 +29,14 @@ def _(node: ir.Node) -> Rule | None:
     return _extents(node, WHOLE, _global_shape)
 
 
-size = op("Size", factors="ab->", remarks="the global size, on every rank", stops_gradient=True, precision="follow")
+size = op(
+    "Size",
+    factors="ab->",
+    remarks="the global size, on every rank",
+    stops_gradient=True,
+    precision="follow",
+    kernel="view",
+)
 
 
 @size.sharding
@@ -66,7 +78,7 @@ op(
 )
 
 
-op("Constant", why="known to every rank", stops_gradient=True)
+op("Constant", why="known to every rank", stops_gradient=True, kernel="view")
 
 
 def _extents(node: ir.Node, made: str, local: Callable[[Local], None]) -> Rule | None:

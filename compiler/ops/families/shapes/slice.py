@@ -22,6 +22,7 @@ slice_ = op(
     remarks="dims that are not taken entirely, in steps of 1, are replicated",
     precision="follow",
     host=(1, 2, 3, 4),
+    kernel="layout",
 )
 
 

@@ -10,7 +10,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
 
-transpose = op("Transpose", factors="ab->ba", linear="joint", precision="follow")
+transpose = op("Transpose", factors="ab->ba", linear="joint", precision="follow", kernel="layout")
 
 
 @transpose.sharding
@@ -36,6 +36,7 @@ depth_to_space = op(
     linear="joint",
     remarks="channels only in mode CRD, where they are major in the input's depth",
     precision="follow",
+    kernel="layout",
 )
 
 
@@ -56,7 +57,7 @@ def _(g: GradientBuilder, dy: str, x: str) -> str:
     return like(g, packed, x)
 
 
-space_to_depth = op("SpaceToDepth", factors="n.hw->n.hw", linear="joint", precision="follow")
+space_to_depth = op("SpaceToDepth", factors="n.hw->n.hw", linear="joint", precision="follow", kernel="layout")
 
 
 @space_to_depth.gradient

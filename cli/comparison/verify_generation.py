@@ -1,0 +1,160 @@
+"""`partc verify` of a plan that generates: the tokens behind several prompts at once against those of the unsharded model behind each.
+
+The unsharded model is run as it was exported, with a past that grows. Two tokens whose scores differ by less than rounding does are both
+right: behind such a place a sequence is not compared, and a note says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from partc.cli.comparison.verdict import Case, Verdict
+from partc.runtime.artifact.generation import GenerationRecord
+from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.errors import PartcError
+
+TIE = 1e-4
+"""Two scores that differ by less are equal."""
+_PROMPTS, _TOKENS, _LONGEST = 6, 16, 40
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The tokens behind a prompt, and by how much each one's score is above the next best one's."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+def verdict(case: Case, seed: int) -> Verdict:
+    """Every token of random prompts; as many prompts as make slots change hands."""
+    from partc.cli.comparison.compare import compare
+
+    record = case.report.manifest.generation
+    assert record is not None
+    rng = np.random.default_rng(seed)
+    count = min(_TOKENS, record.length - 1)
+    lengths = rng.integers(1, min(_LONGEST, record.length - count) + 1, max(_PROMPTS, record.slots + 2))
+    prompts = [rng.integers(0, record.vocabulary, size).tolist() for size in lengths]
+    alone = _Unsharded(case, record)
+    wanted = [alone.tokens(prompt, count) for prompt in prompts]
+    found = _over_mpi(case, prompts, count) if case.mpi else _in_process(case, prompts, count)
+    notes, whole, compiled = list[str](), dict[str, Array](), dict[str, Array]()
+    for number, (one, tokens) in enumerate(zip(wanted, found, strict=True)):
+        first = next((k for k, pair in enumerate(zip(one.tokens, tokens, strict=True)) if pair[0] != pair[1]), count)
+        if first < count and one.margins[first] < TIE:
+            notes.append(f"prompt {number}: two tokens score alike at token {first}; what follows is not compared")
+            tokens = [*tokens[:first], *one.tokens[first:]]
+        name = f"prompt {number}, {len(prompts[number])} tokens"
+        whole[name], compiled[name] = np.asarray(one.tokens), np.asarray(tokens)
+    return Verdict(compare(whole, compiled, None, None), notes)
+
+
+def _in_process(case: Case, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    from partc.runtime import Request, load_local_generator
+
+    with load_local_generator(case.report.out, trust=True, devices=case.devices) as generator:
+        answers = generator.run([Request(prompt, max_tokens=count, stop=()) for prompt in prompts])
+    return [_whole(answer.tokens, count) for answer in answers]
+
+
+def _over_mpi(case: Case, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """The same by `partc generate`, through files as a user would."""
+    from partc.cli.job.job import GenerationJob, Job, Reporting
+    from partc.cli.launch.launch import launch
+    from partc.cli.launch.launcher import Hosts
+    from partc.runtime.files.regular import read_regular
+    from partc.runtime.files.writers import new_file
+
+    given, made = case.scratch / "prompts.jsonl", case.scratch / "answers.jsonl"
+    with new_file(given) as out:
+        out.write("".join(json.dumps({"ids": prompt}) + "\n" for prompt in prompts).encode())
+    generation = GenerationJob(file=str(given), output=str(made), options={"max_tokens": count})
+    job = Job(str(case.report.out), generation=generation, reporting=Reporting(quiet=True), devices=case.devices)
+    code = launch(job, case.report.manifest, Hosts(None, None), ())
+    if code:
+        raise click.exceptions.Exit(code)
+    rows = [json.loads(line) for line in read_regular(made).decode().splitlines()]
+    return [_whole(row["ids"], count) for row in sorted(rows, key=lambda row: int(row["request"]))]
+
+
+def _whole(tokens: list[int], count: int) -> list[int]:
+    """An answer that ended before, filled up."""
+    return tokens + [-1] * (count - len(tokens))
+
+
+class _Unsharded:
+    """The model itself, a sequence at a time."""
+
+    def __init__(self, case: Case, record: GenerationRecord) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        path = _file(case)
+        try:
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
+        self._record = record
+        self._caches = {str(past.name): str(present.name) for past, present in case.report.program.caches.items()}
+        self._given = {one.name: one for one in self._session.get_inputs()}
+        made = [one.name for one in self._session.get_outputs() if one.name not in self._caches.values()]
+        self._scores = record.logits or made[0]
+
+    def tokens(self, prompt: Sequence[int], count: int) -> Reference:
+        """The likeliest tokens behind a prompt; behind one that stops -1."""
+        past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
+        ids, found, before = np.asarray([prompt]), Reference([], []), 0
+        while len(found.tokens) < count and not (found.tokens and found.tokens[-1] in self._record.stop):
+            width = ids.shape[1]
+            feeds = {self._record.tokens: self._typed(self._record.tokens, ids), **past}
+            positions = {
+                "position_ids": np.arange(before, before + width)[None],
+                "attention_mask": np.ones((1, before + width)),
+            }
+            feeds |= {name: self._typed(name, array) for name, array in positions.items() if name in self._given}
+            scores, *present = self._session.run([self._scores, *self._caches.values()], feeds)
+            past, before = dict(zip(self._caches, present, strict=True)), before + width
+            order = np.argsort(-scores[0, -1], kind="stable")
+            found.tokens.append(int(order[0]))
+            found.margins.append(float(scores[0, -1, order[0]] - scores[0, -1, order[1]]))
+            ids = np.asarray([found.tokens[-1:]])
+        return Reference(_whole(found.tokens, count), found.margins + [1.0] * (count - len(found.margins)))
+
+    def _empty(self, name: str) -> Array:
+        """A past of one sequence without a token."""
+        dims, axis = self._given[name].shape, self._axis(name)
+        return self._typed(name, np.zeros([1, *(0 if dim == axis else dims[dim] for dim in range(1, len(dims)))]))
+
+    def _axis(self, name: str) -> int:
+        """The dim along which a cache grows: the dynamic one behind the first."""
+        return next(dim for dim, size in enumerate(self._given[name].shape) if dim and not isinstance(size, int))
+
+    def _typed(self, name: str, array: Array) -> Array:
+        kinds = {
+            "tensor(int64)": np.int64,
+            "tensor(int32)": np.int32,
+            "tensor(float16)": np.float16,
+            "tensor(bool)": np.bool_,
+        }
+        return array.astype(kinds.get(self._given[name].type, np.float32))
+
+
+def _file(case: Case) -> Path:
+    """A file of the model as it was loaded: the user's own where it is one."""
+    if case.model.suffix == ".onnx":
+        return case.model
+    import onnx_ir as ir
+    from partc.compiler.frontend import load
+    from partc.compiler.rewrite.unrolled import unrolled
+
+    path = case.scratch / "whole.onnx"
+    ir.save(unrolled(load(case.model).model, dict(case.report.program.plan.mesh)), path, external_data="whole.data")
+    return path

@@ -1,0 +1,31 @@
+"""The weights that `--only` names by patterns, as a plan does: adapters of a model, say, without the base beneath them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+
+def weights_of(patterns: Sequence[str], names: Collection[str], where: str, help: str = "") -> Callable[[str], bool]:
+    """Whether a name is one that any of the patterns matches. UsageError with all that are not patterns, or match none of `names`.
+
+    `where`: what has these names. `help`: the remedy where none of them is like a pattern.
+    """
+    from partc.compiler.plan.pattern import compile_pattern, nearest
+    from partc.runtime.errors import UsageError
+
+    matching, problems = [], []
+    for pattern in patterns:
+        try:
+            matching.append(compile_pattern(pattern).matches)
+        except ValueError as error:
+            problems.append(f"--only: '{pattern}' is not a pattern: {error}")
+            continue
+        if not any(map(matching[-1], names)):
+            close = ", ".join(f"'{name}'" for name in nearest(pattern, names))
+            remedy = f"the nearest names are {close}" if close else help
+            problems.append(
+                f"--only: '{pattern}' matches no weight of {where}" + (f"\n  help: {remedy}" if remedy else "")
+            )
+    if problems:
+        raise UsageError("\n".join(problems))
+    return lambda name: any(matches(name) for matches in matching)

@@ -1,0 +1,156 @@
+"""What a session, a node of each kernel, and products take on this rank, by models of one op, bound once as the runtime binds them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from partc.runtime.artifact.tensors.dtypes import BY_CODE, Array
+from partc.runtime.artifact.tensors.tensor import Tensor
+from partc.runtime.devices.devices import HOST
+from partc.runtime.program.ort import new_session
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+_IR_VERSION, _OPSET = 10, 21
+_LONGEST, _MOST, _LEAST = 0.15, 200, 7
+"""Seconds, runs and runs at least of one measurement."""
+_WARM = 2
+_TELLS = 1e-4
+"""Seconds from which on the clock of a thread is exact enough."""
+_CHAIN = 9
+_ELEMENT = 4
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+"""Bytes that a node moves."""
+_MATRICES = (16, 32, 64, 128, 256, 512)
+_IMAGES = ((8, 8), (16, 16), (32, 28), (64, 56))
+"""Channels, and pixels along each side."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model of one op: its nodes, inputs, and how much it is: bytes that it moves, or operations."""
+
+    nodes: Sequence[NodeProto]
+    inputs: dict[str, Array]
+    amount: float
+
+
+def undisturbed(taken: Sequence[float]) -> float:
+    """The lower quartile of times: what something takes where no other process has the core for a part of it."""
+    ordered = sorted(taken)
+    return ordered[len(ordered) // 4]
+
+
+def clock_of(threads: int) -> Callable[[], float]:
+    """The clock of a session's runs: of one thread that of its own work, which stands still while other processes have its core."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def timed(action: Callable[[], object], threads: int) -> float:
+    """The seconds of an action that has run before, as others leave it alone; by its thread's work where that is long enough to tell."""
+    for _ in range(_WARM):
+        action()
+    clock, begun = clock_of(threads), time.perf_counter()
+    taken, worked = list[float](), list[float]()
+    while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - begun < _LONGEST):
+        work, start = clock(), time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - start)
+        worked.append(clock() - work)
+    wall, own = undisturbed(taken), undisturbed(worked)
+    return own if own > _TELLS else wall
+
+
+def session_run(sample: Sample, threads: int) -> Callable[[], object]:
+    """What runs a sample's model once, its operands bound."""
+    from onnx import TensorProto, helper
+
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in sample.inputs.items()
+    ]
+    last = sample.nodes[-1].output[0]
+    graph = helper.make_graph(
+        sample.nodes, "sample", inputs, [helper.make_tensor_value_info(last, TensorProto.FLOAT, None)]
+    )
+    model = helper.make_model(graph, ir_version=_IR_VERSION, opset_imports=[helper.make_opsetid("", _OPSET)])
+    session = new_session(model.SerializeToString(), threads, HOST, {"session.intra_op.allow_spinning": "0"})
+    (found,) = session.run([last], sample.inputs)
+    binding = session.io_binding()
+    held = []
+    for name, array in sample.inputs.items():
+        tensor = Tensor.of(array, BY_CODE[helper.np_dtype_to_tensor_dtype(array.dtype)])
+        held.append(tensor)
+        binding.bind_input(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
+    made = Tensor.empty(BY_CODE[TensorProto.FLOAT], found.shape)
+    held.append(made)
+    binding.bind_output(last, "cpu", 0, TensorProto.FLOAT, made.shape, made.pointer)
+
+    def run() -> list[Tensor]:
+        session.run_with_iobinding(binding)
+        return held
+
+    return run
+
+
+def overhead(threads: int) -> tuple[float, float]:
+    """Seconds of a session's run beside its nodes, and of a node of next to no elements: of one node, and of a chain of them."""
+    one, chain = (timed(session_run(_chain(count), threads), threads) for count in (1, _CHAIN))
+    node = max(1e-8, (chain - one) / (_CHAIN - 1))
+    return max(1e-7, one - node), node
+
+
+def _chain(count: int) -> Sample:
+    from onnx import helper
+
+    nodes = [helper.make_node("Neg", [f"x{k}"], [f"x{k + 1}"]) for k in range(count)]
+    return Sample(nodes, {"x0": np.ones(16, np.float32)}, 0)
+
+
+def kernels() -> Iterator[tuple[str, Sample]]:
+    """By kernel of the op table a sample at each size."""
+    for size in SIZES:
+        elements = size // _ELEMENT
+        third, half = elements // 3, elements // 2
+        rows = max(1, half // 64)
+        yield "elementwise", _of("Add", third, {"x": _floats(third), "y": _floats(third)})
+        yield "function", _of("Erf", 2 * half, {"x": _floats(half)})
+        yield "reduction", _of("ReduceSum", rows * 64, {"x": _floats(rows, 64), "axes": np.array([1])}, keepdims=0)
+        scale, bias = _floats(64), _floats(64)
+        yield "normalization", _of("LayerNormalization", 2 * rows * 64, {"x": _floats(rows, 64), "s": scale, "b": bias})
+        yield "layout", _of("Transpose", 2 * rows * 64, {"x": _floats(rows, 64)}, perm=[1, 0])
+        ids = np.random.default_rng(0).integers(0, 4 * rows, rows)
+        yield "lookup", _of("Gather", 2 * rows * 64, {"x": _floats(4 * rows, 64), "ids": ids})
+        few = max(1, elements // (2 * 64 + 64 + 128))
+        places = np.tile(np.random.default_rng(0).permutation(few)[:, None], (1, 64))
+        given = {"x": _floats(few, 64), "ids": places, "y": _floats(few, 64)}
+        yield "scatter", _of("ScatterElements", few * 64 * 5, given, axis=0)
+
+
+def products() -> Iterator[tuple[str, Sample]]:
+    """By kind of product samples by operations, two for each multiply-add."""
+    from onnx import helper
+
+    for n in _MATRICES:
+        node = helper.make_node("MatMul", ["x", "y"], ["z"])
+        yield "matmul", Sample([node], {"x": _floats(n, n), "y": _floats(n, n)}, 2.0 * n**3)
+    for channels, pixels in _IMAGES:
+        node = helper.make_node("Conv", ["x", "y"], ["z"], pads=[1, 1, 1, 1])
+        given = {"x": _floats(2, channels, pixels, pixels), "y": _floats(channels, channels, 3, 3)}
+        yield "convolution", Sample([node], given, 2.0 * 2 * channels * channels * 9 * pixels**2)
+
+
+def _of(op: str, elements: int, given: dict[str, Array], **attributes: Any) -> Sample:
+    from onnx import helper
+
+    count = 3 * elements if op == "Add" else elements
+    return Sample([helper.make_node(op, list(given), ["z"], **attributes)], given, float(count * _ELEMENT))
+
+
+def _floats(*shape: int) -> Array:
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)

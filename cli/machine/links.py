@@ -1,0 +1,116 @@
+"""What a message and an AllReduce take between ranks, and how much of an AllReduce goes on beside a computation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from partc.cli.machine.kernels import products, session_run, timed, undisturbed
+from partc.runtime.artifact.format import ALL_REDUCE, SUM
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.artifact.tensors.tensor import aligned
+from partc.runtime.communication.transport import CollectiveArgs, Request, Transport
+
+SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
+_ROUNDS, _FEW, _WARM = 40, 10, 3
+_LARGE = 1 << 20
+_TAG = 1
+_BESIDE = 1 << 21
+"""The bytes of the AllReduce that a computation stands beside."""
+
+
+def messages(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
+    """Seconds of a message by bytes, between pairs of neighbours in the list."""
+    return {size: _one_way(transport, ranks, size, lambda: None) for size in SIZES}
+
+
+def wake(transport: Transport, ranks: Sequence[int], threads: int) -> float:
+    """What a session takes more behind a message that was waited for than behind itself."""
+    sample = next(sample for kind, sample in products() if kind == "convolution")
+    run, size = session_run(sample, threads), SIZES[1]
+    between = _one_way(transport, ranks, size, run) - _one_way(transport, ranks, size, lambda: None)
+    return max(1e-8, between - timed(run, threads)) if between else 0.0
+
+
+def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Callable[[], object]) -> float:
+    """Half of the seconds of a message there and one back, the action before each; 0 for an odd rank out, which waits."""
+    place = ranks.index(transport.rank)
+    paired = place ^ 1 < len(ranks)
+    peer = ranks[place ^ 1] if paired else transport.rank
+    given, taken, times = aligned(size), aligned(size), list[float]()
+    given[:] = 1
+    transport.all_gather_text("")
+    for _ in range(_WARM + _rounds(size)) if paired else ():
+        begin = time.perf_counter()
+        coming = transport.irecv(taken, peer, _TAG)
+        if place % 2:
+            transport.wait(coming, _what)
+            action()
+            transport.wait(transport.isend(given, peer, _TAG), _what)
+        else:
+            action()
+            leaving = transport.isend(given, peer, _TAG)
+            transport.wait(coming, _what)
+            transport.wait(leaving, _what)
+        times.append((time.perf_counter() - begin) / 2)
+    return undisturbed(times[_WARM:]) if times else 0.0
+
+
+def all_reduces(transport: Transport, ranks: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of an AllReduce by bytes, from when all ranks have come to it."""
+    found = {}
+    for size in SIZES:
+        begin_all = _all_reduce(transport, ranks, size, at_once=True)
+        transport.all_gather_text("")
+        times = []
+        for _ in range(_WARM + _rounds(size)):
+            begin = time.perf_counter()
+            transport.wait(begin_all(), _what)
+            times.append(time.perf_counter() - begin)
+        found[size] = undisturbed(times[_WARM:])
+    return found
+
+
+def overlap(transport: Transport, ranks: tuple[int, ...], threads: int) -> float:
+    """The share of an AllReduce that goes on beside a computation that takes longer than it."""
+    begin_all = _all_reduce(transport, ranks, _BESIDE, at_once=False)
+    computed = session_run([sample for kind, sample in products() if kind == "matmul"][-1], threads)
+    accompanied = transport.with_progress(computed)
+
+    def reduced() -> None:
+        transport.wait(begin_all(), _what)
+
+    def both() -> None:
+        request = begin_all()
+        accompanied()
+        transport.wait(request, _what)
+
+    alone, beside, together = (_time_of(transport, action) for action in (reduced, computed, both))
+    return min(1.0, max(0.0, (alone + beside - together) / max(1e-9, min(alone, beside))))
+
+
+def _time_of(transport: Transport, action: Callable[[], object]) -> float:
+    transport.all_gather_text("")
+    times = []
+    for _ in range(_WARM + _FEW):
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return undisturbed(times[_WARM:])
+
+
+def _all_reduce(transport: Transport, ranks: tuple[int, ...], size: int, at_once: bool) -> Callable[[], Request]:
+    source, target = aligned(size), aligned(size)
+    source.view(np.float32)[:] = 1
+    return transport.prepare(
+        CollectiveArgs(ALL_REDUCE, ranks, _TAG, source, target, BY_NAME["float"], SUM, at_once=at_once)
+    )
+
+
+def _rounds(size: int) -> int:
+    return _FEW if size > _LARGE else _ROUNDS
+
+
+def _what() -> str:
+    return "a measurement of the links"

@@ -1,0 +1,146 @@
+"""`partc measure`: starts ranks on this machine that measure it together, and writes the machine file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from partc.cli.doctor.finding import output_of
+from partc.cli.launch.launcher import Hosts, Kind, command_line, find_launcher, launch_environment
+from partc.cli.launch.run_dir import RunDir
+from partc.cli.machine.ranks import REQUEST, TINY
+from partc.cli.output import console
+from partc.cli.simulation.step import chosen_sizes
+from partc.compiler.cost.machine import Curve, Link, Machine, Processor
+from partc.compiler.cost.machine_file import machine_text
+from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.errors import RankError, UsageError
+from partc.runtime.files.replace import refuse_other, write_text
+from partc.runtime.job.machine import usable_cores
+from partc.runtime.units import count, seconds, size_text
+
+_START = 600.0
+_BUSY = 0.5
+"""The load of a core from which on what is measured is not what the machine does alone."""
+_TINY_MODEL = """<ir_version: 10, opset_import: ["" : 21]>
+tiny (float[batch, 4] x) => (float[batch, 3] y) <float[4, 3] w = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2}> {
+    [product] y = MatMul (x, w)
+}"""
+_TINY_PLAN = """ranks: {ranks}
+dataset: data_parallel
+symbols: {{batch: {{divisor: {ranks}}}}}
+train: {{loss: {{type: softmax_cross_entropy, logits: y, labels: label}}, optimizer: {{type: sgd, lr: 0.01}}}}
+"""
+
+
+def measure(
+    out: Path, ranks: int, threads: int | None, mesh: Mapping[str, int], of: Sequence[Path], sizes: Mapping[str, int]
+) -> int:
+    """Measures with so many ranks, over each axis of a mesh, with the segments of artifacts, and writes the file; the exit code."""
+    refuse_other(out)
+    if not out.parent.is_dir():
+        raise UsageError(f"{out}: the folder {out.parent} does not exist")
+    if mesh and math.prod(mesh.values()) != ranks:
+        shown = ",".join(f"{name}={size}" for name, size in mesh.items())
+        raise UsageError(f"--mesh {shown}: has {math.prod(mesh.values())} ranks, and -n says {ranks}")
+    links = links_of(ranks, mesh)
+    load = os.getloadavg()[0]
+    artifacts = [
+        {"folder": str(folder.absolute()), "sizes": chosen_sizes(open_artifact(folder, trust=True), sizes, partly=True)}
+        for folder in of
+    ]
+    with tempfile.TemporaryDirectory(prefix="partc-measure-") as name:
+        folder = Path(name)
+        _compile_tiny(folder, ranks)
+        request = {"threads": threads, "links": links, "artifacts": artifacts}
+        (folder / REQUEST).write_text(json.dumps(request))
+        found = _run(folder, ranks)
+    machine = _machine(out, found, links)
+    write_text(out, machine_text(machine))
+    link, product = machine.links[0], machine.processors[CPU].products["matmul"].points[-1]
+    speed = product[0] / product[1] / 1e9
+    console.echo(
+        f"wrote {out}: {count(ranks, 'rank')} on {count(machine.cores, 'core')}, products of {speed:.3g} GFLOP/s a rank, "
+        f"an AllReduce of {size_text(link.all_reduce.points[-1][0])} in {seconds(link.all_reduce.points[-1][1])}"
+        + (f", {count(len(machine.segments), 'segment')}" if machine.segments else "")
+    )
+    if load > _BUSY * machine.cores:
+        text = f"warning: other processes had the cores, too (load {load:.1f}): measure again when nothing else runs"
+        console.echo(text, err=True)
+    return 0
+
+
+def links_of(ranks: int, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
+    """The lists of ranks along each axis of the mesh, the last axis fastest; without a mesh all ranks."""
+    if not mesh:
+        return [{"name": "default", "stride": 1, "lists": [list(range(ranks))]}]
+    found, stride = list[dict[str, Any]](), ranks
+    for name, size in mesh.items():
+        stride //= size
+        firsts = [rank for rank in range(ranks) if rank // stride % size == 0]
+        lists = [[first + k * stride for k in range(size)] for first in firsts]
+        if size > 1:
+            found.append({"name": name, "stride": stride, "lists": lists})
+    return found[::-1]
+
+
+def _compile_tiny(folder: Path, ranks: int) -> None:
+    """Compiles the training whose steps are next to nothing."""
+    import onnx
+    from partc.compiler.pipeline import compile_model
+
+    onnx.save(onnx.parser.parse_model(_TINY_MODEL), folder / "tiny.onnx")
+    (folder / "plan.yaml").write_text(_TINY_PLAN.format(ranks=ranks))
+    compile_model(folder / "tiny.onnx", folder / "plan.yaml", folder / TINY)
+
+
+def _run(folder: Path, ranks: int) -> dict[str, Any]:
+    """What the ranks have found; RankError where they fail."""
+    launcher = find_launcher(ranks)
+    with RunDir(ranks) as run_dir:
+        program = [sys.executable, "-P", "-m", "partc.cli.machine.ranks", str(folder)]
+        command = command_line(launcher, ranks, Hosts(), (), program)
+        if launcher.kind is Kind.OPEN_MPI and "--oversubscribe" not in command:
+            command.insert(1, "--oversubscribe")
+        environment = {**launch_environment(launcher, run_dir.folder, run_dir.memory), "TMPDIR": str(run_dir.folder)}
+        good, text = output_of(command, _START, environment)
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    if not good or not lines:
+        raise RankError(f"the ranks did not measure: {text}\n  help: see what `partc doctor` says")
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
+
+
+def _machine(out: Path, found: dict[str, Any], links: Sequence[dict[str, Any]]) -> Machine:
+    """The machine of what the ranks have found over these links."""
+
+    def curve(points: Sequence[Sequence[float]]) -> Curve:
+        return Curve(tuple((amount, time) for amount, time in points))
+
+    processor = Processor(
+        found["session"],
+        found["step"],
+        {name: curve(points) for name, points in found["products"].items()},
+        {name: curve(points) for name, points in found["kernels"].items()},
+    )
+    connections = [
+        Link(
+            asked["name"],
+            len(asked["lists"][0]),
+            asked["stride"],
+            one["overlap"],
+            one["wake"],
+            curve(one["send"]),
+            curve(one["all_reduce"]),
+        )
+        for asked, one in zip(links, found["links"], strict=True)
+    ]
+    cores = min(len(usable_cores()), os.cpu_count() or 1)
+    return Machine(str(out), cores, {CPU: processor}, connections, found["segments"])

@@ -1,0 +1,143 @@
+"""One of the ranks that `partc measure` starts: all measure at the same time, as they compute in a job, and rank 0 prints the medians.
+
+The launcher starts it as `python -P -m partc.cli.machine.ranks FOLDER`; `FOLDER/request.json` says what is to be measured.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from partc.cli.job.processes import end_with_parent
+from partc.cli.machine.kernels import kernels, overhead, products, session_run, timed, undisturbed
+from partc.cli.machine.links import all_reduces, messages, overlap, wake
+from partc.cli.machine.segments import segment_times
+from partc.runtime.communication.transport import Transport
+from partc.runtime.job.machine import usable_cores
+
+REQUEST, TINY = "request.json", "tiny"
+_STALL = 60.0
+_STEPS, _WARM = 60, 10
+
+
+def main() -> int:
+    """The exit code."""
+    end_with_parent(signal.SIGKILL)
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from partc.runtime.communication.mpi import MpiTransport
+    from partc.runtime.communication.mpi_calls import begin, end
+    from partc.runtime.communication.mpi_watch import Watch
+
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / REQUEST).read_text())
+    watch = Watch(0, _STALL, dict)
+    comm = begin(watch)
+    transport = MpiTransport(comm, _STALL)
+    threads = request["threads"] or transport.cores
+    found = _measured(transport, request, threads)
+    step = _step(folder / TINY, comm, threads)
+    told = [json.loads(text) for text in transport.all_gather_text(json.dumps({**found, "step": step}))]
+    transport.close()
+    if comm.rank == 0:
+        print(json.dumps(_medians(told)), flush=True)
+    end(watch)
+    return 0
+
+
+def _measured(transport: Transport, request: dict[str, Any], threads: int) -> dict[str, Any]:
+    """What this rank measures; each measurement begins on all ranks at once."""
+    working = max(1, len(usable_cores()) // threads)  # more would be in each other's way, and are simulated so
+    session, node = overhead(threads)
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {
+        "products": defaultdict(list),
+        "kernels": defaultdict(list),
+    }
+    for table, samples in (("products", products()), ("kernels", kernels())):
+        for name, sample in samples:
+            run = session_run(sample, threads)
+            transport.all_gather_text("")
+            taken = timed(run, threads) - session if transport.rank < working else 0.0
+            curves[table][name].append((sample.amount, max(node, taken) if transport.rank < working else 0.0))
+    links = []
+    lists = [tuple(tuple(ranks) for ranks in one["lists"]) for one in request["links"]]
+    transport.create_groups([ranks for some in lists for ranks in some])
+    for one, some in zip(request["links"], lists, strict=True):
+        own: Sequence[int] = next(ranks for ranks in some if transport.rank in ranks)
+        among = tuple(own)
+        links.append(
+            {
+                "name": one["name"],
+                "send": messages(transport, among),
+                "all_reduce": all_reduces(transport, among),
+                "overlap": overlap(transport, among, threads),
+                "wake": wake(transport, among, threads),
+            }
+        )
+    segments = segment_times(request["artifacts"], transport, threads)
+    return {"session": session, **curves, "links": links, "segments": segments}
+
+
+def _step(folder: Path, comm: Any, threads: int) -> float:
+    """Seconds that a step takes beside its actions, of a training of next to nothing."""
+    from partc.runtime import load_trainer
+
+    with load_trainer(folder, comm, threads=threads) as trainer:
+        wanted = {port.name for port in trainer.inputs}
+        given = {"x": np.ones((1, 4), np.float32), "label": np.zeros(1, np.int64)}
+        batch = {name: array for name, array in given.items() if name in wanted}
+        profiler = trainer.program.record_times()
+        taken = []
+        for _ in range(_STEPS):
+            begin = time.perf_counter()
+            trainer.train(batch)
+            taken.append(time.perf_counter() - begin)
+        kinds = json.loads(profiler.text())["kinds"]
+    inside = [sum(some) for some in zip(*kinds.values(), strict=True)]
+    beside: float = undisturbed(taken[_WARM:]) - undisturbed(inside)
+    return max(0.0, beside)
+
+
+def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The medians over ranks of what each has measured; of segments, which ranks share out, what any has."""
+    first = told[0]
+
+    def points(*keys: str | int) -> list[list[float]]:
+        tables = []
+        for one in told:
+            at: Any = one
+            for key in keys:
+                at = at[key]
+            tables.append(
+                sorted((float(amount), time) for amount, time in (at.items() if isinstance(at, dict) else at))
+            )
+        return [[some[0][0], median([time for _, time in some if time] or [0.0])] for some in zip(*tables, strict=True)]
+
+    return {
+        "session": median(one["session"] for one in told),
+        "step": median(one["step"] for one in told),
+        **{table: {name: points(table, name) for name in first[table]} for table in ("products", "kernels")},
+        "links": [
+            {
+                "name": one["name"],
+                **{key: median(each["links"][k][key] for each in told) for key in ("overlap", "wake")},
+                "send": points("links", k, "send"),
+                "all_reduce": points("links", k, "all_reduce"),
+            }
+            for k, one in enumerate(first["links"])
+        ],
+        "segments": {key: time for one in told for key, time in one["segments"].items()},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What the segments of artifacts take by themselves: each run on its rank's sessions, on values that no kernel is slow with.
+
+A step's segments run in their order, time and again, so that each finds the caches as it does in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from partc.cli.machine.kernels import clock_of, undisturbed
+from partc.cli.simulation.actions import digest
+from partc.cli.simulation.sizes import FileSizes
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.artifact.tensors.tensor import Tensor
+from partc.runtime.communication.transport import Transport
+from partc.runtime.execution.program import settings_for
+from partc.runtime.execution.rank_program import lower_rank_program
+from partc.runtime.program.rank_file import read_rank_file
+from partc.runtime.program.sessions import Runner
+from partc.runtime.program.steps import Segment
+
+_SECONDS, _MOST, _WARM = 4.0, 30, 2
+"""Seconds of the passes over one file, how many at most, and how many of them are not counted."""
+
+
+def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, threads: int) -> dict[str, float]:
+    """By digest the seconds of the segments of the files that fall to this rank, in turn with the others."""
+    found: dict[str, float] = {}
+    for one in artifacts:
+        artifact = open_artifact(Path(one["folder"]), trust=True)
+        files = [ranks[0] for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values()]
+        own = files[transport.rank :: transport.size]
+        if not own:
+            own = files[:1]  # it keeps its core as busy as the others do
+        transport.all_gather_text("")
+        for rank in own:
+            sizes = FileSizes(read_rank_file(artifact, rank), one["sizes"])
+            program = lower_rank_program(artifact, rank, settings_for(transport, threads, None))
+            runs: dict[str, Callable[[], object]] = {}
+            cells: dict[str, Tensor] = {}
+            for index, step in enumerate(program.steps):
+                if isinstance(step, Segment):
+                    run, key = _bound(program.runners[index], sizes, cells), digest(step, sizes)
+                    runs |= {key: run} if run is not None and key not in runs else {}
+            found |= dict(_timed(runs, threads))
+    return found
+
+
+def _timed(runs: dict[str, Callable[[], object]], threads: int) -> Iterator[tuple[str, float]]:
+    """The seconds of each, run one after the other."""
+    taken: dict[str, list[float]] = defaultdict(list)
+    clock, begun, passes = clock_of(threads), time.perf_counter(), 0
+    while passes <= _WARM or (passes < _MOST + _WARM and time.perf_counter() - begun < _SECONDS):
+        for key, run in runs.items():
+            start = clock()
+            run()
+            taken[key].append(clock() - start)
+        passes += 1
+    for key, times in taken.items():
+        yield key, undisturbed(times[_WARM:] or times)
+
+
+def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callable[[], object] | None:
+    """What runs a segment once on what earlier ones have made, and values of its own; None where it takes other things than tensors of
+    known sizes, or fails on them.
+    """
+    segment = runner.segment
+    if runner.objects:
+        return None
+    binding, held = runner.session.io_binding(), list[Tensor]()
+    for bind, some in ((binding.bind_input, segment.operands), (binding.bind_output, segment.results)):
+        for formal, name in some:
+            tensor = cells.get(name) or _value(name, sizes)
+            if tensor is None:
+                return None
+            cells[name] = tensor
+            held.append(tensor)
+            bind(formal, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
+
+    def run() -> list[Tensor]:
+        runner.session.run_with_iobinding(binding)
+        return held
+
+    try:
+        run()
+    except Exception:
+        return None
+    return run
+
+
+def _value(name: str, sizes: FileSizes) -> Tensor | None:
+    """A tensor of the type and the sizes of a value: small numbers, no integer above 0; None where they are not known."""
+    dtype, shape = dense(sizes.types.get(name, "")), sizes.operand(name).sizes
+    if dtype is None or shape is None:
+        return None
+    tensor = Tensor.empty(dtype, shape)
+    array = tensor.array()
+    array[...] = 0
+    if array.dtype.kind == "f":
+        array[...] = np.random.default_rng(0).standard_normal(shape) * 0.1
+    return tensor

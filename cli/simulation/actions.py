@@ -1,0 +1,225 @@
+"""What a rank does in a step, as actions with their seconds: from its file, at sizes of the symbols, on a machine.
+
+A segment is one run of a session, and the seconds of its nodes; an update is its function over flat memory, shard by shard, as the runtime
+runs it. A message or a collective gives the bytes that the runtime gives the transport.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+from partc.cli.simulation.sizes import FileSizes
+from partc.compiler.cost.machine import FALLBACK, Machine
+from partc.compiler.cost.node import VIEW
+from partc.compiler.cost.play import Action, Kind
+from partc.compiler.cost.price import NodeCost, Operand, cost_of
+from partc.compiler.ops.registry import Entry, entry_of
+from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.runtime.artifact.graph.row_function import ROWS
+from partc.runtime.artifact.tensors.boxes import slices
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.execution.memory.layout import at_sizes
+from partc.runtime.program.steps import (
+    Collective,
+    Copy,
+    LookUp,
+    PostRecv,
+    Segment,
+    Send,
+    StartCollective,
+    Step,
+    Update,
+    WaitCollective,
+    WaitRecv,
+)
+from partc.runtime.updates.updater import SHARD
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, NodeProto
+
+AGREEMENT = -1
+"""The tag of the agreement of all ranks on the sizes of a step."""
+_ELEMENT = 4
+_OPERANDS = 3
+_ROWS = 8
+"""The bytes of a row's number."""
+
+
+class Pricing:
+    """Prices the steps of rank files on a machine; nodes that are alike are priced once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._nodes: dict[object, NodeCost] = {}
+
+    def node(self, node: NodeProto, given: Sequence[Operand | None], made: Sequence[Operand | None]) -> NodeCost:
+        """What a node costs."""
+        attributes = tuple(sorted(one.SerializeToString() for one in node.attribute))
+        key = node.domain, node.op_type, attributes, tuple(given), tuple(made)
+        if key not in self._nodes:
+            self._nodes[key] = cost_of(shown(node), given, made)
+        return self._nodes[key]
+
+    def segment(self, segment: Segment, sizes: FileSizes) -> tuple[float, dict[str, float], float]:
+        """Seconds of a segment, of its modules, and its operations."""
+        processor = self.machine.processor(segment.target or CPU)
+        modules, operations = defaultdict[str, float](float), 0.0
+        for node in segment.formal.nodes:
+            cost = self.node(node, *sizes.of_node(node, segment))
+            modules[path_of(node)] += cost.seconds(processor)
+            operations += cost.operations
+        seconds = processor.session + sum(modules.values())
+        known = self.machine.segments.get(digest(segment, sizes)) if self.machine.segments else None
+        return known if known is not None else seconds, modules, operations
+
+    def update(self, update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> float:
+        """Seconds of an update: by function all its elements, in shards; of rows those that are looked up."""
+        processor, elements = self.machine.processor(update.target or CPU), Counter[str]()
+        for node in update.nodes:
+            function = functions.get(node.op_type)
+            rows = [*function.input].index(ROWS) if function is not None and ROWS in function.input else 0
+            updated = sizes.operand(node.input[rows]).sizes
+            elements[node.op_type] += math.prod(updated) if updated is not None else 0
+        total = 0.0
+        for name, count in elements.items():
+            body = functions[name].node if name in functions else ()
+            kernels = [entry.kernel if (entry := _entry(node)) else FALLBACK for node in body]
+            shards = max(1, -(-count // SHARD))
+            moved = _OPERANDS * _ELEMENT * count / shards
+            each = sum(processor.kernel(kernel)(moved) for kernel in kernels if kernel != VIEW)
+            total += shards * (processor.session + each)
+        return total
+
+
+def shown(node: NodeProto) -> ir.Node:
+    """The node by itself, without the bodies that it may have."""
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        inputs=[ir.Value(name=name) if name else None for name in node.input],
+        attributes=[
+            ir.serde.deserialize_attribute(one) for one in node.attribute if not (one.HasField("g") or one.graphs)
+        ],
+        outputs=[ir.Value(name=name) for name in node.output],
+    )
+
+
+def _entry(node: NodeProto) -> Entry | None:
+    return entry_of(ir.Node(node.domain, node.op_type, inputs=[]))
+
+
+def rank_actions(sizes: FileSizes, pricing: Pricing) -> list[Action]:
+    """The actions of a rank in their order."""
+    return list(_Rank(sizes, pricing).actions())
+
+
+class _Rank:
+    def __init__(self, sizes: FileSizes, pricing: Pricing) -> None:
+        self.sizes, self.pricing, self.file = sizes, pricing, sizes.file
+        self.functions = {one.name: one for one in self.file.model.functions}
+        self.priced: dict[int, tuple[float, dict[str, float], float]] = {}
+        self.left = dict[int, float]()
+
+    def actions(self) -> Iterator[Action]:
+        manifest, machine = self.file.manifest, self.pricing.machine
+        processor = machine.processor(CPU)
+        yield Action(Kind.COMPUTE, "what a step does beside its actions", seconds=processor.step)
+        if manifest.ranks > 1:
+            travel = machine.links[0].collective("AllReduce", manifest.ranks, 0)
+            what = "the agreement on the sizes of a step"
+            yield Action(Kind.BEGIN, what, tag=AGREEMENT, travel=travel)
+            yield Action(Kind.FINISH, what, tag=AGREEMENT)
+        for step in self.file.steps:
+            yield from self.of(step)
+
+    def of(self, step: Step) -> Iterator[Action]:
+        machine, what = self.pricing.machine, str(step)
+        match step:
+            case Segment():
+                key = id(step.formal)
+                if key not in self.priced:
+                    self.priced[key] = self.pricing.segment(step, self.sizes)
+                seconds, modules, operations = self.priced[key]
+                path = path_of(step.formal.nodes[0])
+                yield Action(Kind.COMPUTE, what, path, step.task, seconds, modules=modules, operations=operations)
+            case Update():
+                seconds = self.pricing.update(step, self.functions, self.sizes)
+                yield Action(Kind.COMPUTE, what, "update", seconds=seconds)
+            case Copy():
+                moved = 2 * self.sizes.operand(step.source).bytes
+                seconds = machine.processor(step.to).kernel("layout")(moved)
+                yield Action(Kind.COMPUTE, what, step.path, step.task, seconds)
+            case Send():
+                bytes = self.message(step.tag)
+                travel = machine.link((self.file.rank, step.peer)).send(bytes)
+                yield Action(
+                    Kind.SEND, what, step.path, tag=step.tag, op="Send", travel=travel, bytes=bytes, peer=step.peer
+                )
+            case WaitRecv():
+                yield Action(Kind.RECEIVE, what, step.path, tag=step.tag, op="Recv", peer=step.peer)
+            case StartCollective() | LookUp():
+                call, bytes = step.call, self.given(step)
+                link = machine.link(step.ranks)
+                seconds = link.collective(call.op, len(step.ranks), bytes)
+                beside = 0.0 if isinstance(step, LookUp) else link.overlap * seconds
+                self.left[call.tag] = seconds - beside
+                begun = Action(Kind.BEGIN, what, call.path, step.task, tag=call.tag, op=call.op, group=call.group)
+                yield replace(begun, travel=beside, bytes=bytes)
+                if isinstance(step, LookUp):
+                    yield replace(begun, kind=Kind.FINISH, seconds=self.left[call.tag])
+            case WaitCollective():
+                call, seconds = step.call, self.left.get(step.call.tag, 0.0)
+                yield Action(Kind.FINISH, what, call.path, step.task, seconds, call.tag, call.op, call.group)
+            case PostRecv():
+                pass
+
+    def message(self, tag: int) -> int:
+        """The bytes of a message."""
+        record = self.file.transfers[tag]
+        dtype = dense(record.type)
+        if record.shape is None or dtype is None:
+            self.sizes.unknown.add(record.value)
+            return 0
+        return dtype.bytes_of(at_sizes(record.shape, self.file.manifest.symbols, self.sizes.sizes))
+
+    def given(self, step: Collective | LookUp) -> int:
+        """The bytes that the rank gives a collective: its input, of an Exchange the boxes of others, of a lookup at most."""
+        record = self.file.collectives[step.call.tag]
+        dtype = dense(record.type)
+        if record.shape is None or dtype is None:
+            self.sizes.unknown.add(record.value)
+            return 0
+        shape = at_sizes(record.shape, self.file.manifest.symbols, self.sizes.sizes)
+        if isinstance(step, LookUp):
+            ids = math.prod(shape)
+            row = math.prod(step.call.row) * dtype.bits // 8
+            return ids * (_ROWS + row if step.call.op == "Pull" else row)
+        call = step.call
+        if not call.kind.boxes:
+            gives = call.kind.root != "gives" or step.ranks[call.root] == self.file.rank
+            return dtype.bytes_of(shape) if gives and len(step.ranks) > 1 else 0
+        source = self.sizes.operand(call.source).sizes if call.source else None
+        if source is None:
+            return 0
+        boxes = (slices(one.box, source) for one in call.gives if one.peer != self.file.rank)
+        return sum(dtype.bytes_of(tuple(part.stop - part.start for part in box)) for box in boxes)
+
+
+def digest(segment: Segment, sizes: FileSizes) -> str:
+    """A segment by what it computes, whatever its values are called: ops, attributes, and how values of which sizes go through them."""
+    numbers: dict[str, int] = {}
+    text = hashlib.sha256()
+    for node in segment.formal.nodes:
+        given, made = sizes.of_node(node, segment)
+        attributes = sorted(one.SerializeToString() for one in node.attribute)
+        places = [numbers.setdefault(name, len(numbers)) for name in (*node.input, *node.output)]
+        shown = [None if one is None else (one.sizes, one.item) for one in (*given, *made)]
+        text.update(repr((node.domain, node.op_type, attributes, places, shown)).encode())
+    return text.hexdigest()[:16]

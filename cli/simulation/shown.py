@@ -1,0 +1,88 @@
+"""A simulation as people read it, and as JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from partc.cli.output import console
+from partc.cli.output.table import Table
+from partc.cli.simulation.expressions import operations, payload
+from partc.cli.simulation.step import Simulation
+from partc.cli.simulation.traced import Traced
+from partc.runtime.artifact.ranks import ranks_text
+from partc.runtime.units import count, operations_text, seconds, size_text
+
+_ROWS = 32
+"""Classes of ranks that are printed."""
+
+
+def show(where: str, found: Simulation, traced: Traced | None, top: int) -> None:
+    """Prints the step, a row for each class of ranks, and the critical path by source names."""
+    played = found.played
+    ranks = sum(len(one.ranks) for one in played.classes)
+    at = f" at {', '.join(f'{name}={size}' for name, size in found.sizes.items())}" if found.sizes else ""
+    console.echo(f"{where}: {count(ranks, 'rank')}, a step takes {seconds(played.seconds)}{at}")
+    if traced is not None:
+        ratio = played.seconds / traced.step if traced.step else float("nan")
+        console.echo(
+            f"{traced.where}: {count(traced.steps, 'step')}, median {seconds(traced.step)}, simulated/measured {ratio:.3f}"
+        )
+    console.echo()
+    table = Table(["ranks", ">compute", ">idle", ">under way", ">operations", ">bytes given", ">peak memory"])
+    rows = zip(played.classes, played.busy, played.communication, found.operations, found.bytes, strict=True)
+    for one, busy, under_way, computed, bytes in itertools.islice(rows, _ROWS):
+        memory = found.memory[one.ranks[0]]
+        peak = size_text(memory.peak) + ("+?" if memory.unknown else "")
+        idle = seconds(max(0.0, played.seconds - busy))
+        cells = (seconds(busy), idle, seconds(under_way), operations_text(computed), size_text(bytes), peak)
+        table.add(ranks_text(one.ranks), *cells)
+    table.show()
+    if len(played.classes) > _ROWS:
+        console.echo(f"and {len(played.classes) - _ROWS:,} more classes of ranks, which --json lists")
+    console.echo()
+    way, listed = found.critical, Table(["on the critical path", ">time", ">share"])
+    for name, time in way[:top]:
+        listed.add(name or "(no name)", seconds(time), f"{time / played.seconds:.1%}")
+    if len(way) > top:
+        rest = sum(time for _, time in way[top:])
+        listed.add(f"{len(way) - top} more", seconds(rest), f"{rest / played.seconds:.1%}")
+    listed.show()
+    if found.unknown:
+        console.echo(f"\nwithout {count(found.unknown, 'value')} whose size is known only at run time")
+
+
+def document(where: str, found: Simulation, traced: Traced | None) -> dict[str, object]:
+    """All that the simulation says, for other programs: seconds, bytes, operations."""
+    played = found.played
+    rows: Sequence[dict[str, object]] = [
+        {
+            "ranks": ranks_text(one.ranks),
+            "compute": played.busy[k],
+            "idle": max(0.0, played.seconds - played.busy[k]),
+            "under_way": played.communication[k],
+            "operations": found.operations[k],
+            "bytes": found.bytes[k],
+            "peak_memory": found.memory[one.ranks[0]].peak,
+        }
+        for k, one in enumerate(played.classes)
+    ]
+    path = [
+        {"rank": played.classes[k].ranks[0], "what": action.what, "path": action.path, "seconds": time}
+        for k, action, time in played.critical
+    ]
+    measured = {"trace": traced.where, "steps": traced.steps, "seconds": traced.step} if traced is not None else None
+    return {
+        "where": where,
+        "sizes": dict(found.sizes),
+        "seconds": played.seconds,
+        "ranks": rows,
+        "critical": [{"name": name, "seconds": time} for name, time in found.critical],
+        "path": path,
+        "unknown": found.unknown,
+        "files": {
+            name: {"operations": str(operations(file)), "bytes": str(payload(file))}
+            for name, file in found.files.items()
+        },
+        **({"measured": measured} if measured else {}),
+    }

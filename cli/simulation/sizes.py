@@ -1,0 +1,88 @@
+"""The types and sizes of the values of a rank's file, with the symbols bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from partc.compiler.cost.price import Operand
+from partc.runtime.artifact.format import OPTIMIZER, Shape
+from partc.runtime.artifact.graph.onnx_graph import reads
+from partc.runtime.artifact.graph.row_function import MERGE
+from partc.runtime.artifact.tasks.calls import bodies_of, declared
+from partc.runtime.artifact.tasks.task import parse
+from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
+from partc.runtime.execution.memory.layout import at_sizes
+from partc.runtime.program.rank_file import RankFile
+from partc.runtime.program.steps import Segment
+from partc.runtime.program.value_table import declared_shapes
+
+if TYPE_CHECKING:
+    from onnx import NodeProto, TensorProto
+
+_SOME = 4.0
+"""The bytes of an element whose type is not known."""
+
+
+class FileSizes:
+    """The operands of a rank's file by name; `unknown` counts values whose size only a run tells."""
+
+    def __init__(self, file: RankFile, sizes: Mapping[str, int]) -> None:
+        self.file, self.sizes = file, sizes
+        self.tensors: dict[str, TensorProto] = {tensor.name: tensor for tensor in file.model.graph.initializer}
+        for body in bodies_of(file.model).values():
+            self.tensors |= body.constants
+        self.shapes: dict[str, Shape] = {name: list(one.dims) for name, one in self.tensors.items()}
+        self.shapes |= declared_shapes(file)
+        segments = [step for step in file.steps if isinstance(step, Segment)]
+        nodes = [node for one in segments for node in one.nodes if (node.domain, node.op_type) == (OPTIMIZER, MERGE)]
+        self.merged = {made: source for node in nodes for source, made in zip(node.input, node.output, strict=True)}
+        """By what rows are merged to, of which there are at most as many, what they were."""
+        self.unknown = set[str]()
+        self._known: dict[str, Operand] = {}
+        self._names: dict[int, dict[str, str]] = {}
+
+    @cached_property
+    def types(self) -> dict[str, str]:
+        """By value its type."""
+        found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
+        found |= {
+            name: text for name, one in declared(self.file.model, self.file.where) if (text := type_text(one.type))
+        }
+        return found | {record.value: record.type for record in self.file.state}
+
+    def operand(self, name: str) -> Operand:
+        """The sizes and the element's bytes of a value."""
+        if name in self.merged and self.shapes.get(name) is None:
+            return self.operand(self.merged[name])
+        if name not in self._known:
+            shape, dtype = self.shapes.get(name), dense(self.types.get(name, ""))
+            try:
+                found = None if shape is None else at_sizes(shape, self.file.manifest.symbols, self.sizes)
+            except ValueError:
+                found = None
+            if found is None:
+                self.unknown.add(name)
+            self._known[name] = Operand(found, _SOME if dtype is None else dtype.bits / 8)
+        return self._known[name]
+
+    def of_node(self, node: NodeProto, segment: Segment) -> tuple[list[Operand | None], list[Operand | None]]:
+        """The operands of a node of a segment, and what it makes."""
+        names = self.names(segment)
+        suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
+        given, made = (
+            [self.operand(names.get(name, name + suffix)) if name else None for name in some]
+            for some in (node.input, node.output)
+        )
+        return given, made
+
+    def names(self, segment: Segment) -> Mapping[str, str]:
+        """By name in a segment's body the name in the program; what is read of the file as it is stays as it is."""
+        if (known := self._names.get(id(segment))) is not None:
+            return known
+        names = dict([*segment.operands, *segment.results])
+        names.update((name, name) for name in segment.formal.initializers)
+        names.update((name, name) for node in segment.formal.nodes for name in reads(node) if name in self.tensors)
+        self._names[id(segment)] = names
+        return names

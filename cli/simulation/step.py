@@ -1,0 +1,113 @@
+"""A step of an artifact on a machine: the actions of all ranks played, with the memory of each.
+
+simulated(artifact, machine, {"batch": 64})      what `partc simulate build/ --machine machine.yaml --set batch=64` shows
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from partc.cli.output.memory import memory_of_ranks
+from partc.cli.output.stats import typical_sizes
+from partc.cli.simulation.actions import Pricing, rank_actions
+from partc.cli.simulation.classes import classes_of
+from partc.cli.simulation.sizes import FileSizes
+from partc.cli.simulation.traced import Traced
+from partc.compiler.cost.machine import Machine
+from partc.compiler.cost.play import Kind, Played, play
+from partc.runtime.artifact.legal_sizes import is_legal, refusal
+from partc.runtime.artifact.manifest import Artifact
+from partc.runtime.errors import ArtifactError, UsageError
+from partc.runtime.execution.memory.needed import RankMemory
+from partc.runtime.program.rank_file import read_rank_file
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A played step; by class the memory of its ranks, `unknown` the values whose size only a run tells."""
+
+    played: Played
+    sizes: Mapping[str, int]
+    memory: Mapping[int, RankMemory]
+    unknown: int
+    files: Mapping[str, FileSizes]
+    """The distinct rank files by name."""
+
+    @property
+    def bytes(self) -> list[int]:
+        """By class what a rank gives messages and collectives in a step."""
+        return [sum(action.bytes for action in one.actions) for one in self.played.classes]
+
+    @property
+    def operations(self) -> list[float]:
+        """By class the operations of a rank, two for each multiply-add."""
+        return [sum(action.operations for action in one.actions) for one in self.played.classes]
+
+    @property
+    def critical(self) -> list[tuple[str, float]]:
+        """Where the step's time goes on its critical path: modules, messages and collectives by their source names, the longest first."""
+        total = defaultdict[str, float](float)
+        for _, action, seconds in self.played.critical:
+            whole = sum(action.modules.values())
+            if action.kind is Kind.COMPUTE and whole:
+                for path, part in action.modules.items():
+                    total[path] += seconds * part / whole
+            elif action.kind is Kind.COMPUTE:
+                total[action.path or action.what] += seconds
+            else:
+                total[f"{action.op} {action.path}".strip() if action.op else action.what] += seconds
+        return sorted(total.items(), key=lambda one: (-one[1], one[0]))
+
+
+def chosen_sizes(artifact: Artifact, given: Mapping[str, int], partly: bool = False) -> dict[str, int]:
+    """The sizes of all symbols: those given, a training's batch, or the only legal one; UsageError names those that are not known.
+
+    `partly`: the sizes may be of several artifacts, of which each has some.
+    """
+    manifest, problems = artifact.manifest, []
+    typical = typical_sizes(manifest)
+    batch = manifest.training.settings.batch if manifest.training is not None else None
+    firsts = {port.shape[0] for port in manifest.inputs if port.shape}
+    for name in given:
+        if partly and name not in manifest.symbols:
+            continue
+        if name not in manifest.symbols:
+            known = ", ".join(manifest.symbols) or "none"
+            problems.append(f"--set {name}: there is no such symbol\n  help: the symbols are {known}")
+        elif not is_legal(given[name], manifest.symbols[name]):
+            problems.append(refusal(f"--set {name}", given[name], name, manifest.symbols[name]))
+    for name, symbol in manifest.symbols.items():
+        is_batch = batch is not None and name in firsts and typical[name] == batch
+        if name not in given and not is_batch and symbol.max != symbol.min:
+            fact = f"{artifact.folder}: the size of '{name}' is not known, by which its times are computed"
+            problems.append(f"{fact}\n  help: give it, such as --set {name}={typical[name]}")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return {**typical, **{name: size for name, size in given.items() if name in manifest.symbols}}
+
+
+def simulated(
+    artifact: Artifact, machine: Machine, given: Mapping[str, int], hosts: int = 1, traced: Traced | None = None
+) -> Simulation:
+    """A step of the artifact's program; `hosts` share its ranks evenly, `traced` is what was measured of it."""
+    manifest, sizes = artifact.manifest, chosen_sizes(artifact, given)
+    pricing, unknown = Pricing(machine), set[str]()
+    actions, files = {}, {}
+    for ranks in manifest.by_file(range(manifest.ranks)).values():
+        file = FileSizes(read_rank_file(artifact, ranks[0]), sizes)
+        actions[ranks[0]] = rank_actions(file, pricing)
+        unknown |= file.unknown
+        files[manifest.program(ranks[0])] = file
+    classes = classes_of(manifest, actions, machine.link)
+    if traced is not None:
+        classes = traced.calibrated(classes)
+    try:
+        played = play(classes, machine.cores * hosts, 0.0 if traced is not None else machine.links[0].wake)
+    except ValueError as error:
+        raise ArtifactError(f"{artifact.folder}: {error}\n  help: see what `partc check` says of it") from None
+    firsts = [one.ranks[0] for one in classes]
+    return Simulation(
+        played, sizes, {one.rank: one for one in memory_of_ranks(artifact, sizes, firsts)}, len(unknown), files
+    )

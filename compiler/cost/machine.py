@@ -1,0 +1,134 @@
+"""The speeds of a machine: what an op takes on one of its targets, and what a message or a collective takes between its ranks.
+
+    curve      seconds by an amount, measured at some amounts: between two of them a straight line, above the largest its speed, below
+               the smallest its time: what any such thing takes at least
+    product    curve(FLOP of one matrix) for each matrix, or what its bytes take if that is more
+    others     curve(bytes moved), of the op's kernel
+    collective hops * latency + share * bytes / speed, both taken from an AllReduce that was measured among `ranks`
+
+With p ranks of which each gives b bytes:
+
+    op             hops        share        op          hops     share
+    AllReduce      2(p - 1)    2(p - 1)/p   AllGather   p - 1    p - 1
+    ReduceScatter  p - 1       (p - 1)/p    Broadcast   p - 1    1
+    AllToAll       p - 1       (p - 1)/p    Reduce      p - 1    1
+
+AllReduce, Broadcast and Reduce are by a tree where that is faster, as with many ranks and few bytes: log2(p) levels, twice of an AllReduce,
+of which each sends all bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
+
+FALLBACK, MATMUL = "elementwise", "matmul"
+"""The kernel, and the product, whose curves stand for those that a machine file leaves out."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by an amount: the points that were measured, by rising amounts."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __call__(self, amount: float) -> float:
+        amounts = [one for one, _ in self.points]
+        at = bisect.bisect_right(amounts, amount)
+        if at == 0:
+            return self.points[0][1]
+        (low, least), last = self.points[at - 1], self.points[-1]
+        if at == len(self.points):
+            return last[1] * amount / last[0]
+        high, most = self.points[at]
+        return least + (most - least) * (amount - low) / (high - low)
+
+    @property
+    def least(self) -> float:
+        """Seconds at the smallest amount."""
+        return self.points[0][1]
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A target: seconds of a session's run, and of a step beside its actions; curves by FLOP of products, and by bytes of others."""
+
+    session: float
+    step: float
+    products: Mapping[str, Curve]
+    kernels: Mapping[str, Curve]
+
+    def kernel(self, name: str) -> Curve:
+        """The curve of a kernel by bytes."""
+        return self.kernels.get(name) or self.kernels[FALLBACK]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ranks: seconds by bytes of a message, and of an AllReduce among `ranks` that are `stride` apart.
+
+    `overlap`: the share of a collective that goes on beside a computation; the rest the rank does itself when it waits. `wake`: what the
+    first session behind a wait takes more than one behind another, since the caches are cold.
+    """
+
+    name: str
+    ranks: int
+    stride: int
+    overlap: float
+    wake: float
+    send: Curve
+    all_reduce: Curve
+
+    def collective(self, op: str, ranks: int, given: float) -> float:
+        """Seconds of a collective among so many ranks that each give so many bytes: around a ring, or by a tree where that is faster."""
+        if ranks < 2:
+            return 0.0
+        own_hops, own_share = law(ALL_REDUCE, self.ranks)
+        latency = self.all_reduce.least / own_hops
+        sent = max(0.0, self.all_reduce(given) - self.all_reduce.least) / own_share
+        hops, share = law(op, ranks)
+        ring = hops * latency + share * sent
+        if op in _SPLIT:
+            return ring
+        levels = (2 if op == ALL_REDUCE else 1) * math.ceil(math.log2(ranks))
+        return min(ring, levels * (latency + sent))
+
+
+_SPLIT = (ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, EXCHANGE)
+"""Collectives of which each rank gets another result, or all of what all give: no tree sends less."""
+
+
+def law(op: str, ranks: int) -> tuple[float, float]:
+    """Hops, and bytes that each rank sends for each byte that it gives."""
+    others = ranks - 1
+    if op == ALL_REDUCE:
+        return 2.0 * others, 2.0 * others / ranks
+    if op in (REDUCE_SCATTER, ALL_TO_ALL):
+        return float(others), others / ranks
+    return float(others), float(others) if op == ALL_GATHER else 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host of `cores` which its ranks share, 0 where each has a device of its own; `segments`: seconds by digest of what was measured."""
+
+    where: str
+    cores: int
+    processors: Mapping[str, Processor]
+    links: Sequence[Link]
+    segments: Mapping[str, float] = field(default_factory=dict)
+
+    def processor(self, target: str) -> Processor:
+        """The speeds of a target, of one that is not in the file those of the first."""
+        return self.processors.get(target) or next(iter(self.processors.values()))
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """What connects these ranks: the one that was measured at their stride, else the first."""
+        strides = {later - one for one, later in itertools.pairwise(ranks)}
+        stride = strides.pop() if len(strides) == 1 else 0
+        return next((one for one in self.links if one.stride == stride), self.links[0])

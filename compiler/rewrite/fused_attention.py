@@ -1,0 +1,223 @@
+"""Attention over a cache by onnxruntime's fused op, where the mask is proven causal and there is one slot: it reads valid entries alone,
+writes the new ones in place, and repeats no heads. Of several sequences its kernel takes one token each, and a chunk is more.
+
+    Attention(q, repeated(Slice(TensorScatter(cache_k, k, ..))), ..., mask)
+        ->  GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
+
+The proof. A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every
+position that a step can have, one token wide and a chunk wide, and compared with causal. Of more than `MOST` positions those are taken
+that lie evenly apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.ir.graph import take_out
+from partc.compiler.plan.generate import GenerateRules
+from partc.compiler.rewrite.node_builder import NodeBuilder
+from partc.compiler.rewrite.positions import Positions
+
+MOST = 8192
+_OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"
+_AWAY = -1e4
+"""What is added to scores that do not count is at most this."""
+
+
+def head_counts(model: ir.Model) -> dict[ir.Node, int]:
+    """By Attention over four dims the number of its queries' heads, as far as it can be told."""
+    found = [node for node in model.graph if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
+    queries = [node.inputs[0] for node in found]
+    if any(value is not None and value.shape is None for value in queries):
+        infer_shapes(model, {})
+    shapes = {
+        node: value.shape
+        for node, value in zip(found, queries, strict=True)
+        if value is not None and value.shape is not None
+    }
+    return {node: shape[1] for node, shape in shapes.items() if len(shape) == 4 and isinstance(shape[1], int)}
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Keys or values that an Attention reads: what appends them, and the nodes from there to the Attention."""
+
+    append: ir.Node
+    between: tuple[ir.Node, ...]
+
+
+def fuse_attention(
+    build: NodeBuilder,
+    heads: Mapping[ir.Node, int],
+    found: dict[ir.Value, ir.Value],
+    positions: Positions,
+    rules: GenerateRules,
+) -> None:
+    """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place."""
+    known: dict[ir.Value, bool] = {}
+    for node, count in heads.items() if rules.slots == 1 else ():
+        reads = [_read(node, k) for k in (1, 2)]
+        mask = node.inputs[3] if len(node.inputs) > 3 else None
+        if mask is None or None in reads or any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]):
+            continue
+        if mask not in known:
+            known[mask] = _is_causal(build.graph, mask, positions, rules)
+        keys, values = (one for one in reads if one is not None)
+        if known[mask] and keys.append.inputs[0] is not None and not node.attributes.get_int("is_causal", 0):
+            _fuse(build, node, count, (keys, values), found, positions)
+
+
+def _read(node: ir.Node, k: int) -> _Read | None:
+    """How an operand comes from a cache, which has no other reader: Slice, and where heads are repeated Unsqueeze, Expand, Reshape."""
+    between, value = list[ir.Node](), node.inputs[k]
+    while value is not None and len(value.uses()) == 1 and (producer := value.producer()) is not None:
+        if producer.op_type == "TensorScatter":
+            kinds = [one.op_type for one in between]
+            right = kinds in (["Slice"], ["Reshape", "Expand", "Unsqueeze", "Slice"])
+            shape = producer.inputs[0].shape if producer.inputs[0] is not None else None
+            of_heads = shape is not None and len(shape) == 4 and producer.attributes.get_int("axis", -2) % 4 == 2
+            repeats_heads = len(between) == 1 or _constant(between[2].inputs[1]) == [2]
+            return _Read(producer, tuple(between)) if right and of_heads and repeats_heads else None
+        between.append(producer)
+        value = producer.inputs[0]
+    return None
+
+
+def _fuse(
+    build: NodeBuilder,
+    node: ir.Node,
+    heads: int,
+    reads: tuple[_Read, _Read],
+    found: dict[ir.Value, ir.Value],
+    positions: Positions,
+) -> None:
+    caches = [read.append.inputs[0] for read in reads]
+    first = caches[0]
+    assert first is not None
+    assert first.shape is not None
+    flat = build.constant("flat", [0, 0, -1])
+    rows = [
+        build.op("flat", "Reshape", [build.op("turned", "Transpose", [value], perm=[0, 2, 1, 3]), flat])
+        for value in (node.inputs[0], *(read.append.inputs[1] for read in reads))
+    ]
+    attributes = {"num_heads": heads, "kv_num_heads": int(str(first.shape[1]))}
+    numbers = {name: node.attributes[name].as_float() for name in ("scale", "softcap") if name in node.attributes}
+    numbers = {name: value for name, value in numbers.items() if value}
+    made = build.node("attention", _OP, [*rows, *caches, *positions.ends], 3, _DOMAIN, **attributes, **numbers)
+    split = build.op("heads", "Reshape", [made[0], build.constant(f"heads_{heads}", [0, 0, heads, -1])])
+    whole = build.op("turned_back", "Transpose", [split], perm=[0, 2, 1, 3])
+    build.put(before=node)
+    ir.convenience.replace_all_uses_with(node.outputs[0], whole)
+    take_out(build.graph, node)
+    for cache, read, present in zip(caches, reads, made[1:], strict=True):
+        assert cache is not None
+        following = found[cache]
+        name, following.name = following.name, None
+        present.name, present.type = name, following.type
+        found[cache] = present
+        for one in (*read.between, read.append):
+            take_out(build.graph, one)
+
+
+def _is_causal(graph: ir.Graph, mask: ir.Value, positions: Positions, rules: GenerateRules) -> bool:
+    """Whether a mask lets each token see those up to itself, and no other, at every position that a step can have."""
+    nodes = _makers(graph, mask, (positions.position, positions.count, positions.ids))
+    if nodes is None:
+        return False
+    run = _evaluator(graph, nodes, mask, positions)
+    ends = [(1, [*range(rules.length)]), (rules.chunk, [*range(0, rules.length, rules.chunk)])]
+    for width, every in ends:
+        for some in _batches(every[:: -(-len(every) // MOST)], rules.slots):
+            found = run(some, width)
+            seen = found if found.dtype == np.bool_ else found == 0
+            if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
+                return False
+            entries, tokens = np.arange(max(some) + width), np.arange(width)
+            wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
+            if (
+                seen.ndim != 4
+                or seen.shape[-1] != len(entries)
+                or not (np.broadcast_to(seen, wanted.shape) == wanted).all()
+            ):
+                return False
+    return True
+
+
+def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
+    """The positions in batches of a size, the last of which repeats its last one."""
+    for begin in range(0, len(every), size):
+        some = [*every[begin : begin + size]]
+        yield some + some[-1:] * (size - len(some))
+
+
+def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> list[ir.Node] | None:
+    """The nodes that make a value of the given ones and constants, in order; None where it is made of anything else."""
+    needed, waiting = set[ir.Node](), [value]
+    while waiting:
+        one = waiting.pop()
+        producer = one.producer()
+        if producer is None:
+            if one not in given and one.const_value is None:
+                return None
+        elif producer not in needed:
+            if producer.domain not in ("", "ai.onnx") or any(
+                attr.type == ir.AttributeType.GRAPH for attr in producer.attributes.values()
+            ):
+                return None
+            needed.add(producer)
+            waiting += [operand for operand in producer.inputs if operand is not None]
+    return [node for node in graph if node in needed]
+
+
+def _evaluator(graph: ir.Graph, nodes: Sequence[ir.Node], value: ir.Value, positions: Positions):  # type: ignore[no-untyped-def]
+    """What makes the value for positions and a number of tokens."""
+    import onnx
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    given = (positions.position, positions.count, positions.ids)
+    read = {operand for node in nodes for operand in node.inputs if operand is not None}
+    inputs = [helper.make_tensor_value_info(str(one.name), TensorProto.INT64, None) for one in given if one in read]
+    constants = []
+    for one in read:
+        if one.producer() is None and one not in given and one.const_value is not None:
+            constants.append(ir.serde.serialize_tensor(one.const_value))
+            constants[-1].name = str(one.name)
+    output = onnx.ValueInfoProto(name=str(value.name))
+    body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", inputs, [output], constants)
+    opsets = [helper.make_opsetid("", graph.opset_imports.get("", 24))]
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    session = onnxruntime.InferenceSession(
+        helper.make_model(body, ir_version=10, opset_imports=opsets).SerializeToString(),
+        options,
+        providers=["CPUExecutionProvider"],
+    )
+    names = {one.name for one in session.get_inputs()}
+
+    def run(some: Sequence[int], width: int) -> npt.NDArray[np.generic]:
+        count = len(some)
+        feeds = {
+            str(positions.position.name): np.asarray(some, np.int64),
+            str(positions.count.name): np.full(count, width, np.int64),
+            str(positions.ids.name): np.zeros((count, width), np.int64),
+        }
+        found: npt.NDArray[np.generic] = session.run(
+            None, {name: array for name, array in feeds.items() if name in names}
+        )[0]
+        return found
+
+    return run
+
+
+def _constant(value: ir.Value | None) -> list[int]:
+    return (
+        []
+        if value is None or value.const_value is None
+        else [int(one) for one in value.const_value.numpy().reshape(-1)]
+    )

@@ -1,0 +1,66 @@
+"""`partc measure` over MPI: the file is read, a simulation takes it, segments of an artifact are in it; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from partc.cli.main import invoke
+from partc.cli.simulation.step import simulated
+from partc.compiler.cost.machine_file import machine_text, read_machine
+from partc.compiler.ops.registry import entries
+from partc.compiler.pipeline import compile_model
+from partc.runtime.artifact.manifest import open_artifact
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+
+
+def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compile_model(SAMPLES / "gpt/model.py", SAMPLES / "gpt/plan.yaml", tmp_path / "build")
+    out = tmp_path / "machine.yaml"
+    sizes = ["--set", "batch=2", "--set", "seq=16"]
+    assert invoke(["measure", "-o", str(out), "--of", str(tmp_path / "build"), *sizes]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {out}: 2 ranks on ")
+    machine = read_machine(out)
+    out.write_text(machine_text(machine))
+    assert machine_text(read_machine(out)) == out.read_text()
+    cpu, (link,) = machine.processors["cpu"], machine.links
+    assert {*cpu.kernels} == {entry.kernel for entry in entries()} - {"view", "product", "convolution"}
+    assert 0 < cpu.session < cpu.step < 0.1
+    for curve in (*cpu.products.values(), *cpu.kernels.values(), link.send, link.all_reduce):
+        assert curve.points[0][1] < curve.points[-1][1] < 10
+    artifact, shown = open_artifact(tmp_path / "build"), {"batch": 2, "seq": 16}
+    by_segments = simulated(artifact, machine, shown).played
+    assert len(machine.segments) >= 3
+    named = {action.what for one in by_segments.classes for action in one.actions if action.modules}
+    assert named
+    assert by_segments.seconds > sum(machine.segments.values()) / 4
+    other = simulated(artifact, machine, {"batch": 2, "seq": 24}).played
+    assert other.seconds > 0, "of other sizes by the curves"
+
+
+def test_links_along_the_axes_of_a_mesh() -> None:
+    from partc.cli.machine.measure import links_of
+
+    (tp, dp) = links_of(4, {"dp": 2, "tp": 2})
+    assert (tp["name"], tp["stride"], tp["lists"]) == ("tp", 1, [[0, 1], [2, 3]])
+    assert (dp["name"], dp["stride"], dp["lists"]) == ("dp", 2, [[0, 2], [1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (["-n", "1"], "is not in the range x>=2"),
+        (["--mesh", "dp"], "'dp' is not a mesh such as dp=2,tp=4"),
+        (["--mesh", "dp=3"], "--mesh dp=3: has 3 ranks, and -n says 2"),
+    ],
+)
+def test_what_is_refused(options: list[str], fact: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["measure", "-o", str(tmp_path / "machine.yaml"), *options]) == 2
+    assert fact in capsys.readouterr().err
+    assert not (tmp_path / "machine.yaml").exists()
+
+
+def test_the_folder_of_the_file_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["measure", "-o", str(tmp_path / "none/machine.yaml")]) == 2
+    assert "the folder" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""Random decoders on random ranks, and random requests at once, against the unsharded model and one prompt after the other.
+
+    python tests/fuzz/random_generation.py --cases 200 --seed 1
+    python tests/fuzz/random_generation.py --case 17              one of them again, with its plan
+
+Drawn are the form of the decoder (how it counts positions, its attention, a window), the layout (tensor parallel in any subset of its
+linears, stages, data parallel, both), slots, chunk and length, and prompts from one token to as many as fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+
+import onnx
+
+sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
+
+from decoders import VOCABULARY, Unsharded, decoder
+from partc.compiler.errors import CompileError
+from partc.compiler.pipeline import compile_model
+from partc.runtime import Request, load_local_generator
+from partc.runtime.checker.check import check
+
+PARTS = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
+
+
+class Case:
+    """A decoder, a plan and requests."""
+
+    def __init__(self, number: int) -> None:
+        random = self.random = Random(number)
+        self.form = {
+            "layers": random.choice((1, 2, 3)),
+            "inputs": tuple(name for name in ("position_ids", "attention_mask") if random.random() < 0.3),
+            "fused": random.random() < 0.5,
+            "window": random.choice((0, 0, 0, 3, 17)),
+        }
+        self.length = random.randint(8, 90)
+        self.slots = random.choice((1, 1, 2, 4, 6))
+        self.chunk = random.randint(1, min(20, self.length))
+        self.plan = f"{self._layout()}generate: {{slots: {self.slots}, length: {self.length}, chunk: {self.chunk}}}\n"
+        self.requests = [self._request() for _ in range(random.randint(1, 7))]
+
+    def _layout(self) -> str:
+        random, layers = self.random, int(str(self.form["layers"]))
+        tensor, stages = random.choice((1, 2, 2)), random.choice((1, 1, 2)) if layers > 1 else 1
+        if tensor == stages == 1 and self.slots % 2 == 0 and random.random() < 0.5:
+            return "ranks: 2\ndataset: data_parallel\n"
+        lines = [f"ranks: {tensor * stages}", f"mesh: {{pp: {stages}, tp: {tensor}}}"]
+        if tensor > 1:
+            names = [name for name in PARTS if random.random() < 0.8]
+            lines += ["sharding:"] * bool(names) + [f'  "layers.*.{name}": {PARTS[name]}' for name in names]
+            lines += ["  head: colwise"] * (bool(names) and random.random() < 0.6)
+        if stages > 1:
+            border = random.randint(1, layers - 1)
+            lines += ["placement:", '  "embed.*": {pp: 0}', "  head: {pp: 1}"]
+            lines += [f'  "layers.{layer}": {{pp: {int(layer >= border)}}}' for layer in range(layers)]
+        return "\n".join(lines) + "\n"
+
+    def _request(self) -> Request:
+        random = self.random
+        size = random.randint(1, self.length - 1)
+        count = random.randint(1, min(self.length - size, 24))
+        stop = tuple(random.sample(range(VOCABULARY), 2)) if random.random() < 0.3 else ()
+        return Request([random.randrange(VOCABULARY) for _ in range(size)], max_tokens=count, stop=stop)
+
+    def result(self) -> str:
+        """Empty where it is equal; "refused", or what is wrong."""
+        with tempfile.TemporaryDirectory() as text:
+            folder = Path(text)
+            model = decoder(**self.form)  # type: ignore[arg-type]
+            onnx.save(model, folder / "model.onnx")
+            (folder / "plan.yaml").write_text(self.plan)
+            try:
+                compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
+            except CompileError as error:
+                return f"refused: {str(error).splitlines()[0]}"
+            if found := check(folder / "build").violations:
+                return f"a violation: {found[0]}"
+            alone = Unsharded(model)
+            wanted = [alone.tokens(one.prompt, one.max_tokens, one.stop) for one in self.requests]
+            with load_local_generator(folder / "build") as generator:
+                answers = generator.run(self.requests)
+            return (
+                ""
+                if [one.tokens for one in answers] == wanted
+                else f"other tokens: {[one.tokens for one in answers]}, not {wanted}"
+            )
+
+
+def main() -> int:
+    """Runs the cases; 1 where one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--case", type=int)
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    wrong = refused = 0
+    for number in [args.case] if args.case is not None else range(args.seed * 10_000, args.seed * 10_000 + args.cases):
+        case = Case(number)
+        try:
+            text = case.result()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        refused += text.startswith("refused")
+        if text and (not text.startswith("refused") or args.case is not None):
+            wrong += not text.startswith("refused")
+            print(f"case {number}: {text}\n{case.form}\n{case.plan}", flush=True)
+    count = 1 if args.case is not None else args.cases
+    print(f"{count} cases: {count - wrong - refused} equal, {refused} refused, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
