@@ -231,7 +231,7 @@ def analyse(
     """Loads and runs all passes; writes nothing. `plan` and `configuration` are as `start` says."""
     chosen = read_plan(plan) if plan is not None else None
     with blamed(model):
-        source = load(model, _named_by(chosen))
+        source = load(model, _named_by(chosen), cache=chosen is not None and chosen.generate is not None)
         return step_program(source, chosen, model.absolute().name, configuration=configuration, after=after)
 
 
@@ -287,7 +287,7 @@ def compile_model(
     watch("load")
     options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
     with blamed(model):
-        source = load(model, _named_by(chosen))
+        source = load(model, _named_by(chosen), cache=chosen is not None and chosen.generate is not None)
         return _compiled(source, model, chosen, plan, out, options, watch)
 
 

@@ -103,7 +103,8 @@ def command(
         for line in (*shared_lines(report), *table_lines(report), *evaluation_lines(report.manifest)):
             console.echo(line)
     if report.exported:
-        once = shlex.join(["partc", "export", str(model), "-o", f"{model.absolute().stem}.onnx"])
+        cache = ["--cache"] if report.manifest.generation is not None else []
+        once = shlex.join(["partc", "export", str(model), *cache, "-o", f"{model.absolute().stem}.onnx"])
         console.echo(f"torch exported the model in {seconds(watch.spent['load'])}; to export it once: {once}")
     console.echo(f"dumps: {out / BEGIN_IR}, {out / END_IR}")
     if report.program.training is not None and plan is not None:

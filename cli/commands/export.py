@@ -19,7 +19,8 @@ from partc.runtime.units import count, seconds, size_text
     required=True,
     help="The .onnx file to write; large weights go beside it, into its name and `.data`.",
 )
-def command(model: Path, out: Path) -> int:
+@click.option("--cache", is_flag=True, help="Export a decoder of transformers with past and present, to generate.")
+def command(model: Path, out: Path, cache: bool) -> int:
     """Write MODEL (.py, a folder of transformers, or .onnx) as an .onnx file, which compiles to the same programs.
 
     torch exports a model in seconds to minutes, in each command that reads a model.py or a folder; the file is read at once.
@@ -27,6 +28,7 @@ def command(model: Path, out: Path) -> int:
     \b
     partc export path/to/llama -o llama.onnx
     partc compile llama.onnx --plan plan.yaml
+    partc export path/to/llama --cache -o decoder.onnx     # for a plan with `generate`
     """
     import time
 
@@ -40,7 +42,7 @@ def command(model: Path, out: Path) -> int:
     begin = time.perf_counter()
     with CompileWatch() as watch:
         watch("load")
-        source = load(model)
+        source = load(model, cache=cache)
         tensors = [value.const_value for value in source.model.graph.initializers.values() if value.const_value]
         size = sum(tensor.nbytes for tensor in tensors)
         nodes = len(source.model.graph)

@@ -27,6 +27,14 @@ def _bytes(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 @click.option("--dp", type=click.IntRange(min=1), default=1, metavar="N", help="Propose data parallelism over N ranks.")
 @click.option("--stages", type=click.IntRange(min=1), default=1, metavar="N", help="Propose N stages of equal cost.")
 @click.option(
+    "--generate",
+    "length",
+    type=click.IntRange(min=2),
+    metavar="LENGTH",
+    help="Propose to make tokens with a decoder, in sequences of at most LENGTH.",
+)
+@click.option("--slots", type=click.IntRange(min=1), metavar="N", help="Sequences at once of --generate.")
+@click.option(
     "--machine",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Machine file, of `partc measure`: --stages are of equal time there.",
@@ -47,6 +55,8 @@ def command(
     tp: int,
     dp: int,
     stages: int,
+    length: int | None,
+    slots: int | None,
     machine: Path | None,
     target: str | None,
     device_memory: int | None,
@@ -56,12 +66,15 @@ def command(
 
     With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
 
+    With --generate it makes tokens with a decoder that has past and present as inputs and outputs: `partc generate` then continues prompts.
+
     With --target auto it says what runs on the rank's GPU, and what on the CPU: what has no kernel for GPUs, tables of which a step reads
     little, and what does not fit in --device-memory. --plan begins with a plan that exists, such as one that trains.
 
     \b
     partc plan model.onnx -o plan.yaml
     partc plan model.onnx --dp 2 --tp 4 -o plan.yaml
+    partc plan decoder.onnx --tp 2 --generate 4096 --slots 8 -o plan.yaml
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
     from partc.compiler.cost.machine_file import read_machine
@@ -69,6 +82,7 @@ def command(
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
     from partc.compiler.proposal.edited_plan import with_targets
+    from partc.compiler.proposal.generation import Generation
     from partc.compiler.proposal.propose import Degrees, propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
@@ -85,12 +99,18 @@ def command(
         raise UsageError(f"{option} is for the proposal of targets\n  help: add --target auto")
     if given is not None and degrees.ranks > 1:
         raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp and --stages, or --plan")
+    if slots is not None and length is None:
+        raise UsageError("--slots is for a proposal of generation\n  help: add --generate LENGTH")
+    if given is not None and length is not None:
+        raise UsageError("--plan has a 'generate' of its own, or none\n  help: write it there, or leave out --plan")
+    generation = None if length is None else Generation(length, slots or dp)
     device = Device(device_memory) if target is not None else None
-    source, name = load(model), model.absolute().name
+    source, name = load(model, cache=length is not None), model.absolute().name
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
-    elif degrees.ranks > 1 or device is not None:
-        text, missing = propose(source, name, degrees, device, None if machine is None else read_machine(machine))
+    elif degrees.ranks > 1 or device is not None or generation is not None:
+        measured = None if machine is None else read_machine(machine)
+        text, missing = propose(source, name, degrees, device, measured, generation)
         for line in missing:
             console.echo(f"warning: not recognized: {line}", err=True)
     else:

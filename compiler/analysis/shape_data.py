@@ -24,6 +24,8 @@ from partc.compiler.dims.reading import read
 
 LARGEST = 256
 FINEST = 1024
+MOST_COMPARED = 16
+"""The largest of more symbolic entries is not followed: sympy compares each with each."""
 Entry: TypeAlias = "sympy.Expr | None"
 Entries: TypeAlias = npt.NDArray[Any]
 """An array of entries."""
@@ -324,6 +326,13 @@ def _reduce(fold: Callable[..., Any]) -> Callable[[_Node], Entries | None]:
     return rule
 
 
+def _extreme(fold: Callable[..., Any]) -> Callable[..., Entry]:
+    def one(*row: sympy.Expr) -> Entry:
+        return fold(*row) if sum(not entry.is_number for entry in row) <= MOST_COMPARED else None
+
+    return one
+
+
 FOLLOWED: dict[str, Callable[[_Node], Entries | list[Entries] | None]] = {
     **dict.fromkeys(("Shape", "Size"), _shape),
     **dict.fromkeys(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"), _same_order),
@@ -336,8 +345,8 @@ FOLLOWED: dict[str, Callable[[_Node], Entries | list[Entries] | None]] = {
     "Slice": _slice,
     "Split": _split,
     "Where": _where,
-    "ReduceMax": _reduce(sympy.Max),
-    "ReduceMin": _reduce(sympy.Min),
+    "ReduceMax": _reduce(_extreme(sympy.Max)),
+    "ReduceMin": _reduce(_extreme(sympy.Min)),
     "ReduceProd": _reduce(sympy.Mul),
     "ReduceSum": _reduce(sympy.Add),
     "Abs": _each(lambda at, row: sympy.Abs(*row)),

@@ -9,15 +9,16 @@ from partc.compiler.frontend.source import Known, Source, nothing
 from partc.compiler.garbage_collection import uncollected
 
 
-def load(path: Path, known: Known = nothing) -> Source:
+def load(path: Path, known: Known = nothing, *, cache: bool = False) -> Source:
     """The model in `path`, by its ending. Raises CompileError with all that is wrong with it.
 
-    `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes.
+    `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes. With `cache` a
+    decoder of `transformers` is exported with past and present as inputs and outputs.
     """
     if path.is_dir():
         from partc.compiler.frontend.huggingface.folder import load_folder
 
-        return load_folder(path, known)
+        return load_folder(path, known, cache=cache)
     match path.suffix:
         case ".onnx":
             from partc.compiler.frontend.exported import read_declared
@@ -29,7 +30,7 @@ def load(path: Path, known: Known = nothing) -> Source:
             with uncollected():
                 from partc.compiler.frontend.python import load_python
 
-            return load_python(path, known)
+            return load_python(path, known, cache=cache)
         case other:
             raise CompileError(
                 Problem(

@@ -39,6 +39,7 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.context import not_followed
 from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.flat_cache import flatten_cache
 from partc.compiler.frontend.huggingface.ports import image_inputs, position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.settings import is_of_transformers
 from partc.compiler.frontend.huggingface.tp_plan import tp_plan
@@ -63,8 +64,11 @@ _KINDS = "an onnx.ModelProto, an onnx_ir.Model, an nn.Module of partc.compiler o
 _INPUTS = 'write inputs = {"x": Input(["batch", 1, 28, 28], "float32")}, or return (module, inputs) from build'
 
 
-def load_python(path: Path, known: Known = nothing) -> Source:
-    """The model that the file defines and what it declares, `known` as of `load`. Raises CompileError with the user's own line."""
+def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> Source:
+    """The model that the file defines and what it declares, `known` and `cache` as of `load`.
+
+    Raises CompileError with the user's own line.
+    """
     if why := fault(path):
         fact = "no such file" if not path.exists() else why
         raise CompileError(
@@ -95,7 +99,7 @@ def load_python(path: Path, known: Known = nothing) -> Source:
             ((name, one),) = inputs.items()
             remedy = f'write inputs = {{"{name}": [...]}} for another'
             told += (f"{_where_inputs(file)}: the input '{name}' is {one.shape}, {said}; {remedy}",)
-        model = _model(built, inputs, names, file, recorder)
+        model = _model(built, inputs, names, file, recorder, cache)
         _use_named_symbols(model, names, file)
         placed = placements(recorder, _modules(built), model)
         sharding = shardings(recorder, _modules(built), model)
@@ -145,7 +149,7 @@ def _defined(file: UserFile) -> tuple[object, object]:
     return result
 
 
-def _model(built: object, inputs: object, names: DimNames, file: UserFile, recorder: Recorder) -> ir.Model:
+def _model(built: object, inputs: object, names: DimNames, file: UserFile, recorder: Recorder, cache: bool) -> ir.Model:
     where = file.line("model", "build")
     match built:
         case onnx.ModelProto():
@@ -167,9 +171,13 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
         from partc.compiler.frontend.torch_module import export
 
         dynamic_shapes = file.globals.get("dynamic_shapes")
-        if is_of_transformers(built):
+        outputs = _output_names(file)
+        if cache and inputs is None and is_of_transformers(built):
+            inputs, outputs = flatten_cache(built, where)
+            names.symbols.update(position_symbols(built, inputs))
+        elif is_of_transformers(built):
             inputs = _of_transformers(built, inputs, names, file)
-        given, outputs = _required(inputs, file), _output_names(file)
+        given = _required(inputs, file)
         return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), recorder)
     kind = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
     help_ = f"make an instance of it: {built.__name__}()" if isinstance(built, type) else f"a model is {_KINDS}"

@@ -11,7 +11,7 @@ from partc.compiler.plan.placed_options import PlacedOptions
 from partc.runtime.options import Refused
 from pydantic import Field, model_validator
 
-MOST_SLOTS, MOST_TOKENS = 1 << 12, 1 << 24
+MOST_SLOTS, MOST_TOKENS, DEFAULT_CHUNK = 1 << 12, 1 << 24, 64
 
 
 class GenerateRules(PlacedOptions):
@@ -22,7 +22,7 @@ class GenerateRules(PlacedOptions):
     slots: int = Field(1, ge=1, le=MOST_SLOTS, description="The number of sequences that are made at once.")
     length: int = Field(ge=2, le=MOST_TOKENS, description="The most tokens of a sequence, prompt and answer together.")
     chunk: int = Field(
-        64,
+        DEFAULT_CHUNK,
         ge=1,
         le=MOST_TOKENS,
         description="The most tokens of a prompt that one step takes; a longer prompt takes several.",

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.cost.machine import Machine
-from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
@@ -24,7 +22,9 @@ from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
+from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
+from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Proposed, key, starting_plan
@@ -39,6 +39,7 @@ from partc.runtime.units import count
 
 _ROUNDS = 8
 _FILE = "plan.yaml"
+_AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,26 @@ class Degrees:
         return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
 
 
-@dataclass
-class _Batch:
-    """The dim that records are counted by: which inputs have it first, what is promised of it, names given to dims without one."""
-
-    inputs: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    symbols: dict[str, Symbol] = field(default_factory=dict)
-    names: dict[tuple[str, int], str] = field(default_factory=dict)
-    ranks: dict[str, int] = field(default_factory=dict)
-
-
 def propose(
-    source: Source, name: str, degrees: Degrees, device: Device | None = None, machine: Machine | None = None
+    source: Source,
+    name: str,
+    degrees: Degrees,
+    device: Device | None = None,
+    machine: Machine | None = None,
+    generation: Generation | None = None,
 ) -> tuple[str, list[str]]:
-    """The text of a plan, and what could not be proposed. With `device` it has targets, too; stages are weighed on a `machine`, if given.
+    """The text of a plan, and what could not be proposed.
+
+    With `device` it has targets, with `generation` it makes tokens; stages are weighed on a `machine`, if given.
 
     The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it.
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
     """
-    batch = _batch(source, degrees.dp)
+    batch = batch_of(source, degrees.dp) if generation is None else Batch()
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
     program = run_passes(start(*_parsed(source, frame, name)), shapes)
-    work = _Work(source, name, degrees, device, batch, program, mesh, machine)
+    work = _Work(source, name, degrees, device, batch, program, mesh, machine, generation)
     if degrees.tp == 1:
         return work.proposed(None).texts
     apart, paths = _taken_apart(source, frame, name), program.paths.values()
@@ -122,20 +119,21 @@ class _Work:
     name: str
     degrees: Degrees
     device: Device | None
-    batch: _Batch
+    batch: Batch
     program: Typed
     mesh: str
-    machine: Machine | None = None
+    machine: Machine | None
+    generation: Generation | None
 
     def proposed(self, cut: TensorParallel | None, dearer: str = "") -> _Candidate:
         """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more."""
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
-        program, mesh = self.program, self.mesh
+        program, kept = self.program, caches(self.program) if self.generation is None else []
         stages = balanced_stages(program, degrees.stages, self.machine) if degrees.stages > 1 else []
-        kept = caches(program)
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
         symbols = {**source.declared.symbols, **batch.symbols}
+        made = (self.generation.line,) if self.generation is not None else ()
         free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
         for _ in range(_ROUNDS):
             missing = list(_missing(degrees, cut, stages))
@@ -148,12 +146,14 @@ class _Work:
                 placed: tuple[str, ...] = placed,
             ) -> str:
                 own = targets.section() if targets is not None else ()
-                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own)
+                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made)
                 outputs = tuple(_outputs(source, degrees, kept))
                 ranks = [f"ranks: {degrees.ranks}"]
                 if degrees.mesh:
-                    ranks += [f"{mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"]
-                given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free)
+                    ranks += [
+                        f"{self.mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
+                    ]
+                given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free, not made)
                 return starting_plan(source.model, paths, name, symbols, given)
 
             bare = text([])
@@ -168,14 +168,15 @@ class _Work:
                 continue
             sent = sum(bytes_at(done, event) for event in done.events)
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
+            what = ("generation",) if made else ()
             if device is None:
-                return _Candidate(text(_head(degrees, done, cut, stages, missing, told)), missing, sent)
+                return _Candidate(text(_head(degrees, done, cut, stages, missing, told, *what)), missing, sent)
 
             def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
                 return step_program(*_parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = _head(degrees, done, cut, stages, missing, told, "targets")
+            head = _head(degrees, done, cut, stages, missing, told, "targets", *what)
             return _Candidate(text(head, targets), missing, sent)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
@@ -194,9 +195,6 @@ def _taken_apart(source: Source, frame: str, name: str) -> Typed:
         return run_passes(start(*_parsed(source, text, name)), unpack)
     except CompileError:
         return run_passes(start(*_parsed(source, text, name)), straighten)
-
-
-_AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
 def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
@@ -251,7 +249,7 @@ def _astray(done: Complete, degrees: Degrees) -> dict[str, int]:
 
 
 def _sections(
-    program: Typed, degrees: Degrees, batch: _Batch, cut: TensorParallel | None, kept: list[Cache]
+    program: Typed, degrees: Degrees, batch: Batch, cut: TensorParallel | None, kept: list[Cache]
 ) -> Iterator[str]:
     if cut is not None and cut.groups:
         yield "sharding:"
@@ -358,41 +356,3 @@ def _comment_above(lines: list[str], at: int) -> str:
     while at >= 0 and not lines[at].strip().startswith("#"):
         at -= 1
     return lines[at].strip() if at >= 0 else ""
-
-
-def _batch(source: Source, dp: int) -> _Batch:
-    """The batch: the first dim that most inputs have; its symbol is promised to be divisible by `dp`."""
-    found = _Batch()
-    if dp < 2:
-        return found
-    graph = source.model.graph
-    tensors = [v for v in graph.inputs if v.name not in graph.initializers and v.shape is not None and len(v.shape)]
-    if not tensors:
-        raise CompileError(Problem(graph.name or "the model", "no input has a dim that could be the batch"))
-    dims = [value.shape[0] for value in tensors if value.shape is not None]
-    firsts = [dim if isinstance(dim, int) else dim.value for dim in dims]
-    most = collections.Counter(firsts).most_common(1)[0][0]
-    for value, first in zip(tensors, firsts, strict=True):
-        (found.inputs if first == most else found.others).append(name_of(value))
-        found.ranks[name_of(value)] = len(value.shape or ())
-    if isinstance(most, int):
-        if most % dp:
-            fact = f"'{found.inputs[0]}' has {most} records, which is not divisible by {dp}"
-            raise CompileError(
-                Problem(found.inputs[0], fact, help="export the model with a dynamic batch, or choose another --dp")
-            )
-        return found
-    if most is None:
-        most = "batch"
-        found.names = {(name, 0): most for name in found.inputs}
-    found.symbols[most] = _divided(source.declared.symbols, most, dp)
-    return found
-
-
-def _divided(symbols: Mapping[str, Symbol], name: str, dp: int) -> Symbol:
-    given = symbols.get(name, Symbol())
-    try:
-        return dataclasses.replace(given, divisor=math.lcm(given.divisor, dp), remainder=given.remainder)
-    except ValueError as error:
-        fact = f"'{name}' cannot be divisible by {dp}: {error}"
-        raise CompileError(Problem(name, fact, help="choose another --dp")) from None

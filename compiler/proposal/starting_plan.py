@@ -58,7 +58,8 @@ class Proposed:
     """What a proposal says where the starting plan has examples: comments for the head, `ranks` and `mesh`, then the other sections.
 
     `names` are those of dims that the model leaves without one, by input and place; `outputs` lines of that section;
-    `free` dims that are not declared, for then they may be 0.
+    `free` dims that are not declared, for then they may be 0. Without `ports` the plan says nothing of inputs, outputs and training: one
+    that generates fixes their sizes.
     """
 
     head: tuple[str, ...]
@@ -67,6 +68,7 @@ class Proposed:
     names: Mapping[tuple[str, int], str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
+    ports: bool = True
 
 
 def starting_plan(
@@ -96,18 +98,23 @@ def starting_plan(
         "",
         *chosen.ranks,
         "",
-        *_inputs(graph, symbols or {}, chosen.names, chosen.free),
+        *(_inputs(graph, symbols or {}, chosen.names, chosen.free) if chosen.ports else ()),
         *chosen.sections,
         "",
-        *(chosen.outputs or _OUTPUTS),
-        *(f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs),
-        "",
-        f"# train:   # with this the plan compiles to training; `partc train --data data.npz` then needs {_fed(graph)}",
-        *(f"#   {line}" for line in (*_training(graph), *_shared(model, paths))),
-        "",
+        *(_outputs_and_training(model, paths, chosen) if chosen.ports else ()),
         *_tree(graph, paths, sum(sizes)),
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _outputs_and_training(model: ir.Model, paths: Mapping[ir.Node, str], chosen: Proposed) -> Iterator[str]:
+    graph = model.graph
+    yield from chosen.outputs or _OUTPUTS
+    yield from (f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs)
+    yield ""
+    yield f"# train:   # with this the plan compiles to training; `partc train --data data.npz` then needs {_fed(graph)}"
+    yield from (f"#   {line}" for line in (*_training(graph), *_shared(model, paths)))
+    yield ""
 
 
 def _examples_of(graph: ir.Graph, paths: Mapping[ir.Node, str], ranks: int) -> Proposed:

@@ -19,19 +19,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import drop_unread, name_of
-from partc.compiler.ir.program import Loaded
+from partc.compiler.ir.program import Loaded, Prepared
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
+from partc.compiler.rewrite.attended_caches import append_apart
 from partc.compiler.rewrite.fused_attention import fuse_attention, head_counts
 from partc.compiler.rewrite.next_token import NEXT, NextToken, choose, scores_of
 from partc.compiler.rewrite.node_builder import NodeBuilder
-from partc.compiler.rewrite.opset import converted
+from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.positions import MASK, ROWS, Positions
+from partc.compiler.rewrite.straighten import straighten
 from partc.runtime.artifact.generation import GenerationRecord
 
 POSITION, COUNT = "position", "count"
@@ -50,6 +53,11 @@ def caches_as_state(program: Loaded) -> Loaded:
         return program
     model = converted(program.model, program.name, _OPSET)
     model.opset_imports.update({"": max(_OPSET, model.opset_imports.get("", _OPSET)), "com.microsoft": 1})
+    append_apart(model.graph, program.name)
+    program = replace(program, model=model, paths=node_paths(model))
+    if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
+        program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
+    model = program.model
     work = _Caches(model, rules, program.name)
     chosen = work.rewrite()
     dims = program.plan.dims
@@ -148,8 +156,10 @@ class _Caches:
             raise CompileError(problems)
         if not found:
             fact = "the model has no cache"
+            if any(value.producer() is not None and value.producer().op_type == "If" for value in outputs):  # type: ignore[union-attr]
+                fact = "the model has its caches in an If, which chooses between a first step and a later one"
             law = "a cache is an input to which a Concat appends what becomes an output: present = Concat(past, new)"
-            help_ = "export the decoder with past and present as inputs and outputs, or leave out 'generate'"
+            help_ = "export one decoder for both, with past and present as inputs and outputs, or leave out 'generate'"
             raise CompileError(Problem(self.rules.where(), fact, law, help_))
         return found
 

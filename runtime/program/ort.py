@@ -97,6 +97,7 @@ def new_session(
     device: Device,
     entries: Mapping[str, str],
     exact: bool = False,
+    grows: bool = False,
 ) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
@@ -105,6 +106,10 @@ def new_session(
 
     With `exact` nodes round as they would alone: ranks that make a copy of one value each, one beside a constant where another has an
     input, or one that sends a value between, make the same bits.
+
+    With `grows` values inside are a little larger in each step, as what a decoder reads of its cache is. The common arena asks the system
+    for what is asked of it and no more, so none of its freed pieces would fit the next step, and it would grow by all of them in each; such
+    a session has an arena of its own, which asks for twice as much each time.
 
     On a GPU nothing runs on the CPU with `NO_FALLBACK` among the entries; without it `left_on_host` says what does.
 
@@ -117,10 +122,11 @@ def new_session(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-    shared = _one_arena(HOST if device.is_host else device)
-    options.enable_cpu_mem_arena = device.is_host and shared
-    if shared:
+    shared = not grows and _one_arena(HOST if device.is_host else device)
+    options.enable_cpu_mem_arena = device.is_host and (shared or grows)
+    if shared or grows:
         options.enable_mem_pattern = False
+    if shared:
         options.add_session_config_entry("session.use_env_allocators", "1")
     if not device.is_host:
         options.use_deterministic_compute = exact

@@ -38,13 +38,14 @@ _OUTPUT = re.compile(
 @dataclass(frozen=True)
 class Settings:
     """How sessions run: threads of one operator, whether idle threads may spin, the devices of the rank's targets, and whether the rank
-    keeps tensors from step to step: then copies are made bit by bit alike.
+    keeps tensors from step to step: then copies are made bit by bit alike; and whether what it reads of them grows with each step.
     """
 
     threads: int
     spinning: bool
     devices: Devices = field(default_factory=Devices)
     keeps: bool = False
+    grows: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Builder:
             entries[NO_FALLBACK] = "1"
         data = model.SerializeToString()
         try:
-            session = new_session(data, threads, device, entries, settings.keeps)
+            session = new_session(data, threads, device, entries, settings.keeps, settings.grows)
         except Exception as error:
             if not device.is_host:
                 refuse_without_kernel(self.where, device, data, entries, segment.nodes)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from partc.compiler.directives.recorder import recording
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.flat_cache import flatten_cache
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, read_object, stored_tensors
 from partc.compiler.frontend.huggingface.tp_plan import tp_plan
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 _ADAPTER = "adapter_config.json"
 
 
-def load_folder(path: Path, known: Known = nothing) -> Source:
-    """The model in a folder, `known` as of `load`. Raises CompileError with all that is wrong with it."""
+def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> Source:
+    """The model in a folder, `known` and `cache` as of `load`. Raises CompileError with all that is wrong with it."""
     folder = path.resolve()
     config = _settings(folder)
     files = stored_tensors(folder)
@@ -44,9 +45,9 @@ def load_folder(path: Path, known: Known = nothing) -> Source:
         weights = taken(module, files, folder.name)
         known([*dict(module.named_parameters(remove_duplicate=False)), *buffers])
         where = f"{folder.name}/{CONFIG}"
-        inputs = usual_inputs(module, None, where)
+        inputs, outputs = flatten_cache(module, where) if cache else (usual_inputs(module, None, where), [])
         names = DimNames({}, set(), position_symbols(module, inputs))
-        model = export(module, inputs, None, names, [], where, recorder)
+        model = export(module, inputs, None, names, outputs, where, recorder)
     for name, value in model.graph.initializers.items():
         if name in weights.tensors:
             value.const_value = weights.tensors[name]

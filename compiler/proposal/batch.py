@@ -1,0 +1,63 @@
+"""The batch of a model that a proposal cuts: the first dim that most inputs have."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from partc.compiler.dims.symbol import Symbol
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.graph import name_of
+
+
+@dataclass
+class Batch:
+    """The dim that records are counted by: which inputs have it first, what is promised of it, names given to dims without one."""
+
+    inputs: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    symbols: dict[str, Symbol] = field(default_factory=dict)
+    names: dict[tuple[str, int], str] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+
+def batch_of(source: Source, dp: int) -> Batch:
+    """The batch: the first dim that most inputs have; its symbol is promised to be divisible by `dp`."""
+    found = Batch()
+    if dp < 2:
+        return found
+    graph = source.model.graph
+    tensors = [v for v in graph.inputs if v.name not in graph.initializers and v.shape is not None and len(v.shape)]
+    if not tensors:
+        raise CompileError(Problem(graph.name or "the model", "no input has a dim that could be the batch"))
+    dims = [value.shape[0] for value in tensors if value.shape is not None]
+    firsts = [dim if isinstance(dim, int) else dim.value for dim in dims]
+    most = collections.Counter(firsts).most_common(1)[0][0]
+    for value, first in zip(tensors, firsts, strict=True):
+        (found.inputs if first == most else found.others).append(name_of(value))
+        found.ranks[name_of(value)] = len(value.shape or ())
+    if isinstance(most, int):
+        if most % dp:
+            fact = f"'{found.inputs[0]}' has {most} records, which is not divisible by {dp}"
+            raise CompileError(
+                Problem(found.inputs[0], fact, help="export the model with a dynamic batch, or choose another --dp")
+            )
+        return found
+    if most is None:
+        most = "batch"
+        found.names = {(name, 0): most for name in found.inputs}
+    found.symbols[most] = _divided(source.declared.symbols, most, dp)
+    return found
+
+
+def _divided(symbols: Mapping[str, Symbol], name: str, dp: int) -> Symbol:
+    given = symbols.get(name, Symbol())
+    try:
+        return dataclasses.replace(given, divisor=math.lcm(given.divisor, dp), remainder=given.remainder)
+    except ValueError as error:
+        fact = f"'{name}' cannot be divisible by {dp}: {error}"
+        raise CompileError(Problem(name, fact, help="choose another --dp")) from None

@@ -1,0 +1,205 @@
+"""Decoders of transformers generate with partc, in several layouts, as transformers itself does; and what a token costs.
+
+    python tests/benchmarks/generate.py [--models llama,gpt2] [--opsets 18,23] [--forms plain,both] [--files FOLDER]
+    python tests/benchmarks/generate.py --cost [--lengths 64,2048] [--turns 5]
+
+A row for each model and layout: how many tokens of several requests, of unequal lengths and made at once, are those of transformers' greedy
+`generate`; how many ties there were (the two best logits closer than 1e-4, after which the reference's token is taken); and the bytes that
+a step of one token sends, the sum over its events of the bytes to a rank. Plans are those that `partc plan --generate` proposes.
+
+`--cost` prints medians of CPU milliseconds a token of one rank, by the number of tokens before it, beside onnxruntime running the file with
+a past that grows, and beside transformers' own steps, in turns; sides have one thread. Files are exported once and stay in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import sympy
+import torch
+from click.testing import CliRunner
+from exported_decoders import MODELS, VOCABULARY, exported, model
+from partc.cli.commands.check import command as invoke_check
+from partc.compiler import compile_model
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend import load
+from partc.compiler.pipeline import analyse
+from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.propose import Degrees, propose
+from partc.runtime import Generator, Request, load_local_generator
+
+LAYOUTS = {
+    "1 rank": (Degrees(), 1),
+    "1 rank, 4 slots": (Degrees(), 4),
+    "tp 2": (Degrees(tp=2), 4),
+    "2 stages": (Degrees(stages=2), 4),
+    "dp 2": (Degrees(dp=2), 4),
+}
+PROMPTS, COUNT, CLOSE = (3, 17, 40, 9, 1, 26), 24, 1e-4
+LENGTH, CHUNK = 96, 16
+
+
+def main() -> None:
+    """Prints one of the two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--opsets", default="23")
+    parser.add_argument("--forms", default="plain")
+    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "partc-decoders")
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--lengths", default="64,2048")
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if options.cost:
+        costs(options.files, [int(one) for one in options.lengths.split(",")], options.turns)
+        return
+    print(f"{'model':8} {'opset':5} {'form':5} {'layout':16} {'equal':>9} {'ties':>5}  bytes of a step")
+    for name in options.models.split(","):
+        wanted = reference(name)
+        for opset in map(int, options.opsets.split(",")):
+            for form in options.forms.split(","):
+                path = exported(name, opset, form, options.files)
+                for layout in LAYOUTS:
+                    row = f"{name:8} {opset:<5} {form:5} {layout:16}"
+                    print(row, told(path, layout, wanted), flush=True)
+
+
+Reference = list[tuple[list[int], list[int], list[float]]]
+"""By request its prompt, the tokens behind it, and by how much the best logit of each is above the second."""
+
+
+def reference(name: str) -> Reference:
+    """What transformers makes, a request at a time."""
+    whole, rng, found = model(name), np.random.default_rng(0), []
+    for size in PROMPTS:
+        prompt = rng.integers(2, VOCABULARY, size).tolist()
+        with torch.no_grad():
+            made = whole.generate(
+                torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, return_dict_in_generate=True, output_logits=True
+            )  # fmt: skip
+        best = [logits[0].topk(2).values for logits in made.logits]
+        found.append((prompt, made.sequences[0, size:].tolist(), [float(one[0] - one[1]) for one in best]))
+    return found
+
+
+def told(path: Path, layout: str, wanted: Reference) -> str:
+    """The end of a row."""
+    degrees, slots = LAYOUTS[layout]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            build, sent = built(path, folder, degrees, Generation(LENGTH, slots), f"chunk: {CHUNK}")
+            checked = CliRunner().invoke(invoke_check, [str(build)])
+            with load_local_generator(build, threads=1) as generator:
+                equal, ties, wrong = compared(generator, wanted)
+        except (CompileError, RuntimeError) as error:
+            return f"{type(error).__name__}: {str(error)[:300]}"
+    fault = "" if checked.exit_code == 0 else f"; partc check ends with {checked.exit_code}"
+    return f"{equal:4} / {equal + wrong:<4} {ties:3}  {sent}{fault}"
+
+
+def built(path: Path, folder: Path, degrees: Degrees, generation: Generation, more: str) -> tuple[Path, str]:
+    """The artifact by the plan that is proposed, and what the proposal says that a step sends."""
+    text, _ = propose(load(path), path.name, degrees, generation=generation)
+    (folder / "plan.yaml").write_text(text.replace("generate: {", f"generate: {{{more}, "))
+    compile_model(path, folder / "plan.yaml", folder / "build")
+    events = analyse(path, folder / "plan.yaml").events
+    sent = sum(int(sympy.sympify(str(event.bytes)).subs("tokens", 1)) for event in events)
+    return (
+        folder / "build",
+        f"{sent:5}, {next(line for line in text.splitlines() if 'Communication in a step' in line)[26:-1]}",
+    )
+
+
+def compared(generator: Generator, wanted: Reference) -> tuple[int, int, int]:
+    """How many tokens are equal, how many were ties, and how many are wrong; behind a tie a request goes on from the reference."""
+    equal = ties = wrong = 0
+    left = [(one, 0) for one in wanted]
+    while left:
+        requests = [Request([*prompt, *tokens[:at]], max_tokens=COUNT - at) for (prompt, tokens, _), at in left]
+        following = []
+        for ((prompt, tokens, gaps), at), answer in zip(left, generator.run(requests), strict=True):
+            there = next((k for k, one in enumerate(answer.tokens) if one != tokens[at + k]), None)
+            if there is None:
+                equal += len(answer.tokens)
+                continue
+            equal += there
+            if gaps[at + there] >= CLOSE:
+                wrong += COUNT - at - there
+                continue
+            ties += 1
+            if at + there + 1 < COUNT:
+                following.append(((prompt, tokens, gaps), at + there + 1))
+        left = following
+    return equal, ties, wrong
+
+
+def costs(files: Path, lengths: Sequence[int], turns: int) -> None:
+    """The table of what a token costs, of a model of 4 layers of width 512."""
+    size = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 4096}
+    for name, opset in (("llama", 23), ("llama", 18)):
+        path, whole = exported(name, opset, "plain", files, **size), model(name, **size)
+        with tempfile.TemporaryDirectory() as place:
+            build, _ = built(path, Path(place), Degrees(), Generation(max(lengths) + 128, 1), "sampling: false")
+            with load_local_generator(build, threads=1) as generator:
+                for length in lengths:
+                    prompt = np.random.default_rng(0).integers(2, 4096, length).tolist()
+                    sides = {"partc": by_partc, "onnxruntime": by_file, "transformers": by_transformers}
+                    given: dict[str, Any] = {"partc": generator, "onnxruntime": path, "transformers": whole}
+                    runs = {side: make(given[side], prompt) for side, make in sides.items()}
+                    took: dict[str, list[float]] = {side: [] for side in sides}
+                    for turn in range(1 + 8 * turns):
+                        for side, run in runs.items():
+                            begin = time.process_time()
+                            next(run)
+                            if turn:
+                                took[side].append(1e3 * (time.process_time() - begin))
+                    row = ", ".join(f"{side} {statistics.median(times):.2f}" for side, times in took.items())
+                    print(f"{name} {opset}, {length} tokens before: CPU ms a token: {row}", flush=True)
+
+
+def by_partc(generator: Generator, prompt: list[int]) -> Iterator[int]:
+    """Tokens of one rank; the prompt is read before the first."""
+    return generator.stream(prompt, max_tokens=100)
+
+
+def by_file(path: Path, prompt: list[int]) -> Iterator[int]:
+    """Tokens of one session, with a past that grows."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    ports = [port for port in session.get_inputs() if port.name.startswith("past")]
+    past = {port.name: np.zeros((1, port.shape[1], 0, port.shape[3]), np.float32) for port in ports}
+    given = prompt
+    while True:
+        logits, *present = session.run(None, {"input_ids": np.array([given]), **past})
+        past = dict(zip(past, present, strict=True))
+        given = [int(logits[0, -1].argmax())]
+        yield given[0]
+
+
+def by_transformers(whole: Any, prompt: list[int]) -> Iterator[int]:
+    """Tokens of the module with its own cache, without what `generate` does around it."""
+    from transformers.cache_utils import DynamicCache
+
+    cache, given = DynamicCache(), torch.tensor([prompt])
+    while True:
+        with torch.no_grad():
+            made = whole(input_ids=given, cache=cache, use_cache=True, logits_to_keep=1)
+        given = made.logits[:, -1:].argmax(-1)
+        yield int(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""A folder or a model.py of a decoder of `transformers` is exported with its cache where the plan generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from partc.cli.commands.export import command as export_command
+from partc.compiler import compile_model
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend import load
+from partc.runtime import Request, load_local_generator
+
+torch = pytest.importorskip("torch")
+transformers: Any = pytest.importorskip(
+    "transformers", "5.0", reason='needs transformers: pip install "partc[transformers]"'
+)
+
+PLAN = "ranks: 1\ngenerate: {slots: 2, length: 16, chunk: 4}\n"
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6, 5], [8])
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, head_dim=6, eos_token_id=None,
+        num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3)  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_generates_as_transformers_does(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    compile_model(llama, tmp_path / "plan.yaml", tmp_path / "build")
+    with load_local_generator(tmp_path / "build", threads=1) as generator:
+        made = [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
+    whole = transformers.LlamaForCausalLM.from_pretrained(llama, local_files_only=True)
+    ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+    wanted = [whole.generate(one, max_new_tokens=COUNT, do_sample=False)[0, one.shape[1] :].tolist() for one in ids]
+    assert made == wanted
+
+
+def test_an_export_with_its_cache_has_past_and_present(llama: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(export_command, [str(llama), "--cache", "-o", str(tmp_path / "decoder.onnx")])
+    assert result.exit_code == 0, result.output
+    graph = load(tmp_path / "decoder.onnx").model.graph
+    names = [f"{layer}_{side}" for layer in range(2) for side in ("key", "value")]
+    assert [value.name for value in graph.inputs] == ["input_ids", *(f"past_{name}" for name in names)]
+    assert [value.name for value in graph.outputs] == ["logits", *(f"present_{name}" for name in names)]
+    assert {str(value.shape) for value in graph.inputs[1:]} == {"[batch,1,past,6]"}
+    assert "model.layers.1.self_attn.k_proj.weight" in graph.initializers
+
+
+def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
+    text = "import transformers\nmodel = transformers.BertModel(transformers.BertConfig(hidden_size=12, num_hidden_layers=1))\n"
+    (tmp_path / "model.py").write_text(text)
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    with pytest.raises(CompileError, match=r"model.py:2: BertModel is not a decoder alone that generates"):
+        compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")

@@ -1,0 +1,313 @@
+"""The forms in which exporters write a decoder with its cache: tokens are those of the file itself with a past that grows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from click.testing import CliRunner
+from onnx import numpy_helper
+from partc.cli.commands.plan import command as plan_command
+from partc.compiler import compile_model
+from partc.compiler.errors import CompileError
+from partc.compiler.pipeline import analyse
+from partc.runtime import Request, load_local_generator
+
+WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 16, 10
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6], [2, 6, 4, 3])
+COUNT, LENGTH, CHUNK = 8, 20, 4
+APPENDED = """
+  present_k = Concat <axis = -2> (past_k, k)
+  present_v = Concat <axis = 2> (past_v, v)
+"""
+MASK = """
+  entries = Range (zero, all, one)
+  steps = Range (zero, new, one)
+  numbers = Add (steps, old)
+  row = Unsqueeze (entries, axes_012)
+  column = Unsqueeze (numbers, axes_013)
+  mask = LessOrEqual (row, column)
+"""
+ATTENTION = MASK + APPENDED + "  mixed = Attention (q, present_k, present_v, mask)"
+DECOMPOSED = (
+    MASK
+    + APPENDED
+    + """
+  sizes = Shape (present_k)
+  two = Slice (sizes, begin, axes_2)
+  length = Slice (sizes, axes_2, axes_3)
+  merged_to = Concat <axis = 0> (rest, length, size)
+  merged = Reshape (present_k, merged_to)
+  turned = Transpose <perm = [0, 2, 1]> (merged)
+  apart_to = Concat <axis = 0> (two, size, length)
+  keys = Reshape (turned, apart_to)
+  q_grouped_to = Concat <axis = 0> (two, q_group, tokens_1, size)
+  q_grouped = Reshape (q, q_grouped_to)
+  keys_grouped = Unsqueeze (keys, axes_2)
+  scores = MatMul (q_grouped, keys_grouped)
+  mask_grouped = Unsqueeze (mask, axes_2)
+  seen = Where (mask_grouped, scores, never)
+  shares = Softmax <axis = -1> (seen)
+  values = Unsqueeze (present_v, axes_2)
+  mixed_grouped = MatMul (shares, values)
+  mixed_to = Concat <axis = 0> (two_first, rest, tokens_1, size)
+  mixed = Reshape (mixed_grouped, mixed_to)
+"""
+)
+"""Heads are merged with the batch while keys are transposed, as torch writes attention before opset 23."""
+
+
+def decoder(attention: str, inputs: str = "", opset: int = 23, batch: str = "batch") -> onnx.ModelProto:
+    """One layer: `attention` makes `mixed`, `present_k` and `present_v` of `q`, `k`, `v` and the past."""
+    text = f"""<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>
+decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}] past_k, float[{batch}, {KV}, past, {SIZE}] past_v)
+  => (float[{batch}, tokens, {WORDS}] logits, float[{batch}, {KV}, total, {SIZE}] present_k, float[{batch}, {KV}, total, {SIZE}] present_v)
+{{
+  tokens_1 = Shape <start = 1, end = 2> (ids)
+  new = Squeeze (tokens_1)
+  past_1 = Shape <start = 2, end = 3> (past_k)
+  old = Squeeze (past_1)
+  all = Add (old, new)
+  h = Gather (table, ids)
+  q_flat = MatMul (h, wq)
+  k_flat = MatMul (h, wk)
+  v_flat = MatMul (h, wv)
+  q_parted = Reshape (q_flat, parted)
+  k_parted = Reshape (k_flat, parted)
+  v_parted = Reshape (v_flat, parted)
+  q = Transpose <perm = [0, 2, 1, 3]> (q_parted)
+  k = Transpose <perm = [0, 2, 1, 3]> (k_parted)
+  v = Transpose <perm = [0, 2, 1, 3]> (v_parted)
+{attention}
+  back = Transpose <perm = [0, 2, 1, 3]> (mixed)
+  joined = Reshape (back, whole)
+  out = MatMul (joined, wo)
+  sum = Add (h, out)
+  logits = MatMul (sum, head)
+}}"""
+    proto = onnx.parser.parse_model(text)
+    for k, node in enumerate(proto.graph.node):
+        node.name = f"layer.{node.output[0]}" if node.output[0] else f"n{k}"
+    rng = np.random.default_rng(5)
+    shapes = {"table": (WORDS, WIDTH), "wq": (WIDTH, HEADS * SIZE), "wk": (WIDTH, KV * SIZE), "wv": (WIDTH, KV * SIZE)}
+    shapes |= {"wo": (HEADS * SIZE, WIDTH), "head": (WIDTH, WORDS)}
+    weights = {name: rng.normal(0, 0.8, shape).astype(np.float32) for name, shape in shapes.items()}
+    weights |= {
+        "parted": np.array([0, 0, -1, SIZE]),
+        "whole": np.array([0, 0, -1]),
+        "zero": np.array(0),
+        "one": np.array(1),
+    }
+    angles = np.arange(LENGTH + CHUNK)[:, None] * 0.1 ** np.arange(SIZE // 2)[None]
+    weights |= {
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+        "one_axis": np.array([1]),
+    }
+    weights |= {"begin": np.array([0]), "axes_2": np.array([2]), "axes_3": np.array([3]), "size": np.array([SIZE])}
+    weights |= {"rest": np.array([-1]), "q_group": np.array([HEADS // KV]), "never": np.array(-1e9, np.float32)}
+    weights |= {"as_column": np.array([1, 1, -1, 1]), "two_first": np.array([0])}
+    weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3])}
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return proto
+
+
+def reference(proto: onnx.ModelProto) -> list[list[int]]:
+    """The likeliest tokens of the file itself, token by token, with a past that grows."""
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    names, found = {port.name for port in session.get_inputs()}, []
+    for prompt in PROMPTS:
+        past, made, given = [np.zeros((1, KV, 0, SIZE), np.float32)] * 2, list[int](), [*prompt]
+        for _ in range(COUNT):
+            before = past[0].shape[2]
+            fed = {
+                "ids": np.array([given]),
+                "past_k": past[0],
+                "past_v": past[1],
+                "position_ids": np.arange(before, before + len(given))[None],
+                "attention_mask": np.ones((1, before + len(given)), np.int64),
+            }
+            logits, *past = session.run(None, {name: fed[name] for name in fed if name in names})
+            made.append(int(logits[0, -1].argmax()))
+            given = made[-1:]
+        found.append(made)
+    return found
+
+
+def generated(proto: onnx.ModelProto, folder: Path, plan: str) -> list[list[int]]:
+    onnx.save(proto, folder / "decoder.onnx")
+    (folder / "plan.yaml").write_text(plan)
+    compile_model(folder / "decoder.onnx", folder / "plan.yaml", folder / "build")
+    with load_local_generator(folder / "build", threads=1) as generator:
+        return [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
+
+
+def of_slots(slots: int) -> str:
+    return f"ranks: 1\ngenerate: {{slots: {slots}, length: {LENGTH}, chunk: {CHUNK}}}\n"
+
+
+PAST = "  mixed, present_k, present_v = Attention {attributes} (q, k, v, {mask}, past_k, past_v)"
+FLAT_PAST = """
+  flat, present_k, present_v = Attention <is_causal = 1, q_num_heads = 4, kv_num_heads = 2> (q_flat, k_flat, v_flat, , past_k, past_v)
+  by_head = Reshape (flat, parted)
+  mixed = Transpose <perm = [0, 2, 1, 3]> (by_head)
+"""
+GROUPED = """
+  seen = ReduceSum (attention_mask, one_axis)
+  last = Sub (seen, one)
+  seqlens = Cast <to = 6> (last)
+  total_1 = Shape <start = 1, end = 2> (attention_mask)
+  total_0 = Squeeze (total_1)
+  total_length = Cast <to = 6> (total_0)
+  flat, present_k, present_v = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2 {attributes}>
+    (q_flat, k_flat, v_flat, past_k, past_v, seqlens, total_length {rotary})
+  by_head = Reshape (flat, parted)
+  mixed = Transpose <perm = [0, 2, 1, 3]> (by_head)
+"""
+MASK_INPUT = "int64[batch, entries_of_mask] attention_mask,"
+FORMS = {
+    "appended by Concat": decoder(ATTENTION),
+    "attention of single ops": decoder(DECOMPOSED, opset=18),
+    "Attention with a past": decoder(MASK + PAST.format(attributes="", mask="mask")),
+    "causal Attention with a past": decoder(PAST.format(attributes="<is_causal = 1, scale = 0.3>", mask="")),
+    "causal Attention of flat heads": decoder(FLAT_PAST),
+    "GroupQueryAttention": decoder(GROUPED.format(attributes=", scale = 0.4", rotary=""), MASK_INPUT, opset=21),
+    "GroupQueryAttention with a window": decoder(
+        GROUPED.format(attributes=", local_window_size = 3, softcap = 2.0", rotary=""), MASK_INPUT, opset=21
+    ),
+    "GroupQueryAttention of one product": decoder(
+        "  packed = Concat <axis = 2> (q_flat, k_flat, v_flat)"
+        + GROUPED.format(attributes="", rotary="").replace("(q_flat, k_flat, v_flat,", "(packed, , ,"),
+        MASK_INPUT,
+        opset=21,
+    ),
+    "GroupQueryAttention that rotates": decoder(
+        GROUPED.format(attributes=", do_rotary = 1", rotary=", cos, sin"), MASK_INPUT, opset=21
+    ),
+}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_those_of_the_file(form: str, slots: int, tmp_path: Path) -> None:
+    expected = reference(FORMS[form])
+    assert len({*map(tuple, expected)}) > 1
+    assert generated(FORMS[form], tmp_path, of_slots(slots)) == expected
+
+
+@pytest.mark.parametrize("degrees", ["--tp 2", "--dp 2", ""])
+def test_a_proposed_plan_generates(degrees: str, tmp_path: Path) -> None:
+    proto = decoder(ATTENTION)
+    onnx.save(proto, tmp_path / "decoder.onnx")
+    given = [str(tmp_path / "decoder.onnx"), *degrees.split(), "--generate", str(LENGTH), "--slots", "2"]
+    made = CliRunner().invoke(plan_command, given)
+    assert made.exit_code == 0, made.output
+    assert generated(proto, tmp_path, made.stdout) == reference(proto)
+    assert ("colwise" in made.stdout) == ("tp" in degrees)
+    assert "past_k:" not in made.stdout
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "one product" not in form])
+def test_no_rank_sends_a_cache(form: str, tmp_path: Path) -> None:
+    onnx.save(FORMS[form], tmp_path / "decoder.onnx")
+    plan = "ranks: 2\nmesh: {tp: 2}\nsharding: {layer.q_flat: colwise, layer.k_flat: colwise, layer.v_flat: colwise, layer.out: rowwise}\n"
+    (tmp_path / "plan.yaml").write_text(plan + f"generate: {{slots: 3, length: {LENGTH}, chunk: {CHUNK}}}\n")
+    events = analyse(tmp_path / "decoder.onnx", tmp_path / "plan.yaml").events
+    assert [event.op_type for event in events] == ["AllReduce"]
+    assert generated(FORMS[form], tmp_path, (tmp_path / "plan.yaml").read_text()) == reference(FORMS[form])
+
+
+@pytest.mark.parametrize("given", [["--slots", "2"], ["--generate", "20", "--plan", "other.yaml", "--target", "auto"]])
+def test_options_of_a_proposal_that_do_not_fit(given: list[str], tmp_path: Path) -> None:
+    onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
+    result = CliRunner().invoke(plan_command, [str(tmp_path / "decoder.onnx"), *given])
+    assert result.exit_code != 0
+    assert "help:" in str(result.exception)
+
+
+IF = """
+  is_first = Equal (old, zero)
+  mixed, present_k, present_v = If (is_first) <
+    then_branch = first () => (float[b, h, s, d] a, float[b, g, n, d] c, float[b, g, n, d] e)
+      { a = Identity (q) c = Identity (k) e = Identity (v) },
+    else_branch = later () => (float[b, h, s, d] f, float[b, g, n, d] i, float[b, g, n, d] j)
+      { f = Identity (q) i = Concat <axis = 2> (past_k, k) j = Concat <axis = 2> (past_v, v) }
+  >
+"""
+OTHER = """
+  other = ReduceSum <keepdims = 0> ({})
+  mixed = Add (own, other)
+"""
+REFUSED = {
+    "an If": (decoder(IF), 1, "has its caches in an If"),
+    "no cache": (
+        decoder(ATTENTION.replace("(past_k, k)", "(k, k)").replace("(past_v, v)", "(v, v)")),
+        1,
+        "the model has no cache",
+    ),
+    "another reader": (
+        decoder(ATTENTION.replace("mixed =", "own =") + OTHER.format("past_k")),
+        1,
+        "'past_k' is also read by ReduceSum",
+    ),
+    "a fixed batch": (decoder(ATTENTION, batch="2"), 1, "export the model with a dynamic batch"),
+    "one length": (
+        decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", "Reshape (numbers, as_column)")),
+        3,
+        "takes one length for all sequences",
+    ),
+    "scores": (
+        decoder(
+            PAST.format(attributes="", mask="").replace(
+                "mixed, present_k, present_v =", "own, present_k, present_v, qk ="
+            )
+            + OTHER.format("qk")
+        ),
+        1,
+        "has its scores as an output",
+    ),
+    "smooth": (decoder(GROUPED.format(attributes=", smooth_softmax = 1", rotary=""), MASK_INPUT), 1, "smooth_softmax"),
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_cannot_generate_is_refused(form: str, tmp_path: Path) -> None:
+    proto, slots, text = REFUSED[form]
+    onnx.save(proto, tmp_path / "decoder.onnx")
+    (tmp_path / "plan.yaml").write_text(of_slots(slots))
+    with pytest.raises(CompileError) as raised:
+        compile_model(tmp_path / "decoder.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    assert text in str(raised.value)
+
+
+GROWTH = """
+import sys
+from partc.runtime import load_local_generator
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+with load_local_generator(sys.argv[1], threads=1) as generator:
+    tokens = generator.stream([1] * 1500, max_tokens=120)
+    for _ in range(20):
+        next(tokens)
+    before = resident()
+    for _ in range(100):
+        next(tokens)
+    print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_memory_does_not_grow_with_each_token(tmp_path: Path) -> None:
+    """A step copies 1,500 entries of 256 bytes of keys and as many of values: 100 steps would add 75 MB."""
+    onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
+    (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 2, length: 1700, chunk: 8}\n")
+    compile_model(tmp_path / "decoder.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    done = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path / "build")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 20_000_000
