@@ -57,7 +57,9 @@ def timed(action: Callable[[], object], threads: int) -> float:
         action()
     clock, begun = clock_of(threads), time.perf_counter()
     taken, worked = list[float](), list[float]()
-    while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - begun < _LONGEST):
+    for count in range(_MOST):
+        if count >= _LEAST and time.perf_counter() - begun >= _LONGEST:
+            break
         work, start = clock(), time.perf_counter()
         action()
         taken.append(time.perf_counter() - start)

@@ -55,13 +55,14 @@ def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, thr
 def _timed(runs: dict[str, Callable[[], object]], threads: int) -> Iterator[tuple[str, float]]:
     """The seconds of each, run one after the other."""
     taken: dict[str, list[float]] = defaultdict(list)
-    clock, begun, passes = clock_of(threads), time.perf_counter(), 0
-    while passes <= _WARM or (passes < _MOST + _WARM and time.perf_counter() - begun < _SECONDS):
+    clock, begun = clock_of(threads), time.perf_counter()
+    for passes in range(_MOST + _WARM):
+        if passes > _WARM and time.perf_counter() - begun >= _SECONDS:
+            break
         for key, run in runs.items():
             start = clock()
             run()
             taken[key].append(clock() - start)
-        passes += 1
     for key, times in taken.items():
         yield key, undisturbed(times[_WARM:] or times)
 

@@ -19,7 +19,7 @@ GIVES_WAY = {"sleep", "give_way", "sched_yield", "wait", "get", "join", "select"
 """Calls that let others have the core meanwhile; so does `poll` with a time."""
 STEPS_ON = {
     *("pop", "popleft", "popitem", "append", "appendleft", "extend", "remove", "add", "discard", "clear", "update"),
-    *("take", "next", "read"),
+    *("take", "next", "read", "readinto"),
 }
 """Methods after which what they are called on is another."""
 

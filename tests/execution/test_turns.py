@@ -101,6 +101,7 @@ PROGRAM: Mapping[str, Case] = {
     "all_gather_text": said("all_gather_text", "a\nb", ["a\nb"]),
     "any_rank": said("any_rank", True, True),
     "largest": said("largest", 7, 7),
+    "maxima": lambda program, k, _: program.maxima(np.array([k, 7])).tolist() == [k, 7],
     "describe": lambda program, k, _: bool(program.describe(0)),
     "beside": lambda program, k, _: program.beside("infer").usable,
     "leave": lambda program, k, _: program.leave(ValueError("x")) is None,

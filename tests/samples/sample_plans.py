@@ -12,6 +12,7 @@ SAMPLES = Path(__file__).parents[2] / "samples"
 MODELS = {
     **{f"fine_tuning/{name}": f"{name}.py" for name in ("distillation", "frozen_tower", "lora", "two_losses")},
     "fine_tuning/ema": "two_losses.py",
+    "gpt/generate": "decoder.py",
     "lenet/place_calls": "place_calls.py",
     "resnet/plan": "make_model.py",
     "shard_function/plan": "net1.py",
