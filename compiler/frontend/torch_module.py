@@ -25,6 +25,7 @@ from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.frontend.stopped_gradients import blocks_detached, mark, marks_kept
 from partc.compiler.frontend.torch_file import FOLDED
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
@@ -86,7 +87,9 @@ def export(
         outputs = _chosen(model.graph, _output_names(program, len(model.graph.outputs), (), where), outputs)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
     _mark_batch_norms(model, module.training)
-    _clean_up(model, weights)
+    mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)})
+    with marks_kept(model):
+        _clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
@@ -102,7 +105,7 @@ def _by_torch(module: torch.nn.Module, arguments: Mapping[str, Any], where: str,
     settings.prepare(module)
     while True:
         try:
-            with quiet(), _without_gradients():
+            with quiet(), _without_gradients(), blocks_detached(module):
                 return torch.onnx.export(module, **arguments, **options)
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)

@@ -19,6 +19,8 @@ UNBIASED = "partc.unbiased"
 """Key of a BatchNormalization's meta where it moves the running variance by the variance over n - 1, as torch's layers do."""
 FROZEN_STATISTICS = "partc.frozen_statistics"
 """Key of a BatchNormalization's meta: whether its module is in evaluation mode within one in training mode, and so keeps its statistics."""
+STOPS_GRADIENT = "partc.stops_gradient"
+"""The metadata of an Identity through which no gradient flows, as of torch's `detach`; in files, too."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 
