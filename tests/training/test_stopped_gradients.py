@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from partc.compiler import nn
 from partc.compiler.directives.input import Input
 from partc.compiler.directives.recorder import Recorder
-from partc.compiler.frontend.inputs import DimNames
-from partc.compiler.frontend.onnx_file import load_onnx
+from partc.compiler.emit.whole import write_exported
+from partc.compiler.frontend import load
+from partc.compiler.frontend.inputs import DimNames, Spec
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.compiler.ir.graph import STOPS_GRADIENT
@@ -29,6 +31,7 @@ TRAIN = """train:
 PLANS = {
     "one": "ranks: 1\n",
     "dp": "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n",
+    "tp": "ranks: 2\nmesh: {tp: 2}\nsharding: {encoder: colwise, head: rowwise}\n",
     "stages": "ranks: 2\nplacement: {encoder: 0, head: 1}\nsymbols: {batch: {divisor: 2}}\npipeline: {microbatches: 2}\n",
 }
 
@@ -113,6 +116,18 @@ class Quantized(_Net):
         return (self.head(z + (q - z).detach()) - x).square().mean() + losses
 
 
+class Branches(_Net):
+    """A branch that detaches what it reads; `exports` chooses the form of which torch makes an If."""
+
+    exports = True
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        ways = (lambda h: h * h.detach()), (lambda h: torch.tanh(h.detach()) + h)
+        h = torch.cond(x.sum() > 0, *ways, (h,)) if self.exports else ways[int(x.sum() <= 0)](h)
+        return (self.head(h) - x).square().mean()
+
+
 CASES: dict[str, Callable[[], Any]] = {
     one.__name__: one for one in (Residual, SameOps, Weight, Data, Target, Distilled, Quantized)
 }
@@ -138,11 +153,13 @@ def by_torch(module: Any, steps: list[dict[str, np.ndarray]]) -> tuple[list[floa
     return losses, {name: tensor.detach().numpy() for name, tensor in module.named_parameters()}
 
 
-def learns_alike(source: Source, module: Any, plan: str, folder: Path, count: int) -> None:
+def learns_alike(
+    source: Source, module: Any, plan: str, folder: Path, count: int, start: Mapping[str, np.ndarray] | None = None
+) -> None:
     """Steps of both, from the module's weights, give the same losses and parameters."""
     rng = np.random.default_rng(7)
     steps = [{"x": rng.standard_normal((BATCH, WIDTH)).astype(np.float32)} for _ in range(count)]
-    have = run(source, PLANS[plan] + TRAIN, folder, steps)
+    have = run(source, PLANS[plan] + TRAIN, folder, steps, start)
     first = {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
     losses, wanted = by_torch(module, steps)
     np.testing.assert_allclose([float(one["loss"]) for one in have.outputs], losses, rtol=1e-5)
@@ -157,3 +174,67 @@ def test_a_module_learns_as_in_torch(case: str, plan: str, count: int, tmp_path:
     torch.manual_seed(4)
     module = CASES[case]()
     learns_alike(exported(module), module, plan, tmp_path / "build", count)
+
+
+@pytest.mark.parametrize("plan", ["one", "tp"])
+def test_a_branch_learns_as_in_torch(plan: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = Branches()
+    source = exported(module)
+    assert [node.op_type for node in source.model.graph if node.op_type in ("If", "Identity")] == ["If"]
+    module.exports = False
+    learns_alike(source, module, plan, tmp_path / "build", 3)
+
+
+@pytest.mark.parametrize("case", ["Target", "Quantized"])
+def test_a_file_of_partc_keeps_the_marks(case: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = CASES[case]()
+    write_exported(exported(module), tmp_path / "model.onnx")
+    learns_alike(load(tmp_path / "model.onnx"), module, "dp", tmp_path / "build", 3)
+
+
+class _Traced(nn.Module):
+    """`Residual` in layers of partc."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, op: Any, x: Any) -> Any:
+        h = op.Tanh(self.encoder(op, x))
+        off = op.Sub(op.Mul(nn.stop_gradient(op, h), self.head(op, h)), x)
+        return op.ReduceMean(op.Mul(off, off), keepdims=0)
+
+
+def test_layers_of_partc_stop_gradients_by_a_function(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = Residual()
+    source = Source(trace(_Traced(), [Spec("x", ("batch", WIDTH), ir.DataType.FLOAT)], ["loss"], "model.py"))
+    start = {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
+    learns_alike(source, module, "one", tmp_path / "build", 3, start)
+
+
+def test_marks_stand_only_where_a_gradient_would_go_on() -> None:
+    """Tables of angles, and what is far inside of a block, have none: their patterns are found as before."""
+
+    class Net(_Net):
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                angles = torch.sin(x * 3) + x.detach()
+                taught = torch.tanh(self.encoder(x)).relu() * 2
+            return (self.head(x) * angles - taught).square().mean()
+
+    copies = [node for node in exported(Net()).model.graph if node.op_type == "Identity"]
+    assert [node.name for node in copies if STOPS_GRADIENT in node.metadata_props] == ["encoder.Identity"]
+    assert len(copies) == 1
+
+
+def test_a_module_has_its_own_forward_after_an_export() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+    before = torch.nn.Sequential.forward
+    exported(module)
+    assert torch.nn.Sequential.forward is before
+    exported(Residual())
+    assert "forward" in vars(Residual)
+    assert torch.is_grad_enabled()
