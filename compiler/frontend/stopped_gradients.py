@@ -7,6 +7,7 @@ makes is detached while the module is traced, and an Identity that stands for `d
         taught = self.teacher(x)             taught.detach = Identity(taught) {partc.stops_gradient}
     return self.student(x) - taught          y = Sub(student, taught.detach)
 
+A `torch.autograd.Function` has a backward that no graph has: an Identity behind it gets its name, `OWN_BACKWARD`.
 Marks stand only where a gradient would go on to a parameter: of a block that is its edge, and of what has no parameters nothing.
 """
 
@@ -19,26 +20,29 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import STOPS_GRADIENT, nodes_of, read_by
+from partc.compiler.ir.graph import OWN_BACKWARD, STOPS_GRADIENT, nodes_of, read_by
 
 if TYPE_CHECKING:
     import torch
 
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
-_DETACH = "aten.detach.default"
+_DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
 _KEPT = "partc.frontend"
 """The domain of a marked Identity during a clean-up, which leaves ops alone that it does not know."""
 
 
 @contextmanager
-def blocks_detached(module: torch.nn.Module) -> Iterator[None]:
+def blocks_detached(module: torch.nn.Module) -> Iterator[list[str]]:
     """While `module` is traced in here, its forward detaches what it makes where it has turned gradients off.
+
+    What each `torch.autograd.Function` makes goes through `aten.alias`; the list gets their names.
 
     Its ops run without gradients, as they do around this: only `forward` itself sees them on, so that it can turn them off.
     """
     import torch
+    from torch.utils._pytree import tree_map_only
 
-    kind, mode = type(module), _mode()
+    kind, mode, function = type(module), _mode(), torch.autograd.Function
     forward, is_own = kind.forward, "forward" in vars(kind)
 
     @functools.wraps(forward)
@@ -53,28 +57,45 @@ def blocks_detached(module: torch.nn.Module) -> Iterator[None]:
         finally:
             _enable(before)
 
+    applied = vars(function)["apply"]
+
+    def apply(cls: type, /, *args: object, **kwargs: object) -> object:
+        made = applied.__get__(None, cls)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() or cls.__module__.partition(".")[0] == "torch":
+            return made
+        called.append(cls.__qualname__)
+        return tree_map_only(torch.Tensor, torch.ops.aten.alias.default, made)
+
+    called: list[str] = []
+    function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     kind.forward = detaching  # of its class: what torch traces by bytecode would take one of the module for a submodule
     try:
-        yield
+        yield called
     finally:
+        function.apply = applied  # type: ignore[method-assign]
         if is_own:
             kind.forward = forward
         else:
             del kind.forward
 
 
-def mark(model: ir.Model, parameters: Collection[str]) -> None:
-    """Marks each Identity that keeps a gradient from one of `parameters`, by name; of those in functions and bodies each."""
+def mark(model: ir.Model, parameters: Collection[str], called: Collection[str]) -> None:
+    """Marks each Identity that keeps a gradient from one of `parameters`, by name; of those in functions and bodies each.
+
+    `called`: the names of each `torch.autograd.Function` that ran, for the Identity behind what one makes.
+    """
     graph = model.graph
     followed = {value for name, value in graph.initializers.items() if name in parameters}
     for node in graph:
-        if _detaches(node):
+        if _is(node, _DETACH):
             if not followed.isdisjoint(node.inputs):
                 node.metadata_props[STOPS_GRADIENT] = "true"
         elif not followed.isdisjoint(read_by(node)):
+            if called and _is(node, _ALIAS):
+                node.metadata_props[OWN_BACKWARD] = ", ".join(dict.fromkeys(called))
             followed.update(out for out in node.outputs if out.dtype is None or out.dtype.is_floating_point())
     for node in _every(model):
-        if node.graph is not graph and _detaches(node):
+        if node.graph is not graph and _is(node, _DETACH):
             node.metadata_props[STOPS_GRADIENT] = "true"
 
 
@@ -82,7 +103,7 @@ def mark(model: ir.Model, parameters: Collection[str]) -> None:
 def marks_kept(model: ir.Model) -> Iterator[None]:
     """Keeps a clean-up of the model in here from taking marked nodes for copies."""
     for node in _every(model):
-        if STOPS_GRADIENT in node.metadata_props:
+        if not {STOPS_GRADIENT, OWN_BACKWARD}.isdisjoint(node.metadata_props):
             node.domain = _KEPT
     yield
     for node in _every(model):
@@ -95,8 +116,8 @@ def _every(model: ir.Model) -> Iterator[ir.Node]:
         yield from nodes_of(graph)
 
 
-def _detaches(node: ir.Node) -> bool:
-    return node.op_type == "Identity" and _DETACH in node.metadata_props.get(_CLASSES, "")
+def _is(node: ir.Node, operator: str) -> bool:
+    return node.op_type == "Identity" and operator in node.metadata_props.get(_CLASSES, "")
 
 
 def _enable(on: bool) -> None:

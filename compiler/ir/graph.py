@@ -21,6 +21,8 @@ FROZEN_STATISTICS = "partc.frozen_statistics"
 """Key of a BatchNormalization's meta: whether its module is in evaluation mode within one in training mode, and so keeps its statistics."""
 STOPS_GRADIENT = "partc.stops_gradient"
 """The metadata of an Identity through which no gradient flows, as of torch's `detach`; in files, too."""
+OWN_BACKWARD = "partc.own_backward"
+"""The metadata of an Identity behind the ops of a `torch.autograd.Function`: what that is called; in files, too."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

@@ -1,4 +1,7 @@
-"""What takes no gradient in torch takes none here: `detach`, `.data` and blocks `with torch.no_grad()`, held against torch's autograd."""
+"""What takes no gradient in torch takes none here: `detach`, `.data` and blocks `with torch.no_grad()`, held against torch's autograd.
+
+A `torch.autograd.Function` has a backward that no graph has: to train through one is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from partc.compiler import nn
 from partc.compiler.directives.input import Input
 from partc.compiler.directives.recorder import Recorder
 from partc.compiler.emit.whole import write_exported
+from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.frontend.inputs import DimNames, Spec
 from partc.compiler.frontend.source import Source
@@ -142,7 +146,7 @@ def exported(module: Any) -> Source:
 
 def by_torch(module: Any, steps: list[dict[str, np.ndarray]]) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of torch's own training, and the parameters after it."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.2, momentum=0.9)
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -238,3 +242,43 @@ def test_a_module_has_its_own_forward_after_an_export() -> None:
     exported(Residual())
     assert "forward" in vars(Residual)
     assert torch.is_grad_enabled()
+
+
+class _Rounded(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    """Rounds, straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        with torch.no_grad():
+            return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return dy
+
+
+class OwnBackward(_Net):
+    """A gradient that flows by a backward of its own, and one beside it."""
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        return (self.head(_Rounded.apply(h)) - x + _Rounded.apply(x) * h.detach()).square().mean()
+
+
+def test_a_backward_of_its_own_is_refused(tmp_path: Path) -> None:
+    source = exported(OwnBackward())
+    with pytest.raises(CompileError) as refused:
+        run(source, PLANS["one"] + TRAIN, tmp_path / "build", [])
+    assert str(refused.value) == (
+        "Identity: a gradient flows through the torch.autograd.Function '_Rounded'\n"
+        "  its backward is Python, and a gradient would be that of the ops of its forward\n"
+        "  help: write it in torch's operators, straight through as `x + (f(x) - x).detach()`, or freeze the parameters before it"
+    )
+
+
+def test_a_backward_of_its_own_behind_frozen_parameters_is_not_asked(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = OwnBackward()
+    module.encoder.requires_grad_(False)
+    learns_alike(exported(module), module, "dp", tmp_path / "build", 3)
+    assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
