@@ -294,7 +294,9 @@ def _mlp(chance: random.Random, width: int) -> nn.Module:
 def _flat(chance: random.Random, width: int, most: int, statistics: bool) -> list[nn.Module]:
     made: list[nn.Module] = []
     for _ in range(chance.randint(1, most)):
-        kind = chance.choice(["mlp", "mlp", "mlp", "scale", "twice", "linear", "stopped", *(["bn"] * statistics)])
+        kind = chance.choice(
+            ["mlp", "mlp", "mlp", "scale", "twice", "linear", "stopped", "stopped", *(["bn"] * statistics)]
+        )
         match kind:
             case "mlp":
                 made.append(_mlp(chance, width))
