@@ -138,7 +138,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def exported(module: Any) -> Source:
-    from partc.compiler.frontend.torch_module import export
+    from partc.compiler.frontend.torch.torch_module import export
 
     inputs = {"x": Input(["batch", WIDTH])}
     return Source(export(module, inputs, None, DimNames({}, set()), ["loss"], "model.py:1", Recorder(Path())))

@@ -100,7 +100,7 @@ def mark(model: ir.Model, parameters: Collection[str], called: Collection[str]) 
 
 
 @contextmanager
-def marks_kept(model: ir.Model) -> Iterator[None]:
+def marks_preserved(model: ir.Model) -> Iterator[None]:
     """Keeps a clean-up of the model in here from taking marked nodes for copies."""
     for node in _every(model):
         if not {STOPS_GRADIENT, OWN_BACKWARD}.isdisjoint(node.metadata_props):

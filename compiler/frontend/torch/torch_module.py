@@ -25,8 +25,8 @@ from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
-from partc.compiler.frontend.stopped_gradients import blocks_detached, mark, marks_kept
-from partc.compiler.frontend.torch_file import FOLDED
+from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
+from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
 
@@ -88,7 +88,7 @@ def export(
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
     _mark_batch_norms(model, module.training)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
-    with marks_kept(model):
+    with marks_preserved(model):
         _clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
