@@ -99,7 +99,7 @@ def differentiate(
     `scope` knows the operands and the cotangents. Raises NoGradient where the op has no rule.
     """
     entry = entry_of(node)
-    if entry is not None and entry.stops_gradient:
+    if stops_gradient(node):
         return [None] * len(node.inputs), node
     if entry is None or entry.gradients.rule is None:
         raise NoGradient(f"{node.op_type} has no gradient")

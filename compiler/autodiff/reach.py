@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from partc.compiler.ir.graph import Reads
+from partc.compiler.ir.graph import STOPS_GRADIENT, Reads
 from partc.compiler.ir.training import Training
 from partc.compiler.ops.registry import stops_gradient
 
@@ -14,6 +14,15 @@ def trained_values(reads: Reads, training: Training) -> set[ir.Value]:
     for node, read in reads.items():
         if not stops_gradient(node) and any(value in found for value in read):
             found.update(value for value in node.outputs if value.dtype is None or value.dtype.is_floating_point())
+    return found
+
+
+def followed_values(reads: Reads, training: Training) -> set[ir.Value]:
+    """The values that torch would follow back to a trainable parameter, through whatever ops but those that a model marks."""
+    found = {value for value, how in training.parameters.items() if not how.frozen}
+    for node, read in reads.items():
+        if STOPS_GRADIENT not in node.metadata_props and not found.isdisjoint(read):
+            found.update(node.outputs)
     return found
 
 

@@ -169,7 +169,14 @@ def _linked(nodes: Iterable[ir.Node], prefix: str, own: dict[str, ir.Value], out
         own.update((name_of(old), new) for old, new in zip(node.outputs, outputs, strict=True) if old.name)
         name = outputs[0].name
         copy = ir.Node(
-            node.domain, node.op_type, inputs, attributes, overload=node.overload, outputs=outputs, name=name
+            node.domain,
+            node.op_type,
+            inputs,
+            attributes,
+            overload=node.overload,
+            outputs=outputs,
+            name=name,
+            metadata_props=dict(node.metadata_props),
         )
         copies.append(copy)
     return copies

@@ -11,6 +11,8 @@ On an input of the model:
 On an output:
     partc.delivered  {"ranks": [1], "cut": false}               where it goes; ranks null: it stays where it is made
     partc.unbiased, partc.frozen_statistics    true               a BatchNormalization's marks (`ir/graph.py`)
+    partc.stops_gradient  true                                  an Identity through which no gradient flows (`ir/graph.py`)
+    partc.own_backward    Rounded                               an Identity behind a `torch.autograd.Function` of that name; a text
 On a weight:
     partc.trainable  true                                       whether its module says that it is trainable
 On the model:

@@ -21,7 +21,7 @@ from partc.compiler.frontend.functions import extent_of, inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
-from partc.compiler.frontend.torch_file import restored
+from partc.compiler.frontend.torch.torch_file import restored
 from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside, nodes_of
 from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits

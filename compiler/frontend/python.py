@@ -47,7 +47,7 @@ from partc.compiler.frontend.inputs import DimNames, all_inputs, as_mapping, spe
 from partc.compiler.frontend.onnx_file import NEWEST_OPSET, OLDEST_OPSET, checked, from_proto
 from partc.compiler.frontend.region_calls import placements, shardings, targets
 from partc.compiler.frontend.source import Known, Source, nothing
-from partc.compiler.frontend.torch_file import restored
+from partc.compiler.frontend.torch.torch_file import restored
 from partc.compiler.frontend.trace import module_paths, trace
 from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, errors_by_line, importable
 from partc.compiler.ir.declared import Declared
@@ -168,7 +168,7 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
             declared = specs(all_inputs(by_name, _where_inputs(file)), names, _where_inputs(file))
             return trace(built, declared, _output_names(file), where)
     if _is_torch_module(built):
-        from partc.compiler.frontend.torch_module import export
+        from partc.compiler.frontend.torch.torch_module import export
 
         dynamic_shapes = file.globals.get("dynamic_shapes")
         outputs = _output_names(file)

@@ -27,6 +27,7 @@ from partc.compiler.nn.activation import (
     SiLU,
     Softmax,
     Tanh,
+    stop_gradient,
 )
 from partc.compiler.nn.conv import Conv1d, Conv2d, ConvTranspose2d
 from partc.compiler.nn.flatten import Flatten
@@ -70,4 +71,5 @@ __all__ = [
     "Tanh",
     "init",
     "seed",
+    "stop_gradient",
 ]

@@ -1,4 +1,4 @@
-"""Layers without weights, element by element or over one axis: activations, `Softmax`, `Dropout`, `Identity`."""
+"""Layers without weights, element by element or over one axis: activations, `Softmax`, `Dropout`, `Identity`, and `stop_gradient`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 from onnxscript import OpBuilder
+from partc.compiler.ir.graph import STOPS_GRADIENT
 from partc.compiler.nn.module import Module
 
 
@@ -39,6 +40,15 @@ class Identity(_Plain):
     """`x`; it keeps a node of its own, so that it can be placed."""
 
     op_type = "Identity"
+
+
+def stop_gradient(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """`x`, through which no gradient flows in a training, as torch's `x.detach()`."""
+    y: ir.Value = op.Identity(x)
+    node = y.producer()
+    assert node is not None
+    node.metadata_props[STOPS_GRADIENT] = "true"
+    return y
 
 
 class LeakyReLU(Module):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import onnx_shape_inference
 from partc.compiler.ir.alike import key_of
+from partc.compiler.ir.graph import STOPS_GRADIENT
 from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf
 
@@ -344,7 +345,7 @@ def looks_up_rows(node: ir.Node) -> bool:
 def stops_gradient(node: ir.Node) -> bool:
     """Whether the outputs of a node are known not to follow small changes of its inputs."""
     entry = entry_of(node)
-    return entry is not None and entry.stops_gradient
+    return entry is not None and (entry.stops_gradient or STOPS_GRADIENT in node.metadata_props)
 
 
 def host_inputs(node: ir.Node) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.graph_appender import DENOMINATOR
 from partc.compiler.training.in_parts import PART
 from partc.compiler.training.loss_and_metrics import add_loss, add_metric, meant
+from partc.compiler.training.own_backward import refuse_own_backward
 from partc.compiler.training.shared import give_own, parted
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
@@ -76,6 +77,8 @@ def add_training(program: Loaded) -> Prepared:
     )
     training = replace(training, written=written, precision=precision)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
+    if program.kind is ProgramKind.STEP:
+        refuse_own_backward(model.graph, training, paths)
     names = [name_of(value) for value in candidates(program.model)]
     idle = (
         _idle(rules, [*names, *(name_of(value) for value in training.parameters)])

@@ -36,7 +36,7 @@ from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.source import Source
-from partc.compiler.frontend.torch_module import export
+from partc.compiler.frontend.torch.torch_module import export
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer, load_trainer

@@ -140,6 +140,30 @@ class Twice(nn.Module):
         return self.drop(torch.tanh(self.linear(torch.tanh(self.linear(x)))))
 
 
+class Stopped(nn.Module):
+    """A layer with something that takes no gradient: its input, what a block makes, or a difference, straight through."""
+
+    def __init__(self, width: int, what: str) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(width, width), what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        match self.what:
+            case "input":
+                return x + torch.tanh(self.linear(x.detach()))
+            case "data":
+                return torch.tanh(self.linear(x)) / (1 + x.data.square())
+            case "weight":
+                return self.linear(x) + torch.tanh(functional.linear(x, self.linear.weight.detach()))
+            case "block":
+                with torch.no_grad():
+                    target = torch.tanh(self.linear(x)) * 2
+                return target * self.linear(x)
+            case _:
+                h = self.linear(x)
+                return h + (torch.tanh(h) - h).detach()
+
+
 class Rows(nn.Module):
     """Numbers and ids: tables of their own or one for all, their rows side by side, added up, or their mean."""
 
@@ -270,7 +294,9 @@ def _mlp(chance: random.Random, width: int) -> nn.Module:
 def _flat(chance: random.Random, width: int, most: int, statistics: bool) -> list[nn.Module]:
     made: list[nn.Module] = []
     for _ in range(chance.randint(1, most)):
-        kind = chance.choice(["mlp", "mlp", "mlp", "scale", "twice", "linear", *(["bn"] * statistics)])
+        kind = chance.choice(
+            ["mlp", "mlp", "mlp", "scale", "twice", "linear", "stopped", "stopped", *(["bn"] * statistics)]
+        )
         match kind:
             case "mlp":
                 made.append(_mlp(chance, width))
@@ -280,6 +306,9 @@ def _flat(chance: random.Random, width: int, most: int, statistics: bool) -> lis
                 made.append(Twice(width))
             case "linear":
                 made.append(nn.Linear(width, width))
+            case "stopped":
+                what = chance.choice(["input", "data", "weight", "block", "straight through"])
+                made.append(Stopped(width, what))
             case "bn":
                 made.append(Statistics(width))
     return made

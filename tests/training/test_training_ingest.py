@@ -94,7 +94,7 @@ def language(drop: float = 0.0) -> Any:
 
 
 def exported(module: Any, x: Input) -> Source:
-    from partc.compiler.frontend.torch_module import export
+    from partc.compiler.frontend.torch.torch_module import export
 
     names = DimNames({}, set())
     return Source(export(module, {"x": x}, None, names, ["y"], "model.py:1", Recorder(Path())))

@@ -39,7 +39,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     files = stored_tensors(folder)
     architecture = _architecture(config, folder)
     with recording(folder) as recorder:
-        from partc.compiler.frontend.torch_module import export
+        from partc.compiler.frontend.torch.torch_module import export
 
         module, buffers, widened = _built(architecture, config, folder)
         weights = taken(module, files, folder.name)
@@ -110,7 +110,7 @@ def _architecture(config: dict[str, object], folder: Path) -> Any:
 def _built(architecture: Any, config: dict[str, object], folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
     """The model with all of its tensors on the meta device, by name its buffers as they were before, and whether it was bfloat16."""
     import torch
-    from partc.compiler.frontend.torch_module import quiet
+    from partc.compiler.frontend.torch.torch_module import quiet
 
     try:
         with _without_weights(), quiet():

@@ -25,7 +25,8 @@ from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
-from partc.compiler.frontend.torch_file import FOLDED
+from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
+from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
 
@@ -75,7 +76,7 @@ def export(
     else:
         shapes = {name: dict(dims[name]) for name in tensors}
         arguments = {"args": (), "kwargs": dict(tensors), "dynamic_shapes": shapes}
-    program = _by_torch(module, arguments, where, recorder)
+    program, called = _by_torch(module, arguments, where, recorder)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
@@ -86,15 +87,22 @@ def export(
         outputs = _chosen(model.graph, _output_names(program, len(model.graph.outputs), (), where), outputs)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
     _mark_batch_norms(model, module.training)
-    _clean_up(model, weights)
+    mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
+    with marks_preserved(model):
+        _clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
     return model
 
 
-def _by_torch(module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder) -> Any:
-    """torch's program; a model of `transformers` that torch cannot export as it is gets the settings by which it can."""
+def _by_torch(
+    module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder
+) -> tuple[Any, list[str]]:
+    """torch's program, and the names of each `torch.autograd.Function` that ran.
+
+    A model of `transformers` that torch cannot export as it is gets the settings by which it can.
+    """
     import torch
 
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
@@ -102,8 +110,8 @@ def _by_torch(module: torch.nn.Module, arguments: Mapping[str, Any], where: str,
     settings.prepare(module)
     while True:
         try:
-            with quiet(), _without_gradients():
-                return torch.onnx.export(module, **arguments, **options)
+            with quiet(), _without_gradients(), blocks_detached(module) as called:
+                return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
             if setting in tried or not settings.settle(module, setting):

@@ -1,0 +1,173 @@
+"""What of a torch module takes no gradient: `x.detach()`, `x.data`, and what is made in a block `with torch.no_grad()`.
+
+An exported graph has `detach` as an Identity, which every clean-up takes out, and of a block nothing at all. So each tensor that a block
+makes is detached while the module is traced, and an Identity that stands for `detach` gets a mark, `STOPS_GRADIENT`:
+
+    with torch.no_grad():                    taught = MatMul(x, teacher.weight)
+        taught = self.teacher(x)             taught.detach = Identity(taught) {partc.stops_gradient}
+    return self.student(x) - taught          y = Sub(student, taught.detach)
+
+A `torch.autograd.Function` has a backward that no graph has: an Identity behind it gets its name, `OWN_BACKWARD`.
+Marks stand only where a gradient would go on to a parameter: of a block that is its edge, and of what has no parameters nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from partc.compiler.ir.graph import OWN_BACKWARD, STOPS_GRADIENT, nodes_of, read_by
+
+if TYPE_CHECKING:
+    import torch
+
+_CLASSES = "pkg.torch.onnx.class_hierarchy"
+_DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
+_KEPT = "partc.frontend"
+"""The domain of a marked Identity during a clean-up, which leaves ops alone that it does not know."""
+
+
+@contextmanager
+def blocks_detached(module: torch.nn.Module) -> Iterator[list[str]]:
+    """While `module` is traced in here, its forward detaches what it makes where it has turned gradients off.
+
+    What each `torch.autograd.Function` makes goes through `aten.alias`; the list gets their names.
+
+    Its ops run without gradients, as they do around this: only `forward` itself sees them on, so that it can turn them off.
+    """
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    kind, mode, function = type(module), _mode(), torch.autograd.Function
+    forward, is_own = kind.forward, "forward" in vars(kind)
+
+    @functools.wraps(forward)
+    def detaching(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
+        if self is not module or torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        before = torch.is_grad_enabled()
+        _enable(True)
+        try:
+            with mode():
+                return forward(self, *args, **kwargs)
+        finally:
+            _enable(before)
+
+    applied = vars(function)["apply"]
+
+    def apply(cls: type, /, *args: object, **kwargs: object) -> object:
+        made = applied.__get__(None, cls)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() or cls.__module__.partition(".")[0] == "torch":
+            return made
+        called.append(cls.__qualname__)
+        return tree_map_only(torch.Tensor, torch.ops.aten.alias.default, made)
+
+    called: list[str] = []
+    function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    kind.forward = detaching  # of its class: what torch traces by bytecode would take one of the module for a submodule
+    try:
+        yield called
+    finally:
+        function.apply = applied  # type: ignore[method-assign]
+        if is_own:
+            kind.forward = forward
+        else:
+            del kind.forward
+
+
+def mark(model: ir.Model, parameters: Collection[str], called: Collection[str]) -> None:
+    """Marks each Identity that keeps a gradient from one of `parameters`, by name; of those in functions and bodies each.
+
+    `called`: the names of each `torch.autograd.Function` that ran, for the Identity behind what one makes.
+    """
+    graph = model.graph
+    followed = {value for name, value in graph.initializers.items() if name in parameters}
+    for node in graph:
+        if _is(node, _DETACH):
+            if not followed.isdisjoint(node.inputs):
+                node.metadata_props[STOPS_GRADIENT] = "true"
+        elif not followed.isdisjoint(read_by(node)):
+            if called and _is(node, _ALIAS):
+                node.metadata_props[OWN_BACKWARD] = ", ".join(dict.fromkeys(called))
+            followed.update(out for out in node.outputs if out.dtype is None or out.dtype.is_floating_point())
+    for node in _every(model):
+        if node.graph is not graph and _is(node, _DETACH):
+            node.metadata_props[STOPS_GRADIENT] = "true"
+
+
+@contextmanager
+def marks_preserved(model: ir.Model) -> Iterator[None]:
+    """Keeps a clean-up of the model in here from taking marked nodes for copies."""
+    for node in _every(model):
+        if not {STOPS_GRADIENT, OWN_BACKWARD}.isdisjoint(node.metadata_props):
+            node.domain = _KEPT
+    yield
+    for node in _every(model):
+        if node.domain == _KEPT:
+            node.domain = ""
+
+
+def _every(model: ir.Model) -> Iterator[ir.Node]:
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        yield from nodes_of(graph)
+
+
+def _is(node: ir.Node, operator: str) -> bool:
+    return node.op_type == "Identity" and operator in node.metadata_props.get(_CLASSES, "")
+
+
+def _enable(on: bool) -> None:
+    """Turns gradients on or off without a trace in what is being exported."""
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(on)
+
+
+def _mode() -> Callable[[], Any]:
+    from torch import _C, Tensor, is_grad_enabled
+    from torch.compiler import is_dynamo_compiling
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    data = getattr_static(Tensor, "data").__get__
+
+    class Detaching(TorchFunctionMode):
+        """Follows whether forward has turned gradients off, and detaches what functions then make.
+
+        `off` is not torch's own switch: that is off, too, inside of a `torch.autograd.Function`, through which a gradient flows.
+        """
+
+        off = False
+
+        def __torch_function__(
+            self,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: tuple[Any, ...] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
+            if is_dynamo_compiling():
+                return func(*args, **kwargs or {})
+            on = is_grad_enabled()
+            if func is _C._set_grad_enabled:
+                self.off = (self.off or on) and not args[0]
+                return _enable(args[0])
+            if func == data:
+                return args[0].detach()
+            self.off = self.off and not on
+            _enable(False)
+            try:
+                made = func(*args, **kwargs or {})
+            finally:
+                _enable(on)
+            if not self.off:
+                return made
+            given = {id(one) for one in tree_leaves((args, kwargs))}
+            return tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), made)
+
+    return Detaching

@@ -1,0 +1,284 @@
+"""What takes no gradient in torch takes none here: `detach`, `.data` and blocks `with torch.no_grad()`, held against torch's autograd.
+
+A `torch.autograd.Function` has a backward that no graph has: to train through one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from partc.compiler import nn
+from partc.compiler.directives.input import Input
+from partc.compiler.directives.recorder import Recorder
+from partc.compiler.emit.whole import write_exported
+from partc.compiler.errors import CompileError
+from partc.compiler.frontend import load
+from partc.compiler.frontend.inputs import DimNames, Spec
+from partc.compiler.frontend.source import Source
+from partc.compiler.frontend.trace import trace
+from partc.compiler.ir.graph import STOPS_GRADIENT
+from training_equivalence import run
+
+torch = pytest.importorskip("torch")
+functional = torch.nn.functional
+
+BATCH, WIDTH = 6, 4
+TRAIN = """train:
+  loss: loss
+  optimizer: {type: momentum, lr: 0.2, momentum: 0.9}
+"""
+PLANS = {
+    "one": "ranks: 1\n",
+    "dp": "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n",
+    "tp": "ranks: 2\nmesh: {tp: 2}\nsharding: {encoder: colwise, head: rowwise}\n",
+    "stages": "ranks: 2\nplacement: {encoder: 0, head: 1}\nsymbols: {batch: {divisor: 2}}\npipeline: {microbatches: 2}\n",
+}
+
+
+class _Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """An encoder and a head, of which a case makes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+
+class Residual(_Net):
+    """A gradient that goes through one of two ways."""
+
+    def forward(self, x: Any) -> Any:
+        h = torch.tanh(self.encoder(x))
+        return (h.detach() * self.head(h) - x).square().mean()
+
+
+class SameOps(_Net):
+    """A product of a detached value, and the same one of the value itself."""
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        return (torch.sigmoid(h * 2) + torch.tanh(self.head(torch.sigmoid(h.detach() * 2)))).square().mean()
+
+
+class Weight(_Net):
+    """A weight that learns from one of its two readers."""
+
+    def forward(self, x: Any) -> Any:
+        h = functional.linear(self.encoder(x), self.encoder.weight.detach())
+        return (self.head(h) - x).square().mean()
+
+
+class Data(_Net):
+    """A scale taken from `.data`."""
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        return (self.head(h / (1 + h.data.abs())) - x).square().mean()
+
+
+class Target(_Net):
+    """A target network: the encoder itself, and a layer that only a block without gradients reads, which stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            wanted = self.target(torch.tanh(self.encoder(x * 2)))
+            with torch.enable_grad():
+                scale = self.head(x)
+            wanted = wanted * 2
+        return (self.head(self.encoder(x)) - wanted).square().mean() + 0.1 * scale.square().mean()
+
+
+class Distilled(_Net):
+    """A student's divergence from a teacher that learns by another term."""
+
+    def forward(self, x: Any) -> Any:
+        taught, student = self.encoder(x), self.head(x)
+        soft = functional.kl_div(student.log_softmax(-1), taught.softmax(-1).detach(), reduction="none").sum(-1).mean()
+        return soft + (taught - x).square().mean()
+
+
+class Quantized(_Net):
+    """A vector quantization, straight through, with its codes' and its commitment's losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = torch.nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        z = self.encoder(x)
+        distances = (z[:, None] - self.codes.weight[None]).square().sum(-1)
+        q = self.codes(distances.argmin(-1))
+        losses = (q - z.detach()).square().mean() + 0.25 * (z - q.detach()).square().mean()
+        return (self.head(z + (q - z).detach()) - x).square().mean() + losses
+
+
+class Branches(_Net):
+    """A branch that detaches what it reads; `exports` chooses the form of which torch makes an If."""
+
+    exports = True
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        ways = (lambda h: h * h.detach()), (lambda h: torch.tanh(h.detach()) + h)
+        h = torch.cond(x.sum() > 0, *ways, (h,)) if self.exports else ways[int(x.sum() <= 0)](h)
+        return (self.head(h) - x).square().mean()
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    one.__name__: one for one in (Residual, SameOps, Weight, Data, Target, Distilled, Quantized)
+}
+
+
+def exported(module: Any) -> Source:
+    from partc.compiler.frontend.torch.torch_module import export
+
+    inputs = {"x": Input(["batch", WIDTH])}
+    return Source(export(module, inputs, None, DimNames({}, set()), ["loss"], "model.py:1", Recorder(Path())))
+
+
+def by_torch(module: Any, steps: list[dict[str, np.ndarray]]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of torch's own training, and the parameters after it."""
+    optimizer = torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.2, momentum=0.9)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = module(torch.from_numpy(step["x"]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: tensor.detach().numpy() for name, tensor in module.named_parameters()}
+
+
+def learns_alike(
+    source: Source, module: Any, plan: str, folder: Path, count: int, start: Mapping[str, np.ndarray] | None = None
+) -> None:
+    """Steps of both, from the module's weights, give the same losses and parameters."""
+    rng = np.random.default_rng(7)
+    steps = [{"x": rng.standard_normal((BATCH, WIDTH)).astype(np.float32)} for _ in range(count)]
+    have = run(source, PLANS[plan] + TRAIN, folder, steps, start)
+    first = {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
+    losses, wanted = by_torch(module, steps)
+    np.testing.assert_allclose([float(one["loss"]) for one in have.outputs], losses, rtol=1e-5)
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(have.after.get(name, first[name]), tensor, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_module_learns_as_in_torch(case: str, plan: str, count: int, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = CASES[case]()
+    learns_alike(exported(module), module, plan, tmp_path / "build", count)
+
+
+@pytest.mark.parametrize("plan", ["one", "tp"])
+def test_a_branch_learns_as_in_torch(plan: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = Branches()
+    source = exported(module)
+    assert [node.op_type for node in source.model.graph if node.op_type in ("If", "Identity")] == ["If"]
+    module.exports = False
+    learns_alike(source, module, plan, tmp_path / "build", 3)
+
+
+@pytest.mark.parametrize("case", ["Target", "Quantized"])
+def test_a_file_of_partc_keeps_the_marks(case: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = CASES[case]()
+    write_exported(exported(module), tmp_path / "model.onnx")
+    learns_alike(load(tmp_path / "model.onnx"), module, "dp", tmp_path / "build", 3)
+
+
+class _Traced(nn.Module):
+    """`Residual` in layers of partc."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, op: Any, x: Any) -> Any:
+        h = op.Tanh(self.encoder(op, x))
+        off = op.Sub(op.Mul(nn.stop_gradient(op, h), self.head(op, h)), x)
+        return op.ReduceMean(op.Mul(off, off), keepdims=0)
+
+
+def test_layers_of_partc_stop_gradients_by_a_function(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = Residual()
+    source = Source(trace(_Traced(), [Spec("x", ("batch", WIDTH), ir.DataType.FLOAT)], ["loss"], "model.py"))
+    start = {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
+    learns_alike(source, module, "one", tmp_path / "build", 3, start)
+
+
+def test_marks_stand_only_where_a_gradient_would_go_on() -> None:
+    """Tables of angles, and what is far inside of a block, have none: their patterns are found as before."""
+
+    class Net(_Net):
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                angles = torch.sin(x * 3) + x.detach()
+                taught = torch.tanh(self.encoder(x)).relu() * 2
+            return (self.head(x) * angles - taught).square().mean()
+
+    copies = [node for node in exported(Net()).model.graph if node.op_type == "Identity"]
+    assert [node.name for node in copies if STOPS_GRADIENT in node.metadata_props] == ["encoder.Identity"]
+    assert len(copies) == 1
+
+
+def test_a_module_has_its_own_forward_after_an_export() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+    before = torch.nn.Sequential.forward
+    exported(module)
+    assert torch.nn.Sequential.forward is before
+    exported(Residual())
+    assert "forward" in vars(Residual)
+    assert torch.is_grad_enabled()
+
+
+class _Rounded(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    """Rounds, straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        with torch.no_grad():
+            return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return dy
+
+
+class OwnBackward(_Net):
+    """A gradient that flows by a backward of its own, and one beside it."""
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        return (self.head(_Rounded.apply(h)) - x + _Rounded.apply(x) * h.detach()).square().mean()
+
+
+def test_a_backward_of_its_own_is_refused(tmp_path: Path) -> None:
+    source = exported(OwnBackward())
+    with pytest.raises(CompileError) as refused:
+        run(source, PLANS["one"] + TRAIN, tmp_path / "build", [])
+    assert str(refused.value) == (
+        "Identity: a gradient flows through the torch.autograd.Function '_Rounded'\n"
+        "  its backward is Python, and a gradient would be that of the ops of its forward\n"
+        "  help: write it in torch's operators, straight through as `x + (f(x) - x).detach()`, or freeze the parameters before it"
+    )
+
+
+def test_a_backward_of_its_own_behind_frozen_parameters_is_not_asked(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module = OwnBackward()
+    module.encoder.requires_grad_(False)
+    learns_alike(exported(module), module, "dp", tmp_path / "build", 3)
+    assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
