@@ -54,7 +54,7 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
 def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
     """By layer heads and size of its keys, and of its values, as two tokens make them."""
     import torch
-    from partc.compiler.frontend.torch_module import quiet
+    from partc.compiler.frontend.torch.torch_module import quiet
     from transformers.cache_utils import DynamicCache
 
     kind, law = type(module).__name__, "a cache of 'generate' is keys and values of each layer of a decoder alone"
