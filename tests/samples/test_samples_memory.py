@@ -1,4 +1,4 @@
-"""`partc inspect` knows the size of every value of every sample: a peak leaves nothing out, but for what a step reads of a decoder's caches."""
+"""`partc inspect` knows the size of every value of every sample, but for what a step reads of a decoder's caches."""
 
 from __future__ import annotations
 
