@@ -56,7 +56,7 @@ def over_mpi(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("source", "plan"), [("loader", "parallel"), ("stream", "middle")])
+@pytest.mark.parametrize(("source", "plan"), [("loader", "middle")])
 def test_over_mpi_stopped_and_resumed_it_ends_in_the_same_bits(folder: Path, source: str, plan: str) -> None:
     prepared(folder, SOURCES[source], "one", plan, more="  test: source.py\n")
     words = [plan, "--plan", f"{plan}.yaml"]
