@@ -30,8 +30,8 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.lower import lower
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import Plan, read_plan
-from partc.compiler.rewrite.caches import caches_as_state
 from partc.compiler.rewrite.counted_indices import counted_indices
+from partc.compiler.rewrite.generation.caches import caches_as_state
 from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
 from partc.compiler.plan.generate import GenerateRules
-from partc.compiler.rewrite.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 
 MASK, ROWS = "attention_mask", "position_ids"
 """Inputs by the names that exporters give them."""

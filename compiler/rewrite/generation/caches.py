@@ -28,12 +28,12 @@ from partc.compiler.ir.program import Loaded, Prepared
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
-from partc.compiler.rewrite.attended_caches import append_apart
-from partc.compiler.rewrite.fused_attention import fuse_attention, head_counts
-from partc.compiler.rewrite.next_token import NEXT, NextToken, choose, scores_of
-from partc.compiler.rewrite.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.attended_caches import append_apart
+from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
+from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.positions import MASK, ROWS, Positions
 from partc.compiler.rewrite.opset import converted, cuts
-from partc.compiler.rewrite.positions import MASK, ROWS, Positions
 from partc.compiler.rewrite.straighten import straighten
 from partc.runtime.artifact.generation import GenerationRecord
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.generate import GenerateRules
-from partc.compiler.rewrite.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 
 NEXT = "next_token"
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")

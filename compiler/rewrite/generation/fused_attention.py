@@ -20,8 +20,8 @@ import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.ir.graph import take_out
 from partc.compiler.plan.generate import GenerateRules
-from partc.compiler.rewrite.node_builder import NodeBuilder
-from partc.compiler.rewrite.positions import Positions
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.positions import Positions
 
 MOST = 8192
 _OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"

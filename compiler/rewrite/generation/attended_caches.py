@@ -14,7 +14,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import drop_unread, name_of
-from partc.compiler.rewrite.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 
 _APPENDING = {("", "Attention"): 4, ("com.microsoft", "GroupQueryAttention"): 3}
 """By op which operand is its past; that of values is the next."""
