@@ -16,7 +16,7 @@ import click
 import numpy as np
 from partc.cli.comparison.verdict import Case, Verdict
 from partc.runtime.artifact.generation import GenerationRecord
-from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.errors import PartcError
 
 TIE = 1e-4
@@ -138,13 +138,9 @@ class _Unsharded:
         return next(dim for dim, size in enumerate(self._given[name].shape) if dim and not isinstance(size, int))
 
     def _typed(self, name: str, array: Array) -> Array:
-        kinds = {
-            "tensor(int64)": np.int64,
-            "tensor(int32)": np.int32,
-            "tensor(float16)": np.float16,
-            "tensor(bool)": np.bool_,
-        }
-        return array.astype(kinds.get(self._given[name].type, np.float32))
+        kind = dense(self._given[name].type)
+        assert kind is not None
+        return array.astype(kind.numpy)
 
 
 def _file(case: Case) -> Path:

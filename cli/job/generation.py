@@ -5,6 +5,7 @@ Text needs a tokenizer: the file `tokenizer.json` of a model, read by the packag
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -208,6 +209,7 @@ def _is_of(key: str, value: object) -> bool:
     return type(value) in ((int, float) if key in ("temperature", "top_p") else (int,))
 
 
+@functools.cache
 def _tokenizer(path: str | None) -> Any:
     """The tokenizer of a file; None where none is given."""
     if path is None:

@@ -42,6 +42,7 @@ class Generator:
             raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
         self.program = program
         self.record: GenerationRecord = program.manifest.generation
+        self._cut = {port.name for port in program.manifest.inputs if port.boxes is not None}
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         """The answers to all requests, in their order; collective: each rank gives the same ones. InputError for any that cannot be met."""
@@ -89,8 +90,7 @@ class Generator:
     def _given(self, step: Step) -> dict[str, object]:
         record = self.record
         named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
-        cut = {port.name for port in self.program.manifest.inputs if port.boxes is not None}
-        return {name: Whole(array) if name in cut else array for name, array in named.items()}
+        return {name: Whole(array) if name in self._cut else array for name, array in named.items()}
 
     def close(self) -> None:
         """Gives sessions and caches back."""

@@ -13,6 +13,7 @@ import pytest
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
+from partc.compiler.rewrite.generation import fused_attention
 from partc.runtime import InputError, RankError, Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
@@ -142,6 +143,16 @@ def test_attention_of_another_mask_or_several_slots_stays(compiled: Compiled, sl
     with load_local_generator(folder) as generator:
         found = [answer.tokens for answer in generator.run(requests())]
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+
+
+def test_of_many_positions_the_proof_looks_at_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention, "MOST", 10)
+    for window, kind in ((63, "Attention"), (64, "GroupQueryAttention")):
+        onnx.save(decoder(fused=True, window=window), tmp_path / "model.onnx")
+        (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {length: 64, chunk: 8}\n")
+        compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / f"build{window}")
+        nodes = open_artifact(tmp_path / f"build{window}").model(0).graph.node
+        assert {node.op_type for node in nodes} & {"Attention", "GroupQueryAttention"} == {kind}
 
 
 def test_a_step_sends_nothing_that_grows_with_what_is_kept(compiled: Compiled) -> None:

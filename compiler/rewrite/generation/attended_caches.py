@@ -19,7 +19,7 @@ from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 _APPENDING = {("", "Attention"): 4, ("com.microsoft", "GroupQueryAttention"): 3}
 """By op which operand is its past; that of values is the next."""
 _LEFT_OUT = ("smooth_softmax", "k_quant_type", "v_quant_type", "qk_output")
-_HEADS, _BACK, _SEQUENCE = (0, 2, 1, 3), (0, 2, 1, 3), 2
+_TURNED, _SEQUENCE = (0, 2, 1, 3), 2
 
 
 def append_apart(graph: ir.Graph, name: str) -> None:
@@ -67,14 +67,14 @@ class _Attended:
         assert isinstance(past.shape[3], int)
         self.size = past.shape[3]
         self.flat = node.op_type != "Attention" or "q_num_heads" in node.attributes
-        self.scores = node.attributes
+        self.attributes = node.attributes
 
     def rewrite(self) -> None:
         """Puts the ops in place of the node."""
         build, node, keys = self.build, self.node, self.node.op_type != "Attention"
         query, key, value = (self._heads(k) for k in range(3))
         self._count(query)
-        if self.scores.get_int("do_rotary", 0):
+        if self.attributes.get_int("do_rotary", 0):
             query, key = self._turned(query), self._turned(key)
         presents = []
         for k, new in enumerate((key, value)):
@@ -84,10 +84,10 @@ class _Attended:
         given = node.inputs[3] if not keys else None
         attended = build.op("attend", "Attention", [query, *presents, self._mask(given)])
         for attribute in ("scale", "softcap"):
-            if self.scores.get_float(attribute, 0.0):
-                attended.producer().attributes.add(self.scores[attribute])  # type: ignore[union-attr]
+            if self.attributes.get_float(attribute, 0.0):
+                attended.producer().attributes.add(self.attributes[attribute])  # type: ignore[union-attr]
         if self.flat:
-            back = build.op("back", "Transpose", [attended], perm=_BACK)
+            back = build.op("back", "Transpose", [attended], perm=_TURNED)
             attended = build.op("joined", "Reshape", [back, build.constant("joined_to", [0, 0, -1])])
         build.put(before=node)
         for old, made in zip(node.outputs, (attended, *presents), strict=False):
@@ -103,7 +103,7 @@ class _Attended:
             assert value is not None
             return value
         names = ("q_num_heads", "kv_num_heads") if self.node.op_type == "Attention" else ("num_heads", "kv_num_heads")
-        queries, heads = self.scores[names[0]].as_int(), self.scores[names[k > 0]].as_int()
+        queries, heads = self.attributes[names[0]].as_int(), self.attributes[names[k > 0]].as_int()
         if self.node.op_type != "Attention" and self.node.inputs[1] is None:  # queries, keys and values in one operand
             begin = self.size * (0, queries, queries + heads)[k]
             ends = [
@@ -114,7 +114,7 @@ class _Attended:
         parted = self.build.op(
             f"{word}_parted", "Reshape", [value, self.build.constant(f"{word}_to", [0, 0, heads, -1])]
         )
-        return self.build.op(f"{word}_heads", "Transpose", [parted], perm=_HEADS)
+        return self.build.op(f"{word}_heads", "Transpose", [parted], perm=_TURNED)
 
     def _count(self, query: ir.Value) -> None:
         """Makes the number of each token, `steps` of the step and `numbers` of the sequence, and the number of entries."""
@@ -133,14 +133,14 @@ class _Attended:
         rows = build.op("rows", "Unsqueeze", [self.numbers, build.constant("first", [0])])
         cosines, sines = self.node.inputs[7], self.node.inputs[8]
         angles = [build.op(word, "Gather", [table, rows], axis=0) for word, table in (("cos", cosines), ("sin", sines))]
-        interleaved = self.scores.get_int("rotary_interleaved", 0)
+        interleaved = self.attributes.get_int("rotary_interleaved", 0)
         return build.op("rotated", "RotaryEmbedding", [value, *angles], interleaved=interleaved)
 
     def _mask(self, given: ir.Value | None) -> ir.Value | None:
         """What a token sees."""
         build, grouped = self.build, self.node.op_type != "Attention"
-        window = self.scores.get_int("local_window_size", -1)
-        if not grouped and not self.scores.get_int("is_causal", 0):
+        window = self.attributes.get_int("local_window_size", -1)
+        if not grouped and not self.attributes.get_int("is_causal", 0):
             return given
         numbers = build.op("queries", "Unsqueeze", [self.numbers, build.constant("queries_at", [0, 1, 3])])
         entries = build.op("keys", "Unsqueeze", [self.entries, build.constant("keys_at", [0, 1, 2])])

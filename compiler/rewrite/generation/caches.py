@@ -130,10 +130,12 @@ class _Caches:
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()
-        fuse_attention(self.build, self.heads, self.found, positions, self.rules)
         chosen = choose(self.build, scores, count, self.rules)
         drop_unread(self.graph)
         self.padded = not positions.one_length
+        if self.padded and self.rules.slots == 1:
+            fuse_attention(self.build, self.heads, self.found, positions, self.rules)
+            drop_unread(self.graph)
         return chosen
 
     def _pairs(self) -> list[_Pair]:

@@ -6,13 +6,14 @@ writes the new ones in place, and repeats no heads. Of several sequences its ker
 
 The proof. A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every
 position that a step can have, one token wide and a chunk wide, and compared with causal. Of more than `MOST` positions those are taken
-that lie evenly apart.
+that lie evenly apart, the last one among them: a window shows there first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ def fuse_attention(
 ) -> None:
     """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place."""
     known: dict[ir.Value, bool] = {}
-    for node, count in heads.items() if rules.slots == 1 else ():
+    for node, count in heads.items():
         reads = [_read(node, k) for k in (1, 2)]
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         if mask is None or None in reads or any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]):
@@ -132,7 +133,7 @@ def _is_causal(graph: ir.Graph, mask: ir.Value, positions: Positions, rules: Gen
     run = _evaluator(graph, nodes, mask, positions)
     ends = [(1, [*range(rules.length)]), (rules.chunk, [*range(0, rules.length, rules.chunk)])]
     for width, every in ends:
-        for some in _batches(every[:: -(-len(every) // MOST)], rules.slots):
+        for some in _batches(every[:: -(len(every) // MOST + 1)], rules.slots):
             found = run(some, width)
             seen = found if found.dtype == np.bool_ else found == 0
             if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
@@ -174,7 +175,9 @@ def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> li
     return [node for node in graph if node in needed]
 
 
-def _evaluator(graph: ir.Graph, nodes: Sequence[ir.Node], value: ir.Value, positions: Positions):  # type: ignore[no-untyped-def]
+def _evaluator(
+    graph: ir.Graph, nodes: Sequence[ir.Node], value: ir.Value, positions: Positions
+) -> Callable[[Sequence[int], int], npt.NDArray[Any]]:
     """What makes the value for positions and a number of tokens."""
     import onnx
     import onnxruntime
@@ -200,16 +203,14 @@ def _evaluator(graph: ir.Graph, nodes: Sequence[ir.Node], value: ir.Value, posit
     )
     names = {one.name for one in session.get_inputs()}
 
-    def run(some: Sequence[int], width: int) -> npt.NDArray[np.generic]:
+    def run(some: Sequence[int], width: int) -> npt.NDArray[Any]:
         count = len(some)
         feeds = {
             str(positions.position.name): np.asarray(some, np.int64),
             str(positions.count.name): np.full(count, width, np.int64),
             str(positions.ids.name): np.zeros((count, width), np.int64),
         }
-        found: npt.NDArray[np.generic] = session.run(
-            None, {name: array for name, array in feeds.items() if name in names}
-        )[0]
+        found: npt.NDArray[Any] = session.run(None, {name: array for name, array in feeds.items() if name in names})[0]
         return found
 
     return run
