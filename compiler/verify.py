@@ -244,7 +244,9 @@ def _job(job: Job, made: dict[Value, Ranks]) -> Iterator[str]:
         elif early := ranks & behind:
             first = next(one for one, some in reversed(later) if some & early)
             yield f"rank {lowest(early)}: {_title(step)} is forward, and stands behind {_title(first)}, which is not"
-        reading, making = (1 << step.source, 1 << step.target) if isinstance(step, Transfer) else (ranks, ranks)
+        reading, making = ranks, ranks
+        if isinstance(step, Transfer):
+            reading, making = ranks_of(step.sources), ranks_of(step.targets)
         for value in step.reads:
             if without := reading & ~made.get(value, 0):
                 yield f"rank {lowest(without)}: {_title(step)} reads '{value}', which it does not have"

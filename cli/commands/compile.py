@@ -90,7 +90,7 @@ def command(
         console.echo()
         communication_table(report).show()
     ranks = report.manifest.ranks
-    moves = count(len(report.manifest.transfers), "transfer")
+    moves = count(len(report.manifest.messages), "transfer")
     if report.manifest.collectives:
         moves += f", {count(len(report.manifest.collectives), 'collective')}"
     for warning in report.warnings:
@@ -128,7 +128,7 @@ def document(report: Report, spent: float) -> dict[str, object]:
     return {
         "folder": str(report.out),
         "ranks": ranks,
-        "transfers": len(report.manifest.transfers),
+        "transfers": len(report.manifest.messages),
         "collectives": len(report.manifest.collectives),
         "communication": [
             {"op": e.op_type, "value": e.name, "ranks": e.ranks, "bytes": e.bytes, "cause": e.cause}

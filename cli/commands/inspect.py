@@ -108,7 +108,7 @@ def _as_json(artifact: Artifact, sizes: Mapping[str, int], parts: Mapping[str, S
     rows = {key: [dataclasses.asdict(one) for one in some] for key, some in parts.items() if some}
     collectives = [one.model_dump(mode="json") for one in manifest.collectives]
     found: dict[str, object] = {"sizes": sizes, "ranks": rows.pop("ranks", [])}
-    found["transfers"] = [transfer.model_dump(mode="json") for transfer in manifest.transfers]
+    found["transfers"] = [transfer.model_dump(mode="json") for transfer in manifest.messages]
     found |= {"groups": manifest.groups, "collectives": collectives} if collectives else {}
     return {**found, **_pipeline_json(artifact), **rows}
 
@@ -195,7 +195,7 @@ def _largest(artifact: Artifact, sizes: Mapping[str, int]) -> Iterator[Table]:
     of_transfers = [">from", ">to", "value", "type", ">bytes", ">at this size", "cause"]
     of_collectives = ["op", "ranks", "value", "type", ">bytes per rank", ">at this size", "cause"]
     kinds: Sequence[tuple[str, Sequence[str], Sequence[Transfer | Collective]]] = (
-        ("transfers", of_transfers, manifest.transfers),
+        ("transfers", of_transfers, manifest.messages),
         ("collectives", of_collectives, manifest.collectives),
     )
     for kind, columns, records in kinds:
@@ -240,8 +240,9 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
 
 def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
     from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
-    from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, PEER, RULE, SEND
-    from partc.runtime.artifact.graph.onnx_graph import integer_of, text_of
+    from partc.runtime.artifact.comm.message_node import peer_of
+    from partc.runtime.artifact.format import CAUSE, CUT, DOMAIN, GROUP, PATH, RULE, SEND
+    from partc.runtime.artifact.graph.onnx_graph import text_of
     from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
     from partc.runtime.artifact.tasks.calls import unrolled
     from partc.runtime.checker.graph.declared import ValueType, declared_types
@@ -261,7 +262,7 @@ def _rows(artifact: Artifact, rank: int) -> Iterator[NodeRow]:
         elif target := target_of(node):
             op += f" on {target}"
         elif node.domain == DOMAIN:
-            peer = integer_of(node, PEER, -1)
+            peer = peer_of(node, artifact.manifest.groups_of(rank))
             op += f" to {peer}" if op == SEND else f" from {peer}"
         names = list(node.input) if node.domain == DOMAIN and node.op_type == SEND else list(node.output)
         outputs = tuple(f"{name} {_type_text(*types[name])}" if name in types else name for name in names if name)

@@ -95,11 +95,11 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int]) -> Facts:
     for name, by_shape in shapes.items():
         found.shards[name] = Fact("; ".join(f"{shape} on {ranks_text(ranks)}" for shape, ranks in by_shape.items()))
     _add_communication(found, artifact, sizes)
-    sent = [moved([one.bytes for one in manifest.transfers], sizes)]
+    sent = [moved([one.bytes for one in manifest.messages], sizes)]
     sent += [moved([text] * times, sizes) for text, times in collectives]
     memory = memory_of_ranks(artifact, sizes)
     found.measures = {
-        "messages": len(manifest.transfers) + len(manifest.collectives),
+        "messages": len(manifest.messages) + len(manifest.collectives),
         "bytes": sum(one.bytes for one in sent),
         "memory": max(one.peak for one in memory),
         "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
@@ -124,7 +124,7 @@ def _add_communication(found: Facts, artifact: Artifact, sizes: Mapping[str, int
     causes: dict[str, str] = {}
     groups = {name: " | ".join(map(ranks_text, lists)) for name, lists in manifest.groups.items()}
     named: list[tuple[str, Transfer | Collective]] = [
-        (f"message {one.value}: {one.source} to {one.target}", one) for one in manifest.transfers
+        (f"message {one.value}: {one.source} to {one.target}", one) for one in manifest.messages
     ]
     named += [(f"{one.op} {one.value}: {groups[one.group]}", one) for one in manifest.collectives]
     for name, one in named:

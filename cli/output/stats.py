@@ -58,7 +58,7 @@ def typical_sizes(manifest: Manifest) -> dict[str, int]:
 def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankStats:
     """The numbers of a rank, with the symbols at these sizes."""
     model, manifest = unrolled(artifact.model(rank)), artifact.manifest
-    stated = {one.tag: one.bytes for one in manifest.collectives}
+    stated, messages = {one.tag: one.bytes for one in manifest.collectives}, manifest.messages_of(rank)
     collectives = [  # as the rank's own nodes state them
         metadata_of(node, BYTES, stated[tag])
         for node in model.graph.node
@@ -72,8 +72,8 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
         rank=rank,
         nodes=sum(node.domain != DOMAIN for node in model.graph.node),
         weights=weights,
-        sent=moved([*(one.bytes for one in manifest.transfers if one.source == rank), *collectives], sizes),
-        received=moved([*(one.bytes for one in manifest.transfers if one.target == rank), *collectives], sizes),
+        sent=moved([*(one.bytes for one in messages if one.source == rank), *collectives], sizes),
+        received=moved([*(one.bytes for one in messages if one.target == rank), *collectives], sizes),
     )
 
 

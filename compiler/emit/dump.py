@@ -121,8 +121,8 @@ def _holders(program: Lowered) -> tuple[dict[ir.Value, list[int]], dict[ir.Value
 
 def _event_text(names: Names, event: Event) -> str:
     if event.op_type == SEND:
-        (source,), (target,) = event.ranks
-        where = f"{source} -> {target}"
+        (source, target), *more = event.ranks if event.group else [(event.ranks[0][0], event.ranks[1][0])]
+        where = f"{source} -> {target}{f' and {len(more)} more' if more else ''}"
     else:
         many = max(len(event.ranks), len(event.ranks[0])) > _NAMED
         lists = event.group if many else ", ".join("-".join(map(str, ranks)) for ranks in event.ranks)

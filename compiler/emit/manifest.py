@@ -215,7 +215,7 @@ def _port(program: Complete, value: ir.Value, held: Sequence[tuple[Group, RankTe
 
 
 def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
-    (source,), (target,) = event.ranks
+    source, target = event.ranks[0] if event.group else (event.ranks[0][0], event.ranks[1][0])
     return fmt.Transfer(
         tag=event.tag,
         value=names[event.made],
@@ -225,6 +225,7 @@ def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
         shape=_shape(event.shape),
         bytes=event.bytes,
         cause=event.cause,
+        group=event.group,
     )
 
 

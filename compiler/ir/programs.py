@@ -247,6 +247,8 @@ def added(
 class Event:
     """A message or collective as all its ranks see it: `ranks` are source and target of a message, or the sets of a collective.
 
+    Of messages that are one op `ranks` are the pairs, and `group` is their name.
+
     `made`: what it gives, or of one that gives nothing what it brings. `derived`: a reshard for a reader whose sharding is derived.
     """
 

@@ -174,8 +174,8 @@ class CommLowering:
 
     def identity_on(self, ranks: Group, given: Value, out: Value) -> None:
         """Writes an Identity on each of the ranks, so that a value is another one, too."""
-        for rank in ranks if given is not out else ():
-            self.emit((rank,), "Identity", [given], out)
+        if ranks and given is not out:
+            self.emit(ranks, "Identity", [given], out)
 
     def constant(self, ranks: Group, base: Value, word: str, numbers: list[int] | Constant) -> Value:
         """A constant that is named after a value."""

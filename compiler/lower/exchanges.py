@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from partc.compiler.ir.programs import Comm, Event, Value
-from partc.compiler.ir.sharded import Group, ShardedValue
+from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.exchange import ExchangeBox, Routes, Span, span_of, within
@@ -17,6 +17,8 @@ from partc.compiler.lower.comm import CommLowering, Hop
 from partc.compiler.lower.job import Transfer
 from partc.runtime.artifact import format as fmt
 
+_ONE_BY_ONE = 4
+"""So many messages between the ranks of two groups are told one by one, each with the ranks that it goes from and to."""
 Sent: TypeAlias = "tuple[int, Span]"
 """The rank at the other end, and the box in the own shard."""
 
@@ -51,17 +53,46 @@ def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> N
 
 
 def _messages(comm: CommLowering, parts: Sequence[ExchangeBox], hop: Hop) -> None:
-    """A rank's shard to others as it is: a Broadcast of one rank to several, else messages."""
+    """A rank's shard to others as it is: a Broadcast of one rank to several, else messages, which are one op where they are many."""
     apart = [part for part in parts if part.source != part.target]
     if len(apart) > 1 and len({part.source for part in apart}) == 1 and has_size(comm.values[hop.after.value]):
         comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.given, hop.out)
         broadcast(comm, (apart[0].source, *(part.target for part in apart)), hop)
+        return
+    pairs = tuple([(part.source, part.target) for part in apart])
+    if _are_alike(comm, pairs, hop):
+        comm.identity_on(tuple(part.source for part in parts if part.source == part.target), hop.given, hop.out)
+        _messages_alike(comm, pairs, hop)
         return
     for part in parts:
         if part.source == part.target:
             comm.identity_on((part.source,), hop.given, hop.out)
         else:
             _message(comm, part.source, part.target, hop)
+
+
+def _are_alike(comm: CommLowering, pairs: Sequence[tuple[int, int]], hop: Hop) -> bool:
+    """Whether messages are so many that they are one op, and each rank has one end of one of them, under one name."""
+    ends = ranks_of(tuple(rank for pair in pairs for rank in pair))
+    if len(pairs) <= _ONE_BY_ONE or ends.bit_count() < 2 * len(pairs):
+        return False
+    targets = tuple(target for _, target in pairs)
+    there = hop.given is not hop.out and comm.job.listed.ranks(hop.given) & ranks_of(targets)
+    return not there and not any(_will_have(comm, target, hop.given, hop.after) for target in targets)
+
+
+def _messages_alike(comm: CommLowering, pairs: tuple[tuple[int, int], ...], hop: Hop) -> None:
+    """Messages between pairs of ranks as one op: ranks that do the same share a program, whomever they speak to."""
+    sources, targets = tuple(source for source, _ in pairs), tuple(target for _, target in pairs)
+    shape, value, way = comm.values.local_shape(hop.after), hop.after.value, hop.given
+    amount, group = comm.amount(value, share_of_shard(hop.after.layout)), comm.group(pairs)
+    comm.job.extend((*sources, *targets), way)
+    if way is not hop.out:
+        comm.job.declare(targets, way, value, shape)
+    tag, cause = len(comm.events), hop.cause
+    comm.events.append(Event(tag, fmt.SEND, value, way, pairs, group, shape, amount, cause, hop.derived))
+    comm.append((*sources, *targets), Transfer(way, sources, targets, tag, value, cause, amount, group))
+    comm.identity_on(targets, way, hop.out)
 
 
 def _message(comm: CommLowering, source: int, target: int, hop: Hop) -> None:
@@ -77,7 +108,7 @@ def _message(comm: CommLowering, source: int, target: int, hop: Hop) -> None:
         comm.job.declare((target,), way, value, shape)
     tag, cause = len(comm.events), hop.cause
     comm.events.append(Event(tag, fmt.SEND, value, way, ((source,), (target,)), "", shape, amount, cause, hop.derived))
-    comm.append((source, target), Transfer(way, source, target, tag, value, cause, amount))
+    comm.append((source, target), Transfer(way, (source,), (target,), tag, value, cause, amount))
     comm.identity_on((target,), way, hop.out)
 
 

@@ -6,7 +6,8 @@ and record. So writing costs by what is written, whatever the number of ranks.
 
     0-1   %h = MatMul(%x, %w)      0, 2   Transfer(%h)      2   %y = Relu(%h)        distinct programs: of 0, of 1, and of 2
 
-A message is one op of two ranks; that one of them sees it as a Send and the other as a Recv is found out at the end, too.
+A message is one op of two ranks; that one of them sees it as a Send and the other as a Recv is found out at the end, too. Messages from the
+ranks of one group to those of another are one op, whose ends share a program each.
 """
 
 from __future__ import annotations
@@ -29,38 +30,46 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A message: `target` gets what `source` has, under the same name; `value`, `cause` and `bytes` are as a `Comm` says."""
+    """Messages: each of `targets` gets what its place in `sources` has, under the same name; no rank is both.
+
+    `group` is the name of the pairs, empty of a single message; `value`, `cause` and `bytes` are as a `Comm` says.
+    """
 
     moved: Value
-    source: int
-    target: int
+    sources: Group
+    targets: Group
     tag: int
     value: ir.Value
     cause: str
     bytes: str
+    group: str = ""
     task: TaskKind = TaskKind.FORWARD
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """What the source gives."""
+        """What the sources give."""
         return (self.moved,)
 
     @property
     def makes(self) -> tuple[Value, ...]:
-        """What the target gets."""
+        """What the targets get."""
         return (self.moved,)
 
     def seen_by(self, ranks: Ranks) -> list[Comm]:
         """The message as some ranks, which do the same, have it in their program: a Send, a Recv, or nothing."""
         ends = (
-            (self.source, fmt.SEND, (self.moved,), (), self.target),
-            (self.target, fmt.RECV, (), (self.moved,), self.source),
+            (self.sources, fmt.SEND, (self.moved,), (), self.targets),
+            (self.targets, fmt.RECV, (), (self.moved,), self.sources),
         )
         return [
-            Comm(op, given, made, {fmt.PEER: peer}, self.tag, self.value, self.cause, self.bytes, self.task)
-            for rank, op, given, made, peer in ends
-            if ranks >> rank & 1
+            Comm(op, given, made, self._other(peers), self.tag, self.value, self.cause, self.bytes, self.task)
+            for own, op, given, made, peers in ends
+            if ranks_of(own) & ranks
         ]
+
+    def _other(self, peers: Group) -> dict[str, int | str | tuple[int, ...]]:
+        """The attribute that tells the other end."""
+        return {fmt.GROUP: self.group} if self.group else {fmt.PEER: peers[0]}
 
 
 JobOp: TypeAlias = Compute | Comm | Transfer
@@ -233,7 +242,7 @@ class Job:
         """The sets of ranks that do and have the same; those that differ in being among one of `groups` are apart, too."""
         program = self.program
         sets = {ranks for _, ranks in program} | {ranks_of(group) for group in groups}
-        sets |= {1 << step.source for step, _ in program if isinstance(step, Transfer)}
+        sets |= {ranks_of(step.sources) for step, _ in program if isinstance(step, Transfer)}
         for records in RECORDS:
             sets |= {ranks for _, _, ranks in getattr(self, records)}
         return split(self.everyone, sets)

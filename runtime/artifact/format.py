@@ -2,7 +2,8 @@
 
 This is the one contract between compiler and runtime; `runtime/README.md` explains it to people. A rank file is a standard
 ONNX model: nodes of the standard domains plus nodes of `partc.comm`, in the order in which the rank executes and
-communicates. `Send(X) ->` and `-> Recv(Y)` of one transfer carry the same `tag`.
+communicates. `Send(X) ->` and `-> Recv(Y)` of one transfer carry the same `tag`, and either `peer`, the rank at the other end, or `group`,
+whose lists are pairs of source and target: messages between many pairs have one tag, and the ranks at either end one file.
 
 Collectives are one node on every rank that takes part, and these nodes carry the same `tag`, which no other message or collective
 has. `group` names an entry of `Manifest.groups`: disjoint lists of ranks. A rank works with the list that holds it, so that ranks
@@ -54,7 +55,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
@@ -62,7 +63,7 @@ from partc.runtime.artifact.port import Dim, Port, Shape
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
 from partc.runtime.artifact.training.scalars import OptimizerRecord
 from partc.runtime.artifact.training.train_settings import LoopSettings
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 __all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape"]
 FORMAT = 3
@@ -206,7 +207,11 @@ class SymbolRecord(Record):
 
 
 class Transfer(Record):
-    """One message: `value` from rank `source` to rank `target`; `bytes` is an expression, 'unknown' where the shape is."""
+    """One message: `value` from rank `source` to rank `target`; `bytes` is an expression, 'unknown' where the shape is.
+
+    `group`, in the file only where there is one: of a record of many messages the name of their pairs, source and target, of which
+    `source` and `target` are the first.
+    """
 
     tag: int
     value: str
@@ -216,6 +221,12 @@ class Transfer(Record):
     shape: Shape
     bytes: str
     cause: str
+    group: str = ""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = written(self)
+        return found if self.group else {key: one for key, one in found.items() if key != "group"}
 
 
 class LayoutRecord(Record):
@@ -392,6 +403,27 @@ class Manifest(ArtifactRecord):
         for rank in ranks:
             found.setdefault(self.program(rank), []).append(rank)
         return found
+
+    @cached_property
+    def messages(self) -> list[Transfer]:
+        """The messages, each by itself: those between many pairs of ranks have one tag."""
+        return [
+            one.model_copy(update={"source": source, "target": target}) if one.group else one
+            for one in self.transfers
+            for source, target in self.groups.get(one.group, [[one.source, one.target]])
+        ]
+
+    @cached_property
+    def _messages_by_rank(self) -> dict[int, list[Transfer]]:
+        found: dict[int, list[Transfer]] = {}
+        for one in self.messages:
+            for rank in (one.source, one.target):
+                found.setdefault(rank, []).append(one)
+        return found
+
+    def messages_of(self, rank: int) -> list[Transfer]:
+        """The messages that a rank sends or receives, in the order of all."""
+        return self._messages_by_rank.get(rank, [])
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By group the list of ranks that holds this rank; groups without it are left out."""

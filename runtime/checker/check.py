@@ -165,7 +165,7 @@ def _checked(run: _Run) -> Checked:
         manifest.ranks,
         len(manifest.files) + 1,
         sum(len(model.graph.node) for model in subject.models.values()),
-        len(manifest.transfers),
+        len(manifest.messages),
         len(manifest.collectives),
         subject.counts.in_place,
         subject.counts.copied,

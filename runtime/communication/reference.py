@@ -70,12 +70,12 @@ class _Ends:
         self.transport.wait(self.transport.irecv(buffer, peer, tag), lambda: f"Recv from rank {peer}")
         return buffer
 
-    def send_node(self, x: Any, peer: int, tag: int) -> list[Any]:
-        self.send(x, peer, tag)
+    def send_node(self, x: Any, tag: int, peer: int = -1, group: str = "") -> list[Any]:
+        self.send(x, self.groups[group][1] if group else peer, tag)
         return [x]  # the evaluator wants a result, and gives it no name
 
-    def receive_node(self, peer: int, tag: int) -> list[Any]:
-        return [self.receive(peer, tag)]
+    def receive_node(self, tag: int, peer: int = -1, group: str = "") -> list[Any]:
+        return [self.receive(self.groups[group][0] if group else peer, tag)]
 
     def copy(self, x: Any, to: str) -> list[Any]:
         return [x]

@@ -11,6 +11,8 @@ from ..artifact.format import Manifest
 def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
     """By tag of the manifest the transport's: the same, or where those are too large, a count for each pair of ranks.
 
+    Messages between many pairs have one tag, which is new to each of them.
+
     An Exchange, a Pull or a Push is a message between every two ranks of its lists; the other collectives need no tag of the transport.
     """
     paired = {op.name for op in COLLECTIVES.values() if op.boxes} | LOOKUPS.keys()
@@ -21,8 +23,8 @@ def wire_tags(manifest: Manifest, largest: int) -> dict[int, int]:
     count: dict[tuple[int, int], int] = {}
     tags: dict[int, int] = {}
     for one in manifest.transfers:
-        pair = (one.source, one.target)
-        tags[one.tag] = count.get(pair, 0)
-        count[pair] = tags[one.tag] + 1
+        pairs = [(source, target) for source, target in manifest.groups.get(one.group, [[one.source, one.target]])]
+        tags[one.tag] = max(count.get(pair, 0) for pair in pairs)
+        count |= dict.fromkeys(pairs, tags[one.tag] + 1)
     first = max(count.values(), default=0)
     return tags | {one.tag: first + index for index, one in enumerate(exchanges)}

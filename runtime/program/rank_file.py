@@ -147,7 +147,8 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
 
     Of a tensor of the state that lies on another target a copy with a name of its own is sent.
     """
-    records = {one.tag: one for one in manifest.transfers}
+    own = manifest.messages_of(rank)
+    records = {one.tag: one for one in own}
     copied = {step.result: step.source for step in steps if isinstance(step, Copy)}
     used: set[int] = set()
     problems = []
@@ -165,8 +166,8 @@ def transfers_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: st
             used.add(step.tag)
     problems += [
         f"{where}: the manifest lists transfer {one.tag} of '{one.value}' ({one.source} to {one.target}), the file does not"
-        for one in manifest.transfers
-        if rank in (one.source, one.target) and one.tag not in used
+        for one in own
+        if one.tag not in used
     ]
     if problems:
         raise ArtifactError("\n".join([*problems, _CHANGED]))

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
-from partc.runtime.artifact.graph.onnx_graph import is_recomputed, moved_statistics, op_and_path, reads
+from partc.runtime.artifact.comm.message_node import peer_of
+from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, moved_statistics, op_and_path, reads
 from partc.runtime.artifact.graph.onnx_graph import path_of as path_of
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
@@ -29,7 +30,7 @@ from partc.runtime.artifact.graph.targets import copied_to, is_copy, refuse_unkn
 from partc.runtime.artifact.tasks.calls import Body, bodies_of, calls_of
 from partc.runtime.artifact.tasks.calls import Call as TaskCall
 
-from ..artifact.format import DOMAIN, OPTIMIZER, PEER, RECV, SEND, TAG, TASKS
+from ..artifact.format import DOMAIN, GROUP, OPTIMIZER, PEER, RECV, SEND, TAG, TASKS
 from ..errors import ArtifactError
 from .one_thread import Key, in_one_thread, wants_one_thread
 from .soundness import refuse_unsound
@@ -210,7 +211,7 @@ class _Nodes:
             elif node.domain != DOMAIN:
                 cutter.compute(index, node, self.operands[index], wants_one_thread(node, self.single))
             elif node.op_type in (SEND, RECV):
-                _message_steps(cutter, node, self.where)
+                _message_steps(cutter, node, self.where, self.groups)
             elif is_copy(node):
                 to = copied_to(node, self.where)
                 cutter.give(node.input, Copy(node.input[0], node.output[0], to, path_of(node)))
@@ -259,8 +260,8 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
     return [renamed(step) for step in steps]
 
 
-def _message_steps(cutter: _Segmenter, node: NodeProto, where: str) -> None:
-    peer, tag = _ends(node, where)
+def _message_steps(cutter: _Segmenter, node: NodeProto, where: str, groups: Mapping[str, Sequence[int]]) -> None:
+    peer, tag = _ends(node, where, groups)
     if node.op_type == SEND:
         cutter.give([node.input[0]], Send(node.input[0], peer, tag, path_of(node)))
         return
@@ -308,12 +309,12 @@ def _segments(steps: Sequence[_Cut], part: _Nodes, outputs: Iterable[str]) -> li
     return result[::-1]
 
 
-def _ends(node: NodeProto, where: str) -> tuple[int, int]:
-    """Peer and tag of a communication node."""
+def _ends(node: NodeProto, where: str, groups: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """Peer and tag of a communication node; without its manifest the peer of one of many pairs is -1."""
     counts = (1, 0) if node.op_type == SEND else (0, 1)
-    numbers = {attribute.name: attribute.i for attribute in node.attribute}
-    if PEER not in numbers or TAG not in numbers or (len(node.input), len(node.output)) != counts:
+    names = {attribute.name for attribute in node.attribute}
+    if TAG not in names or names.isdisjoint((PEER, GROUP)) or (len(node.input), len(node.output)) != counts:
         raise ArtifactError(
             f"{where}: {op_and_path(node)} is not a {node.op_type} with '{PEER}', '{TAG}' and one value\n  help: compile again"
         )
-    return numbers[PEER], numbers[TAG]
+    return peer_of(node, groups), integer_of(node, TAG, -1)

@@ -63,7 +63,8 @@ class JobRun:
                 self._compute(step, members(ranks))
                 continue
             if isinstance(step, Transfer):
-                at[step.moved, step.target] = at[step.moved, step.source]
+                ends = zip(step.sources, step.targets, strict=True)
+                at |= {(step.moved, target): at[step.moved, source] for source, target in ends}
                 continue
             given = waiting.setdefault(step.tag, {})
             given |= {r: (step, [None if v is None else at[v, r] for v in step.inputs]) for r in members(ranks)}

@@ -38,7 +38,7 @@ def test_a_message_is_one_op_of_which_each_rank_sees_its_end() -> None:
     job = Job(4)
     x, h = job.value(job.everyone, "x"), job.value(job.everyone, "h")
     job.append((0, 1), [added("Relu", [x], [h])])
-    job.append((1, 2), [Transfer(h, 1, 2, 0, ir.Value(name="h"), "n", "4")])
+    job.append((1, 2), [Transfer(h, (1,), (2,), 0, ir.Value(name="h"), "n", "4")])
     assert len(job.program) == 2
     found = {one.ranks: [step for step in one.steps if isinstance(step, Comm)] for one in Finished(job).programs(())}
     assert [bin(ranks) for ranks in found] == ["0b1", "0b10", "0b100", "0b1000"]

@@ -19,6 +19,7 @@ from partc.runtime.artifact.format import (
     DOMAIN,
     DOMAIN_VERSION,
     DTYPE,
+    GROUP,
     ITEMS,
     PEER,
     PULL,
@@ -44,7 +45,10 @@ _ONE, _MAYBE, _MANY = (
     OpSchema.FormalParameterOption.Optional,
     OpSchema.FormalParameterOption.Variadic,
 )
-_TO = Attribute(PEER, "int", "The rank at the other end.")
+_TO = Attribute(PEER, "int", "The rank at the other end.", False)
+_PAIRS = Attribute(
+    GROUP, "string", "In place of the peer: pairs of source and target, of which the rank is in one.", False
+)
 _WHERE = Attribute(TO, "string", f"The target on which the value then lies: {', '.join(TARGETS)}.")
 _CONSTANT = (
     AMONG,
@@ -60,8 +64,8 @@ def schemas() -> list[OpSchema]:
     receives = "Receives a value from another rank; its type and shape stand in the graph's value_info."
     follows = "A constant that follows from the rank's place in its list of the group."
     return [
-        _schema(SEND, sends, (_TO, NUMBER), _ONE, None),
-        _schema(RECV, receives, (_TO, NUMBER), None, _ONE),
+        _schema(SEND, sends, (_TO, _PAIRS, NUMBER), _ONE, None),
+        _schema(RECV, receives, (_TO, _PAIRS, NUMBER), None, _ONE),
         _schema(RANK_CONSTANT, follows, _CONSTANT, None, _ONE),
         _copy(),
         *(_collective(op) for op in COLLECTIVES.values()),

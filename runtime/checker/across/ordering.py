@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, ValueInfoProto
 from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.comm.message_node import peer_of
 from partc.runtime.artifact.dim_expression import symbols_in
 from partc.runtime.artifact.format import (
     DOMAIN,
     MANIFEST,
-    PEER,
     RECV,
     SEND,
     TAG,
@@ -24,7 +24,7 @@ from partc.runtime.artifact.format import (
     Port,
     Transfer,
 )
-from partc.runtime.artifact.graph.onnx_graph import node_title, path_of, read_for_sizes_alone
+from partc.runtime.artifact.graph.onnx_graph import integer_of, node_title, path_of, read_for_sizes_alone
 from partc.runtime.artifact.tasks.rows import Row
 from partc.runtime.artifact.tasks.task import marked
 from partc.runtime.checker.across.call_node import CallNode
@@ -68,15 +68,16 @@ class CommNode:
         return f"{self.title} {side}, tag {self.tag}"
 
 
-def comm_nodes(rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType]) -> list[CommNode]:
-    """The Send and Recv nodes of a rank, in their order; `types` is what its file declares."""
+def comm_nodes(
+    rank: int, file: str, model: ModelProto, types: Mapping[str, ValueType], groups: Mapping[str, Sequence[int]]
+) -> list[CommNode]:
+    """The Send and Recv nodes of a rank, in their order; `types` is what its file declares, `groups` the lists that have the rank."""
     found = []
     for node in model.graph.node:
         if node.domain != DOMAIN or node.op_type not in (SEND, RECV):
             continue
-        numbers = {attribute.name: attribute.i for attribute in node.attribute}
         value = next(iter(node.input if node.op_type == SEND else node.output), "")
-        peer, tag = numbers.get(PEER, -1), numbers.get(TAG, -1)
+        peer, tag = peer_of(node, groups), integer_of(node, TAG, -1)
         title, path = node_title(node), path_of(node)
         found.append(CommNode(node.op_type, rank, peer, tag, value, types.get(value), title, path, file))
     return found
@@ -89,7 +90,8 @@ def check_order(
     files = {manifest.program(rank): rank for rank in models}
     types = {file: declared_types(models[rank]) for file, rank in files.items()}
     programs = {
-        rank: comm_nodes(rank, (file := manifest.program(rank)), model, types[file]) for rank, model in models.items()
+        rank: comm_nodes(rank, (file := manifest.program(rank)), model, types[file], manifest.groups_of(rank))
+        for rank, model in models.items()
     }
     found = [*_check_ports(manifest, models), *_check_nodes(manifest, programs)]
     read = {file: call_nodes(rank, file, models[rank], types[file]) for file, rank in files.items()}
@@ -160,9 +162,9 @@ def _check_nodes(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]])
 
 def _check_matching(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
     sides = {(node.kind, node.rank, node.tag): node for nodes in programs.values() for node in nodes}
-    listed = {transfer.tag: transfer for transfer in manifest.transfers}
-    if len(listed) != len(manifest.transfers):
-        yield Violation(MANIFEST, f"it has {len(manifest.transfers)} transfers with {len(listed)} different tags")
+    listed = {(one.tag, one.source, one.target): one for one in manifest.messages}
+    if (tags := len({one.tag for one in manifest.transfers})) != len(manifest.transfers):
+        yield Violation(MANIFEST, f"it has {len(manifest.transfers)} transfers with {tags} different tags")
     for node in (node for nodes in programs.values() for node in nodes):
         other = RECV if node.kind == SEND else SEND
         match = sides.get((other, node.peer, node.tag))
@@ -170,8 +172,8 @@ def _check_matching(manifest: Manifest, programs: Mapping[int, Sequence[CommNode
             yield node.violation(f"tag {node.tag} has no {other} on rank {node.peer}", "compile the model again")
         elif match is not None and node.kind == SEND:
             yield from _check_pair(node, match)
-        transfer = listed.get(node.tag)
-        if transfer is None or (transfer.source, transfer.target) != node.ends or transfer.value != node.value:
+        transfer = listed.get((node.tag, *node.ends))
+        if transfer is None or transfer.value != node.value:
             source, target = node.ends
             transfer_text = f"transfer {node.tag} of '{node.value}' from rank {source} to rank {target}"
             fact = f"{MANIFEST} lists no {transfer_text}"
@@ -179,7 +181,7 @@ def _check_matching(manifest: Manifest, programs: Mapping[int, Sequence[CommNode
         elif node.declared is not None and not _agree(node.declared, transfer):
             fact = f"its value is {_text(node.declared)}; {MANIFEST} says {_text((transfer.type, transfer.shape))}"
             yield node.violation(fact)
-    for transfer in manifest.transfers:
+    for transfer in manifest.messages:
         for kind, rank in ((SEND, transfer.source), (RECV, transfer.target)):
             if (rank in programs or not 0 <= rank < manifest.ranks) and (kind, rank, transfer.tag) not in sides:
                 fact = f"transfer {transfer.tag} of '{transfer.value}' has no {kind} on rank {rank}"
@@ -200,7 +202,7 @@ def _check_pair(send: CommNode, recv: CommNode) -> Iterator[Violation]:
 
 def _check_sequence(manifest: Manifest, programs: Mapping[int, Sequence[CommNode]]) -> Iterator[Violation]:
     for rank, nodes in programs.items():
-        wanted = [transfer.tag for transfer in manifest.transfers if rank in (transfer.source, transfer.target)]
+        wanted = [transfer.tag for transfer in manifest.messages_of(rank)]
         for node, tag in zip(nodes, wanted, strict=True):
             if node.tag != tag:
                 fact = f"it is where {MANIFEST} has transfer {tag}; its own is {node.tag}"

@@ -28,6 +28,7 @@ from typing import TypeAlias
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
+from partc.runtime.artifact.comm.message_node import peer_of
 from partc.runtime.artifact.format import (
     ALL_REDUCE,
     DOMAIN,
@@ -80,7 +81,8 @@ class Numbering:
         self.makers = {
             rank: {name: node for node in model.graph.node for name in node.output} for rank, model in models.items()
         }
-        self.sent: dict[int, int] = {}
+        self.sent: dict[tuple[int, int], int] = {}
+        """By tag and target of a message the number of what is sent."""
         self._expanded: dict[int, int] = {}
         self._items: dict[int, Items] = {}
         self.given: dict[tuple[int, int], tuple[AnyCall, list[int]]] = {}
@@ -134,12 +136,13 @@ class Numbering:
         """Numbers what a node makes; False where another rank must come first."""
         numbers = self.numbers[rank]
         if node.domain == DOMAIN and node.op_type == SEND:
-            self.sent[integer_of(node, TAG, -1)] = numbers[node.input[0]]
+            self.sent[integer_of(node, TAG, -1), peer_of(node, self.groups[rank])] = numbers[node.input[0]]
             return True
         if node.domain == DOMAIN and node.op_type == RECV:
-            if integer_of(node, TAG, -1) in self.sent:
-                numbers[node.output[0]] = self.sent[integer_of(node, TAG, -1)]
-            return integer_of(node, TAG, -1) in self.sent
+            key = integer_of(node, TAG, -1), rank
+            if key in self.sent:
+                numbers[node.output[0]] = self.sent[key]
+            return key in self.sent
         if is_rank_constant(node):
             array = constant_of(node, self.groups[rank][group_of(node)].index(rank))
             numbers[node.output[0]] = self._number("weight", self.content(numpy_helper.from_array(array)))
