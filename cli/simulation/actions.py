@@ -159,11 +159,10 @@ class _Rank:
             case Send():
                 bytes = self.message(step.tag)
                 travel = machine.link((self.file.rank, step.peer)).send(bytes)
-                yield Action(
-                    Kind.SEND, what, step.path, tag=step.tag, op="Send", travel=travel, bytes=bytes, peer=step.peer
-                )
+                sent = Action(Kind.SEND, what, step.path, tag=step.tag, op="Send", group=step.group, peer=step.peer)
+                yield replace(sent, travel=travel, bytes=bytes)
             case WaitRecv():
-                yield Action(Kind.RECEIVE, what, step.path, tag=step.tag, op="Recv", peer=step.peer)
+                yield Action(Kind.RECEIVE, what, step.path, tag=step.tag, op="Recv", group=step.group, peer=step.peer)
             case StartCollective() | LookUp():
                 call, bytes = step.call, self.given(step)
                 link = machine.link(step.ranks)

@@ -24,7 +24,10 @@ def classes_of(
     first_of = {rank: first for first, ranks in firsts.items() for rank in ranks}
     groups = {rank: manifest.groups_of(rank) for rank in range(manifest.ranks)}
     used = {
-        first: (sorted({one.group for one in some if one.group}), sorted({one.peer for one in some if one.peer >= 0}))
+        first: (
+            sorted({one.group for one in some if one.group}),
+            sorted({one.peer for one in some if one.peer >= 0 and not one.group}),
+        )
         for first, some in actions.items()
     }
     links: dict[Sequence[int], Hashable] = {}
@@ -70,14 +73,26 @@ def classes_of(
                 others[one.tag] = tuple(sorted((number[color[first]], number[color[one.peer]])))
         if first != first_of[first]:
             given = {one.tag: one.bytes for one in some if one.kind is Kind.BEGIN}
-            some = [_over(one, groups[first][one.group], link_of, given[one.tag]) if one.group else one for one in some]
+            some = [_over(one, first, groups[first][one.group], link_of, given) if one.group else one for one in some]
         made.append(Class(tuple(alike), some, others))
     return made
 
 
-def _over(action: Action, ranks: Sequence[int], link_of: Callable[[Sequence[int]], Link], given: int) -> Action:
-    """A begin or an end of a collective over the link of these ranks, that each give so many bytes."""
+def _over(
+    action: Action,
+    rank: int,
+    ranks: Sequence[int],
+    link_of: Callable[[Sequence[int]], Link],
+    given: Mapping[int, int],
+) -> Action:
+    """An end of a message or a collective of a rank over the link of these ranks; `given`: by tag of a collective what each gives."""
     link = link_of(ranks)
-    seconds = link.collective(action.op, len(ranks), given)
+    if action.kind in (Kind.SEND, Kind.RECEIVE):
+        (peer,) = (one for one in ranks if one != rank)
+        side = "to" if action.kind is Kind.SEND else "from"
+        what = action.what.replace(f"' {side} rank {action.peer}", f"' {side} rank {peer}")
+        travel = link.send(action.bytes) if action.kind is Kind.SEND else 0.0
+        return replace(action, what=what, peer=peer, travel=travel)
+    seconds = link.collective(action.op, len(ranks), given[action.tag])
     beside = link.overlap * seconds
     return replace(action, travel=beside) if action.kind is Kind.BEGIN else replace(action, seconds=seconds - beside)

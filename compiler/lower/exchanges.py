@@ -37,8 +37,10 @@ def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> N
     tag = comm.event(fmt.EXCHANGE, hop, (ranks,), group, amount)
     leaving = _grouped((p.source, (p.target, box)) for p, box in zip(parts, given, strict=True))
     coming = _grouped((p.target, (p.source, box)) for p, box in zip(parts, got, strict=True))
+    alike: dict[tuple[tuple[Sent, ...], tuple[Sent, ...]], list[int]] = {}
     for rank in ranks:
-        sends, receives = leaving.get(rank, []), coming.get(rank, [])
+        alike.setdefault((tuple(leaving.get(rank, ())), tuple(coming.get(rank, ()))), []).append(rank)
+    for (sends, receives), some in alike.items():
         attributes: dict[str, int | str | tuple[int, ...]] = {
             fmt.GROUP: group,
             fmt.SEND_PEERS: tuple(peer for peer, _ in sends),
@@ -49,7 +51,7 @@ def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> N
         }
         inputs, outputs = ((hop.given,) if sends else ()), ((hop.out,) if receives else ())
         step = Comm(fmt.EXCHANGE, inputs, outputs, attributes, tag, hop.after.value, hop.cause, amount)
-        comm.append((rank,), step)
+        comm.append(tuple(some), step)
 
 
 def _messages(comm: CommLowering, parts: Sequence[ExchangeBox], hop: Hop) -> None:

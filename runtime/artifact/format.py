@@ -55,7 +55,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
@@ -63,9 +63,10 @@ from partc.runtime.artifact.port import Dim, Port, Shape
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
 from partc.runtime.artifact.training.scalars import OptimizerRecord
 from partc.runtime.artifact.training.train_settings import LoopSettings
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from partc.runtime.artifact.transfer import Transfer, by_rank, one_by_one
+from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape"]
+__all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape", "Transfer"]
 FORMAT = 3
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
@@ -204,29 +205,6 @@ class SymbolRecord(Record):
     max: int | None = None
     divisor: int = Field(1, ge=1)
     remainder: int = Field(0, ge=0)
-
-
-class Transfer(Record):
-    """One message: `value` from rank `source` to rank `target`; `bytes` is an expression, 'unknown' where the shape is.
-
-    `group`, in the file only where there is one: of a record of many messages the name of their pairs, source and target, of which
-    `source` and `target` are the first.
-    """
-
-    tag: int
-    value: str
-    source: int
-    target: int
-    type: str
-    shape: Shape
-    bytes: str
-    cause: str
-    group: str = ""
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = written(self)
-        return found if self.group else {key: one for key, one in found.items() if key != "group"}
 
 
 class LayoutRecord(Record):
@@ -407,26 +385,15 @@ class Manifest(ArtifactRecord):
     @cached_property
     def messages(self) -> list[Transfer]:
         """The messages, each by itself: those between many pairs of ranks have one tag."""
-        return [
-            one.model_copy(update={"source": source, "target": target}) if one.group else one
-            for one in self.transfers
-            for source, target in self.groups.get(one.group, [[one.source, one.target]])
-        ]
-
-    @cached_property
-    def _messages_by_rank(self) -> dict[int, list[Transfer]]:
-        found: dict[int, list[Transfer]] = {}
-        for one in self.messages:
-            for rank in (one.source, one.target):
-                found.setdefault(rank, []).append(one)
-        return found
+        return one_by_one(self.transfers, self.groups)
 
     def messages_of(self, rank: int) -> list[Transfer]:
         """The messages that a rank sends or receives, in the order of all."""
-        return self._messages_by_rank.get(rank, [])
+        return self._messages.get(rank, [])
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By group the list of ranks that holds this rank; groups without it are left out."""
         return self._lists.get(rank, {})
 
+    _messages = cached_property(lambda self: by_rank(self.messages))
     _lists = cached_property(lambda self: lists_by_rank(self.groups))

@@ -31,6 +31,7 @@ from . import dim_expression as expression
 from .format import FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, stays_inside
 from .manifest_file import ManifestFile
 from .ranks import Grid
+from .transfer import bad_pairs
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -270,10 +271,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for transfer in manifest.transfers:
         where = f"transfer {transfer.tag} of '{transfer.value}'"
         ends = (transfer.source, transfer.target)
-        if transfer.group:
-            pairs = manifest.groups.get(transfer.group, [])
-            if [*map(list, pairs[:1])] != [[*ends]] or any(len(pair) != 2 for pair in pairs):
-                yield f"{where}: its group '{transfer.group}' is not pairs of a source and a target, which begin with its own"
+        if transfer.group and (problem := bad_pairs(transfer, manifest.groups)):
+            yield f"{where}: {problem}"
         if transfer.source == transfer.target or not all(0 <= rank <= last for rank in ends):
             yield f"{where} goes from rank {transfer.source} to {transfer.target}: two different ranks of 0 to {last} are needed"
         if transfer.tag in tags:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.comm.message_node import peer_of
-from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, moved_statistics, op_and_path, reads
+from partc.runtime.artifact.graph.onnx_graph import (
+    integer_of,
+    is_recomputed,
+    moved_statistics,
+    op_and_path,
+    reads,
+    text_of,
+)
 from partc.runtime.artifact.graph.onnx_graph import path_of as path_of
 from partc.runtime.artifact.graph.optimizer_function import is_elementwise
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant, names_of
@@ -262,11 +269,12 @@ def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:
 
 def _message_steps(cutter: _Segmenter, node: NodeProto, where: str, groups: Mapping[str, Sequence[int]]) -> None:
     peer, tag = _ends(node, where, groups)
+    said = peer, tag, path_of(node), text_of(node, GROUP)
     if node.op_type == SEND:
-        cutter.give([node.input[0]], Send(node.input[0], peer, tag, path_of(node)))
+        cutter.give([node.input[0]], Send(node.input[0], *said))
         return
-    post = PostRecv(node.output[0], peer, tag, path_of(node))
-    cutter.pending[post.value] = WaitRecv(post.value, peer, tag, post.path)
+    post = PostRecv(node.output[0], *said)
+    cutter.pending[post.value] = WaitRecv(post.value, *said)
     cutter.steps.append(post)
 
 

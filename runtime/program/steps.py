@@ -109,12 +109,16 @@ class Copy:
 
 @dataclass(frozen=True)
 class Message:
-    """One end of a transfer as the file says it: the value, the rank at the other end, the tag, and the op's source name."""
+    """One end of a transfer as the file says it: the value, the rank at the other end, the tag, and the op's source name.
+
+    `group`: of one of many messages with one tag the name of their pairs.
+    """
 
     value: str
     peer: int
     tag: int
     path: str
+    group: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """What compiling a training costs by the number of ranks: a GPT of 24 layers over dp x tp with tp 8, with and without ZeRO.
 
     python tests/benchmarks/compile_training.py [--ranks 8,64,512,4096] [--profile]
+    python tests/benchmarks/compile_training.py --stages 8 --layers 48
 
+With `--stages` the ranks are pp x dp instead: so many stages in 1F1B, each over the ranks that are left, and 8 microbatches.
 The network is narrow (width 64), so that what is written is nodes and not weights. Each compile runs in a process of its own, imports
 left out. Prints seconds by the clock and of CPU, peak memory, distinct rank files and bytes; and 4,096 ranks as ratios to 8 (at most
 2 in time and 1.5 in bytes wanted).
@@ -33,12 +35,23 @@ OPTIMIZERS = {
 COLUMNS = ("seconds", "CPU", "peak MB", "rank files", "rank file MB", "weights MB", "dumps MB", "manifest MB", "all MB")
 
 
-def compile_once(folder: Path, ranks: int, kind: str, profile: bool) -> None:
+def in_stages(ranks: int, layers: int, stages: int) -> str:
+    """A plan with as many layers in each stage."""
+    each, data = layers // stages, ranks // stages
+    runs = [f'  "h.[{k * each}-{(k + 1) * each - 1}]": {{pp: {k}}}\n' for k in range(stages)]
+    begin = plan(ranks, f"pp: {stages}, dp: {data}").partition("sharding")[0].replace(": 64", f": {8 * data}")
+    last = f"  norm: {{pp: {stages - 1}}}\n  head: {{pp: {stages - 1}}}\n"
+    placed = "".join(["placement:\n  tokens: {pp: 0}\n  positions: {pp: 0}\n", *runs, last])
+    return f"{begin}{placed}pipeline: {{microbatches: 8, schedule: 1f1b}}\n"
+
+
+def compile_once(folder: Path, ranks: int, kind: str, profile: bool, layers: int, stages: int) -> None:
     """In a process of its own: compiles, and prints what it took and what was written."""
     from partc.compiler.pipeline import compile_model
 
     data = ranks // TENSOR
     text = plan(ranks, f"dp: {data}, tp: {TENSOR}", head=True).replace("divisor: 64", f"divisor: {data}")
+    text = in_stages(ranks, layers, stages) if stages else text
     text = text.replace("dataset: data_parallel", "dataset: {ids: [dp, null], labels: [dp, null]}")
     (folder / f"{kind}.yaml").write_text(text + TRAIN.replace("OPTIMIZER", OPTIMIZERS[kind]))
     profiler = cProfile.Profile()
@@ -72,10 +85,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--kinds", default=",".join(OPTIMIZERS))
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--stages", type=int, default=0)
     parser.add_argument("--once", nargs=3, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        compile_once(Path(options.once[0]), int(options.once[1]), options.once[2], options.profile)
+        folder, ranks, kind = options.once
+        compile_once(Path(folder), int(ranks), kind, options.profile, options.layers, options.stages)
         return
     print(f"{'':18}" + "".join(f"{name:>14}" for name in COLUMNS))
     for kind in options.kinds.split(","):
@@ -84,6 +99,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as name:
                 generate(Path(name), Sizes(options.layers, 64, 8, 16, 64))
                 script = [sys.executable, str(Path(__file__)), "--once", name, str(ranks), kind]
+                script += ["--layers", str(options.layers), "--stages", str(options.stages)]
                 script += ["--profile"] * options.profile
                 done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
             row = rows[ranks] = json.loads(done.stdout.splitlines()[-1])

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from compile_cost import MODELS, counted
+from compile_cost import MODELS, calls_in_stages, counted
 
 BUDGET = Path(__file__).parent / "compile_budget.json"
 MARGIN = 0.05
@@ -29,3 +29,11 @@ def test_a_compile_costs_what_it_did(name: str, pytestconfig: pytest.Config) -> 
         f"a compile of {name} costs more: {'; '.join(over.values())}; by pass: {by_pass}; "
         "`python tests/support/compile_cost.py` prints this table; --update-golden accepts it"
     )
+
+
+def test_ranks_in_stages_cost_what_their_programs_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 ranks of each stage against four: a program for every rank would cost five times as much."""
+    monkeypatch.delenv("PARTC_VERIFY_PASSES", raising=False)
+    calls_in_stages(8, tmp_path / "warm")  # modules are imported, caches filled
+    few, many = calls_in_stages(8, tmp_path / "few"), calls_in_stages(64, tmp_path / "many")
+    assert many < 1.2 * few, f"{few:,} calls for 8 ranks and {many:,} for 64"

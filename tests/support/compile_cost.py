@@ -65,6 +65,26 @@ def _training(folder: Path, layers: int) -> tuple[Path, Path]:
     )
 
 
+def _stages(folder: Path, ranks: int) -> tuple[Path, Path]:
+    """A GPT of 2 layers in as many stages, in 1F1B."""
+    from network import plan
+
+    stages = "".join(f'  "h.{k}": {{pp: {k}}}\n' for k in range(2))
+    text = plan(ranks, f"pp: 2, dp: {ranks // 2}").partition("sharding")[0].replace("divisor: 64", f"divisor: {ranks}")
+    text += f"placement:\n  tokens: {{pp: 0}}\n  positions: {{pp: 0}}\n{stages}  norm: {{pp: 1}}\n  head: {{pp: 1}}\n"
+    return _gpt(
+        folder,
+        2,
+        text.replace("dataset: data_parallel", "dataset: {ids: [dp, null], labels: [dp, null]}"),
+        "pipeline: {microbatches: 2, schedule: 1f1b}\n" + _TRAIN,
+    )
+
+
+def calls_in_stages(ranks: int, folder: Path) -> int:
+    """Python calls of a compile of a training in stages over so many ranks, in this process."""
+    return _compiled(_stages, ranks, folder)["calls"]
+
+
 def _lenet(folder: Path, layers: int) -> tuple[Path, Path]:
     return ROOT / "samples/lenet/model.py", ROOT / "samples/lenet/plan.yaml"
 
@@ -76,12 +96,12 @@ MODELS = {
 }
 
 
-def _compile(name: str, size: int, folder: Path) -> dict[str, int]:
+def _compiled(write: Callable[[Path, int], tuple[Path, Path]], size: int, folder: Path) -> dict[str, int]:
     """Calls of Python functions by pass, the sum as `calls`, and the bytes of the artifact as `bytes`."""
     from partc.compiler.pipeline import compile_model
 
     folder.mkdir()
-    model, plan = MODELS[name].write(folder, size)
+    model, plan = write(folder, size)
     profiler = cProfile.Profile(builtins=False)
     begun: list[tuple[str, int]] = []
 
@@ -132,8 +152,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.once:
         with tempfile.TemporaryDirectory() as folder:
-            _compile(options.once, 1, Path(folder) / "warm")
-            print(json.dumps(_compile(options.once, MODELS[options.once].size, Path(folder) / "counted")))
+            write, size = MODELS[options.once].write, MODELS[options.once].size
+            _compiled(write, 1, Path(folder) / "warm")
+            print(json.dumps(_compiled(write, size, Path(folder) / "counted")))
         return
     print("\n".join(_rows({name: counted(name) for name in options.model or MODELS})))
 

@@ -15,7 +15,7 @@ from partc.compiler.analysis.lost import how_lost, unknown_dims
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.program import Sharded
-from partc.compiler.ir.sharded import Ranks, ShardedValue, facts_of, members, ranks_of
+from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, facts_of, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.layout.exchange import span_of
 from partc.compiler.layout.layout import Layout, shards_along
@@ -136,7 +136,7 @@ def deliver(
     if cut and not defs[0].layout.partial:
         versions.delivered[value] = [defs[0]]
         return
-    groups = [(rank,) for rank in ranks] if ranks is not None else [defs[0].group]
+    groups = _delivered_to(program, ranks, defs[0].group) if ranks is not None else [defs[0].group]
     versions.delivered[value] = [replicated_on(value, group) for group in groups]
     if cut:
         home = defs[0]
@@ -152,6 +152,17 @@ def deliver(
         versions.defs[value] = [*dict.fromkeys(stored_for(program, version) for version in versions.uses[value])]
     elif producer is None and defs[0].layout.is_replicated:
         defs += [version for version in versions.delivered[value] if version.group not in [home.group for home in defs]]
+
+
+def _delivered_to(program: Sharded, ranks: Group, home: Group) -> list[Group]:
+    """The ranks that get an output: each by itself, but of a number of the whole batch, which all get, in runs as long as its own group.
+
+    So each rank of a large group sends it to one rank of each run, and ranks of a run share a program.
+    """
+    if program.kind is not ProgramKind.TOTALS or len(home) == 1 or not {*home} <= {*ranks}:
+        return [(rank,) for rank in ranks]
+    others = [rank for rank in ranks if rank not in {*home}]
+    return [home, *(tuple(others[at : at + len(home)]) for at in range(0, len(others), len(home)))]
 
 
 def reduce_definition(program: Sharded, versions: ValueVersions, value: ir.Value, home: ShardedValue) -> None:
