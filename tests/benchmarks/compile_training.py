@@ -70,7 +70,7 @@ def compile_once(folder: Path, ranks: int, kind: str, profile: bool, layers: int
     sizes = {str(path.relative_to(out)): path.stat().st_size / 1e6 for path in out.rglob("*") if path.is_file()}
     kinds = {".onnx": 0.0, ".safetensors": 0.0, ".ir": 0.0, ".json": 0.0}
     for path, size in sizes.items():
-        kinds[Path(path).suffix] += size
+        kinds[".ir" if path.startswith("ir") else Path(path).suffix] += size
     files = sum(1 for path in sizes if path.startswith("rank_"))
     print(
         json.dumps(
