@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from partc.runtime.communication.host import rounds
+from partc.runtime.communication.host.rounds import Collective, HostGroup, Rounds
 from partc.runtime.job.parking import Parking
 from simulation.scheduler import Scheduler
 from simulation.wakes import Memory, SimulatedCell, SimulatedWords, run
@@ -60,3 +61,36 @@ def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None]) -
         plant(patch)
         schedulers: dict[int, Scheduler] = {}
         assert any(run(seed, schedulers) for seed in range(TRIES)), f"{TRIES} runs did not find it"
+
+
+def test_a_list_is_under_way_while_a_round_of_it_is_begun_and_not_put() -> None:
+    """A rank with many lists asks those alone, at every wait and before every segment."""
+
+    class Silent(Rounds):
+        count = 3
+
+        def put(self, index: int, turn: int) -> None:
+            pass
+
+        get = put
+
+    class Nobody:
+        def __init__(self) -> None:
+            self.cells = [[0], [0]]
+
+        def sleep(self, place: int) -> None:
+            pass
+
+        wake = sleep
+
+    unput: dict[HostGroup, None] = {}
+    cells = [[0], [0]]
+    group, idle = (HostGroup(cells, 0, [1], Parking(Nobody(), 0, lambda: None, None), unput) for _ in range(2))
+    request = Collective(group, Silent()).begin()
+    assert [*unput] == [group], "the third round waits for the other's first"
+    cells[1][0] = 1
+    for one in [*unput]:
+        one.advance()
+    assert (unput, request.Test(), idle.put) == ({}, False, 0), "all is put, and the other has not arrived"
+    cells[1][0] = 3
+    assert request.Test()

@@ -154,7 +154,7 @@ def collectives(memory: Memory, rank: int, random: Random) -> int:
     parking = Parking(SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None)
     cells = [SimulatedCell(memory, rank, "arrivals", other) for other in range(memory.scheduler.size)]
     others = [other for other in range(memory.scheduler.size) if other != rank]
-    group, rounds = HostGroup(cells, rank, others, parking), Values(memory, rank, 1)
+    group, rounds = HostGroup(cells, rank, others, parking, {}), Values(memory, rank, 1)
     counts = [random.choice((1, 1, 3)) for _ in range(TURNS)]
     begun: deque[Collective] = deque()
     for count in counts:

@@ -34,10 +34,10 @@ HostRequest = (Collective, Message)
 class RankList:
     """Collectives among some ranks of the host."""
 
-    def __init__(self, rooms: SharedRooms, parking: Parking) -> None:
+    def __init__(self, rooms: SharedRooms, parking: Parking, unput: dict[HostGroup, None]) -> None:
         self._rooms = rooms
         others = [place for index, place in enumerate(rooms.places) if index != rooms.own]
-        self.group = HostGroup(rooms.cells, rooms.own, others, parking)
+        self.group = HostGroup(rooms.cells, rooms.own, others, parking, unput)
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Collective]:
         """What begins the collective."""
@@ -76,12 +76,13 @@ class DataPlane:
             return Channel.of(segment.map(channels + Channel.size() * (source * count + target), Channel.size()))
 
         self.messages = HostMessages(place, channel, self._parking)
-        self._groups: list[HostGroup] = []
+        self._unput: dict[HostGroup, None] = {}
+        """The lists with a round that is begun and not put."""
 
     @property
     def under_way(self) -> bool:
         """Whether others may wait for what this rank has begun and does when it is called again."""
-        return bool(self.messages.sending) or any(group.waits for group in self._groups)
+        return bool(self.messages.sending or self._unput)
 
     def list_of(self, ranks: Sequence[int]) -> RankList | None:
         """Room for collectives among these ranks of the host; None on the other ranks, which reserve it, too."""
@@ -89,9 +90,7 @@ class DataPlane:
         if self._rank not in ranks:
             return None
         places = [self._place if rank == self._rank else self.places[rank] for rank in ranks]
-        found = RankList(SharedRooms(self._segment, offset, places, self._place), self._parking)
-        self._groups.append(found.group)
-        return found
+        return RankList(SharedRooms(self._segment, offset, places, self._place), self._parking, self._unput)
 
     def isend(self, data: Bytes, rank: int, tag: int) -> Message:
         """Begins to send to another rank of the host."""
@@ -104,9 +103,8 @@ class DataPlane:
     def progress(self) -> None:
         """Goes on with everything that is under way."""
         self.messages.progress()
-        for group in self._groups:
-            if group.waits:
-                group.advance()
+        for group in [*self._unput]:
+            group.advance()
 
     def wait(self, request: Collective | Message, what: Callable[[], str]) -> None:
         """Returns when it is over; `what` names it in reports."""

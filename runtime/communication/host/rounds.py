@@ -98,21 +98,21 @@ class Collective:
 
 
 class HostGroup:
-    """One rank's end of the collectives of a list. `cells`: arrivals by index; `own` is its own, `others` are other places."""
+    """One rank's end of the collectives of a list. `cells`: arrivals by index; `own` is its own, `others` are other places.
 
-    def __init__(self, cells: Sequence[Cell], own: int, others: Sequence[int], parking: Parking) -> None:
+    `unput`: of all groups of the rank those with a round that is begun and not put, for which others may wait.
+    """
+
+    def __init__(
+        self, cells: Sequence[Cell], own: int, others: Sequence[int], parking: Parking, unput: dict[HostGroup, None]
+    ) -> None:
         self._own = cells[own]
         self._cells = [cell for index, cell in enumerate(cells) if index != own]
         self._others = others
-        self._parking = parking
+        self._parking, self._unput = parking, unput
         self.begun = self.put = self.got = 0
         """Numbers of the last round that was begun, put, and got."""
         self._open: deque[tuple[int, int, Rounds]] = deque()
-
-    @property
-    def waits(self) -> bool:
-        """Whether a round that was begun is not put, for which others may wait."""
-        return self.put < self.begun
 
     def begin(self, one: Collective) -> None:
         """Begins a collective, without waiting."""
@@ -120,6 +120,8 @@ class HostGroup:
         one.last = self.begun = self.begun + one.rounds.count
         self._open.append((first, one.last, one.rounds))
         self.advance()
+        if self.put < self.begun:
+            self._unput[self] = None
 
     def advance(self) -> None:
         """Gets and puts the rounds that it can."""
@@ -153,6 +155,8 @@ class HostGroup:
         if action is not None:
             action()
         self.put = number
+        if number == self.begun and self._unput:
+            self._unput.pop(self, None)
         self._own[0] = number
         self._parking.fence()
         if self._arrived(number):
