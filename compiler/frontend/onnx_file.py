@@ -30,6 +30,8 @@ from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
+_KNOWN_OPSET = 21
+"""Every onnxruntime that partc runs on knows the ops of this opset."""
 _DEEPEST, _MOST_LOOPS, _DEEPEST_CALLS = 60, 6, 100
 
 
@@ -248,13 +250,25 @@ def _known_ops() -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
     return known, frozenset(domain for domain, _ in known)
 
 
+@cache
+def _is_standard(domain: str, op_type: str) -> bool:
+    """Whether an op is one of the ONNX standard that every onnxruntime knows: then this one need not be loaded to be asked."""
+    return not domain and onnx.defs.has(op_type, _KNOWN_OPSET, "")
+
+
 def _unknown_ops(model: ir.Model, where: str) -> list[Problem]:
-    known, domains = _known_ops()
-    count: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], list[ir.Node]] = {}
     for node in nodes_of(model.graph):
-        key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-        if key not in known and not is_inside(node):
-            count.setdefault(key, []).append(node.name or "unnamed")
+        found.setdefault(("" if node.domain == "ai.onnx" else node.domain, node.op_type), []).append(node)
+    left = {key: nodes for key, nodes in found.items() if not _is_standard(*key)}
+    if not left:
+        return []
+    known, domains = _known_ops()
+    count = {
+        key: names
+        for key, nodes in left.items()
+        if key not in known and (names := [node.name or "unnamed" for node in nodes if not is_inside(node)])
+    }
     problems = []
     for (domain, op_type), names in sorted(count.items()):
         op = f"{domain}::{op_type}" if domain else op_type

@@ -121,7 +121,11 @@ class ShardedValue:
     layout: Layout
 
     def __hash__(self) -> int:
-        """Hashes only the first rank and the size: groups may have hundreds, and a looked-up group is nearly always the same object."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Of the first rank and the size alone: groups may have hundreds, and a looked-up group is nearly always the same object."""
         return hash((self.value, self.group[0], len(self.group), self.layout.cuts))
 
     @property

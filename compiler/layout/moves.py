@@ -25,6 +25,7 @@ root, and as much on p-2 others together.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -191,7 +192,8 @@ def bytes_moved(moves: Sequence[Move]) -> Traffic:
         for rank, share in zip(takers(move), received(move), strict=True):
             if share:
                 each[rank] = each.get(rank, Fraction(0)) + share
-    return Traffic(max(each.values(), default=Fraction(0)), sum(each.values(), Fraction(0)))
+    shares = Counter(each.values())  # of thousands of ranks most receive as much
+    return Traffic(max(shares, default=Fraction(0)), sum([one * count for one, count in shares.items()], Fraction(0)))
 
 
 def share_of(share: Fraction, whole: int | ir.SymbolicDim) -> int | ir.SymbolicDim:

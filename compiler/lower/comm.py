@@ -5,6 +5,7 @@ A reshard writes its hops with it (`reshard.py`), as do lookups (`pulls.py`) and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from partc.compiler.ir.constants import Constant
 from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import Comm, Compute, Event, TaskKind, Value
 from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, Way
-from partc.compiler.ir.value_info import Shape, whole_bytes
+from partc.compiler.ir.value_info import Shape, ValueInfo, whole_bytes
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout import moves as mv
 from partc.compiler.layout.layout import Layout, Mesh
@@ -166,11 +167,7 @@ class CommLowering:
 
     def amount(self, value: ir.Value, share: Fraction) -> str:
         """The given share of a value's bytes, as an expression in the symbols."""
-        whole = whole_bytes(self.values[value])
-        if whole is None:
-            return "unknown"
-        found = mv.share_of(share, whole)
-        return str(found) if isinstance(found, int) else str(found.value)
+        return _share_text(self.values[value], share)
 
     def identity_on(self, ranks: Group, given: Value, out: Value) -> None:
         """Writes an Identity on each of the ranks, so that a value is another one, too."""
@@ -202,6 +199,16 @@ class CommLowering:
         label = Value(f".{op_type.lower()}", out)
         self.append(ranks, computed(op_type, inputs, [out], label, source, **attributes))
         return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_text(info: ValueInfo, share: Fraction) -> str:
+    """The share of a value's bytes; values of equal layers have equal ones."""
+    whole = whole_bytes(info)
+    if whole is None:
+        return "unknown"
+    found = mv.share_of(share, whole)
+    return str(found) if isinstance(found, int) else str(found.value)
 
 
 def computed(

@@ -97,12 +97,14 @@ class _Operands:
         """The operands of a node on a group."""
         program, table, node = comm.program, comm.values, instance.node
         handles: dict[Value, str] = {}
+        taken: set[str] = set()
 
         def handle(value: Value | None) -> str:
             if value is None:
                 return ""
             if value not in handles:
-                handles[value] = first_free(str(value), {*handles.values()}.__contains__)
+                handles[value] = first_free(str(value), taken.__contains__)
+                taken.add(handles[value])
             return handles[value]
 
         read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
