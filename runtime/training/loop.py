@@ -99,7 +99,7 @@ def run(
         )
     total = settings.total_steps(loader.batches)
     epochs = (settings.epochs or 1) if total is None else None
-    totals = Totals(trainer.record.formulas, trainer.record.denominators, trainer.record.sums)
+    totals = Totals(trainer.record)
     last: Metrics = {}
     kept = settings.checkpoint
     judged = Judged(settings, trainer.record.loss, resumed or {})
