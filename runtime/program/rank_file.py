@@ -18,7 +18,7 @@ from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense
 
-from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
+from ..artifact.format import CACHE, EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
 from .segmentation import segmented
@@ -66,6 +66,11 @@ class RankFile:
         """The model's outputs that are delivered to the rank; what takes the place of what it keeps is none of them."""
         following = {record.next for record in self.state if record.next}
         return [value.name for value in self.model.graph.output if value.name not in following]
+
+    @property
+    def grows(self) -> bool:
+        """Whether what sessions read of what the rank keeps grows from step to step, as a decoder's caches."""
+        return any(record.kind == CACHE for record in self.state)
 
     @cached_property
     def calls(self) -> list[CollectiveCall]:
