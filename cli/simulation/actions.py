@@ -19,7 +19,7 @@ from partc.compiler.cost.machine import FALLBACK, Machine
 from partc.compiler.cost.node import VIEW
 from partc.compiler.cost.play import Action
 from partc.compiler.cost.price import NodeCost, Operand, cost_of
-from partc.compiler.ops.registry import Entry, entry_of
+from partc.compiler.ops.registry import entry_of
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import ROWS
@@ -90,7 +90,8 @@ class Pricing:
         total = 0.0
         for name, count in elements.items():
             body = functions[name].node if name in functions else ()
-            kernels = [entry.kernel if (entry := _entry(node)) else FALLBACK for node in body]
+            entries = [entry_of(ir.Node(node.domain, node.op_type, inputs=[])) for node in body]
+            kernels = [entry.kernel if entry is not None else FALLBACK for entry in entries]
             shards = max(1, -(-count // SHARD))
             moved = _OPERANDS * _ELEMENT * count / shards
             each = sum(processor.kernel(kernel)(moved) for kernel in kernels if kernel != VIEW)
@@ -109,10 +110,6 @@ def shown(node: NodeProto) -> ir.Node:
         ],
         outputs=[ir.Value(name=name) for name in node.output],
     )
-
-
-def _entry(node: NodeProto) -> Entry | None:
-    return entry_of(ir.Node(node.domain, node.op_type, inputs=[]))
 
 
 def rank_actions(sizes: FileSizes, pricing: Pricing) -> list[Action]:

@@ -187,8 +187,9 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     for step in steps:
         if isinstance(step, StartCollective | LookUp):
             tag = step.call.tag
-            record = records.get(tag)
-            if record is None or not step.ranks or not _same(step, record):
+            call, record = step.call, records.get(tag)
+            listed = record is not None and step.ranks and (record.op, record.group) == (call.op, call.group)
+            if record is None or not listed or (call.result is not None and call.value != record.value):
                 problems.append(f"{where}: the manifest lists no collective {tag} on rank {rank} for the {step}")
             elif tag in used:
                 problems.append(f"{where}: collective {tag} stands twice in the file: {step}")
@@ -204,11 +205,6 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     if problems:
         raise ArtifactError("\n".join([*problems, _CHANGED]))
     return {tag: records[tag] for tag in used}
-
-
-def _same(step: StartCollective | LookUp, record: Collective) -> bool:
-    call = step.call
-    return (record.op, record.group) == (call.op, call.group) and (call.result is None or call.value == record.value)
 
 
 def check_ports(file: RankFile) -> None:
