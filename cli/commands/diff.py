@@ -14,7 +14,7 @@ from partc.cli.output.table import Table, show_tables
 from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
-    from partc.cli.difference.compare import Change, Difference, Measured
+    from partc.cli.difference.compare import Difference
     from partc.cli.difference.threshold import Threshold
     from partc.runtime.artifact.manifest import Artifact
 
@@ -157,7 +157,8 @@ def _tables(found: Difference, most: int | None) -> Iterator[Table]:
     table = Table(["measure", ">before", ">after", ">change"])
     for one in found.measures:
         shown = size_text if one.name in IN_BYTES else _time if one.name == TIME else "{:,}".format
-        table.add(MEASURES[one.name].removesuffix(", in ns"), shown(one.before), shown(one.after), _change_text(one))
+        change = "=" if not one.grown else "new" if not one.before else f"{one.percent:+.3g} %"
+        table.add(MEASURES[one.name], shown(one.before), shown(one.after), change)
     yield table
     for kind in KINDS:
         rows = alike(found.of(kind))
@@ -166,8 +167,9 @@ def _tables(found: Difference, most: int | None) -> Iterator[Table]:
         left = 0 if most is None else max(len(rows) - most, 0)
         title = f"{_TITLES[kind]}: {count(len(found.of(kind)), 'change')}"
         table = Table(["", ">times", "name", "before", "after", "why"], title=title)
-        for change, times in rows[: len(rows) - left]:
-            table.add(_sign(change), times, change.name, change.before or "-", change.after or "-", change.why)
+        for row, times in rows[: len(rows) - left]:
+            sign = "+" if not row.before else "-" if not row.after else "~"
+            table.add(sign, times, row.name, row.before or "-", row.after or "-", row.why)
         if left:
             table.add("", "", f"and {count(left, 'row')} more, which --all shows", "", "", "")
         yield table
@@ -175,11 +177,3 @@ def _tables(found: Difference, most: int | None) -> Iterator[Table]:
 
 def _time(nanoseconds: int) -> str:
     return seconds(nanoseconds / 1e9)
-
-
-def _sign(change: Change) -> str:
-    return "+" if not change.before else "-" if not change.after else "~"
-
-
-def _change_text(one: Measured) -> str:
-    return "=" if not one.grown else "new" if not one.before else f"{one.percent:+.3g} %"

@@ -31,9 +31,9 @@ MEASURES = {
     "bytes": "bytes that all ranks send in a step",
     "memory": "peak memory of the largest rank",
     "weights": "weights of the largest rank, without the optimizer's state",
-    "time": "time of a step on the machine, in ns",
+    "time": "time of a step on the machine",
 }
-"""By name what is measured of a program; the time where a machine is given."""
+"""By name what is measured of a program; the time, in nanoseconds, where a machine is given."""
 TIME = "time"
 IN_BYTES = ("bytes", "memory", "weights")
 _CUT = re.compile(r"(?:^|, |; )(\S+ in \d+) by ")
