@@ -95,6 +95,7 @@ LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.STEP, PASSES[-1]),
     (ProgramKind.EVALUATION, PASSES[-1]),
     (ProgramKind.STREAMED_EVALUATION, PASSES[-1]),
+    (ProgramKind.PREFILL, PASSES[-1]),
 )
 """How far each program of a plan goes before the next one begins or goes on: the others are over the tensors of the step's, and a step in
 microbatches has the totals in its rows."""
@@ -163,7 +164,7 @@ def programs_of(
 ) -> dict[ProgramKind, Complete]:
     """By kind the programs of a plan that are written, after their `LEGS`; arguments as of `start` and `run_passes`.
 
-    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation as a whole.
+    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation, or the prefill, as a whole.
     """
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in LEGS:
@@ -177,8 +178,9 @@ def programs_of(
         if kind in done:
             first = replace(done[kind], beside=beside)
         else:
-            first = start(source, plan, name, configuration, kind=kind, strict=is_step and strict, beside=beside)
-        if kind is ProgramKind.EVALUATION:
+            strictly = strict and kind in (ProgramKind.STEP, ProgramKind.PREFILL)
+            first = start(source, plan, name, configuration, kind=kind, strict=strictly, beside=beside)
+        if kind in (ProgramKind.EVALUATION, ProgramKind.PREFILL):
             watch(kind.name.lower())
         told = (after, watch) if is_step else ()
         behind = lower if kind in done else None
@@ -190,11 +192,15 @@ def programs_of(
             _note_not_streamed(done, *(problem.fact for problem in error.problems))
             continue
         done[kind] = cast(Lowered, made)
+    if ProgramKind.PREFILL in done:  # which knows in how many runs slots lie
+        done[ProgramKind.STEP] = replace(done[ProgramKind.STEP], generation=done[ProgramKind.PREFILL].generation)
     return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
 
 
 def _has(step: Lowered, kind: ProgramKind) -> bool:
     """Whether the plan of a step has a program of this kind, too."""
+    if kind is ProgramKind.PREFILL:
+        return step.generation is not None
     training = step.training
     if training is None or kind is ProgramKind.EVALUATION:
         return training is not None

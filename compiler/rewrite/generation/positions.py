@@ -16,9 +16,11 @@ from functools import cached_property
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
-from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.step_form import StepForm
 
+POSITION, COUNT = "position", "count"
+"""Inputs [slots] that a step is given beside the model's."""
 MASK, ROWS = "attention_mask", "position_ids"
 """Inputs by the names that exporters give them."""
 _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
@@ -28,9 +30,9 @@ class Positions:
     """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
 
     def __init__(
-        self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, rules: GenerateRules
+        self, build: NodeBuilder, position: ir.Value, count: ir.Value | None, ids: ir.Value, form: StepForm
     ) -> None:
-        self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, rules
+        self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
         first = build.graph[0]
         self.past = build.op("past", "ReduceMax", [position], keepdims=1)
         self.tokens = build.op("tokens", "Shape", [ids], start=1, end=2)
@@ -102,11 +104,12 @@ class Positions:
     def _rows_of(self, steps: ir.Value) -> ir.Value:
         """The position of each token [slots, tokens]; `steps`: their numbers within the step."""
         build, axis = self.build, self.build.constant("axis", [1])
+        column = build.op("column", "Unsqueeze", [self.position, axis])
+        if self.count is None:
+            return build.op("rows", "Add", [column, steps])
         before = build.op("before_last", "Sub", [self.count, build.constant("one", 1)])
         last = build.op("last_or_first", "Max", [before, build.constant("zero", 0)])
-        column, end = (
-            build.op(word, "Unsqueeze", [one, axis]) for word, one in (("column", self.position), ("end", last))
-        )
+        end = build.op("end", "Unsqueeze", [last, axis])
         return build.op("rows", "Add", [column, build.op("steps_meant", "Min", [steps, end])])
 
     def _feed(self, inputs: dict[str | None, ir.Value]) -> None:
