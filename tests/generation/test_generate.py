@@ -217,6 +217,31 @@ def test_what_is_drawn_does_not_depend_on_slots_neighbours_or_layout(compiled: C
         assert [answer.tokens for answer in generator.run(some[::-1])][::-1] == found
 
 
+@pytest.mark.parametrize("layout", ["one rank", "tensor parallel stages", "data parallel"])
+def test_logits_of_a_request_are_the_same_bits_in_any_company(
+    compiled: Compiled, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits: dict[tuple[int, int], bytes] = {}
+
+    def likeliest(logits: np.ndarray[Any, Any], request: Request, number: int) -> int:
+        bits[request.seed, number] = logits.tobytes()
+        return int(logits.argmax())
+
+    monkeypatch.setattr("partc.runtime.generation.generator.draw", likeliest)
+    some = [Request(prompt, max_tokens=12, temperature=1.0, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    # alone; all at once; in reversed order; behind others, in another slot that is not empty
+    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some]]
+    found: dict[tuple[int, int], set[bytes]] = {}
+    with load_local_generator(compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True)) as generator:
+        for company in companies:
+            bits.clear()
+            generator.run(company)
+            for key, one in bits.items():
+                found.setdefault(key, set()).add(one)
+    assert len(found) == 12 * len(some)
+    assert {len(one) for one in found.values()} == {1}
+
+
 def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -> None:
     some = [
         Request([]),
