@@ -30,6 +30,8 @@ FORMS: Mapping[str, tuple[str, ...]] = {
     "both": ("position_ids", "attention_mask"),
 }
 """By form the inputs beside the tokens and the past."""
+FOLDER = "folder"
+"""The form of a model as transformers saves it, which partc exports itself."""
 
 
 def model(name: str, layers: int = 2, width: int = 64, heads: int = 4, vocabulary: int = VOCABULARY) -> Any:
@@ -67,6 +69,9 @@ def model(name: str, layers: int = 2, width: int = 64, heads: int = 4, vocabular
 
 def exported(name: str, opset: int, form: str, folder: Path, **size: int) -> Path:
     """The file of a model in a form; written where it is not there yet."""
+    if form == FOLDER:
+        model(name, **size).save_pretrained(folder / f"{name}-folder")
+        return folder / f"{name}-folder"
     path = folder / f"{name}-{opset}-{form}{''.join(f'-{key}{value}' for key, value in size.items())}.onnx"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

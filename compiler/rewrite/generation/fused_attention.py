@@ -26,6 +26,7 @@ from partc.compiler.rewrite.generation.step_form import StepForm
 
 MOST = 8192
 _OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _AWAY = -1e4
 """What is added to scores that do not count is at most this."""
 
@@ -80,13 +81,20 @@ def _read(node: ir.Node, k: int) -> _Read | None:
         if producer.op_type == "TensorScatter":
             kinds = [one.op_type for one in between]
             right = kinds in (["Slice"], ["Reshape", "Expand", "Unsqueeze", "Slice"])
-            shape = producer.inputs[0].shape if producer.inputs[0] is not None else None
-            of_heads = shape is not None and len(shape) == 4 and producer.attributes.get_int("axis", -2) % 4 == 2
+            right = right and _is_taken(producer.inputs[0]) and producer.attributes.get_int("axis", -2) % 4 == 2
             repeats_heads = len(between) == 1 or _constant(between[2].inputs[1]) == [2]
-            return _Read(producer, tuple(between)) if right and of_heads and repeats_heads else None
+            return _Read(producer, tuple(between)) if right and repeats_heads else None
         between.append(producer)
         value = producer.inputs[0]
     return None
+
+
+def _is_taken(cache: ir.Value | None) -> bool:
+    """Whether the fused op's kernel takes a cache: of its types, and of heads whose size is whole eights."""
+    if cache is None or cache.shape is None or len(cache.shape) != 4 or cache.dtype not in _TYPES:
+        return False
+    size = cache.shape[3]
+    return isinstance(size, int) and size % 8 == 0
 
 
 def _fuse(
