@@ -1,6 +1,6 @@
 """Decoders of transformers generate with partc, in several layouts, as transformers itself does; and what a token costs.
 
-    python tests/benchmarks/generate.py [--models llama,gpt2] [--opsets 18,23] [--forms plain,both] [--files FOLDER]
+    python tests/benchmarks/generate.py [--models llama,gpt2] [--opsets 18,23] [--forms plain,both,folder] [--files FOLDER]
     python tests/benchmarks/generate.py --cost [--lengths 64,2048] [--turns 5]
     python tests/benchmarks/generate.py --slots 8 [--lengths 2048] [--turns 5]
     python tests/benchmarks/generate.py --capacities 512,16384 [--lengths 256] [--turns 5]
@@ -128,7 +128,7 @@ def told(path: Path, layout: str, wanted: Reference) -> str:
 def built(path: Path, folder: Path, degrees: Degrees, generation: Generation, more: str) -> tuple[Path, str]:
     """The artifact by the plan that is proposed, and what the proposal says that a step sends."""
     folder.mkdir(exist_ok=True)
-    text, _ = propose(load(path, cache=path.is_dir()), path.name, degrees, generation=generation)
+    text, _ = propose(load(path), path.name, degrees, generation=generation)
     (folder / "plan.yaml").write_text(text.replace("generate: {", f"generate: {{{more}, "))
     compile_model(path, folder / "plan.yaml", folder / "build")
     events = analyse(path, folder / "plan.yaml").events
