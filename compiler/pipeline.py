@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
+from partc.compiler.cost.decoder_memory import refuse_without_room
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
@@ -192,9 +193,12 @@ def programs_of(
             _note_not_streamed(done, *(problem.fact for problem in error.problems))
             continue
         done[kind] = cast(Lowered, made)
-    if ProgramKind.PREFILL in done:  # which knows in how many runs slots lie
-        done[ProgramKind.STEP] = replace(done[ProgramKind.STEP], generation=done[ProgramKind.PREFILL].generation)
-    return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+    found = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+    if (prefill := found.get(ProgramKind.PREFILL)) is not None:
+        refuse_without_room(found[ProgramKind.STEP], prefill)
+        # the prefill alone knows in how many runs slots lie
+        found[ProgramKind.STEP] = replace(found[ProgramKind.STEP], generation=prefill.generation)
+    return found
 
 
 def _has(step: Lowered, kind: ProgramKind) -> bool:

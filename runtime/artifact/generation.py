@@ -21,7 +21,7 @@ class GenerationRecord(BaseModel):
     likeliest token behind them, on all ranks, and where `logits` is not empty what each token of the vocabulary scores there, [slots,
     vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n at most `chunk`, of which the first `count` [runs] of each sequence
     are meant. `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant.
-    `stop`: the tokens behind which one ends.
+    `memory`: the most bytes that a rank may need, as the plan says it. `stop`: the tokens behind which one ends.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,4 +37,5 @@ class GenerationRecord(BaseModel):
     chunk: int = Field(ge=1)
     runs: int = Field(1, ge=1)
     padded: bool = True
+    memory: int | None = None
     stop: list[int] = []

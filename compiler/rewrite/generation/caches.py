@@ -29,6 +29,7 @@ from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
+from partc.compiler.rewrite.generation.limits import refuse_beyond_positions
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions
@@ -59,6 +60,7 @@ def caches_as_state(program: Loaded) -> Loaded:
     form = StepForm.of(program, rules)
     work = _Caches(model, form, program.name)
     chosen = work.rewrite()
+    refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
     symbols = {name: one for name, one in dims.symbols.items() if name not in work.fixed}
     if work.tokens not in work.fixed:
@@ -81,6 +83,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         chunk=rules.chunk,
         runs=form.rows if form.counts else 1,
         padded=work.padded,
+        memory=rules.memory,
         stop=rules.stop,
     )
     return replace(program, model=model, plan=plan, paths=node_paths(model), caches=work.found, generation=record)
@@ -102,7 +105,7 @@ class _Pair:
 
 class _Caches:
     """One rewrite. `ids`: the tokens of a step; `tokens`: the name of their dim; `fixed`: the names of dims that are numbers from now on.
-    `padded`: whether a step always has as many tokens. `found`: by cache what takes its place after a step.
+    `padded`: whether a step always has as many tokens; `rows`: their positions. `found`: by cache what takes its place after a step.
     """
 
     def __init__(self, model: ir.Model, form: StepForm, name: str) -> None:
@@ -130,7 +133,7 @@ class _Caches:
         positions.give_rows()
         chosen = choose(self.build, scores, count, self.form)
         drop_unread(self.graph)
-        self.padded = not positions.one_length
+        self.padded, self.rows = not positions.one_length, positions.rows
         if self.padded or self.form.tokens == 1:
             self.fixed.add(self.tokens)
         tokens = self.form.tokens if self.tokens in self.fixed else self.tokens
