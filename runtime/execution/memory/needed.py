@@ -35,7 +35,7 @@ from ...communication.in_process import LocalWorld
 from ...devices.devices import Devices
 from ...program.lifetimes import in_place_aliases
 from ...program.locations import locations, used_targets
-from ...program.rank_file import read_rank_file
+from ...program.rank_file import RankFile, read_rank_file
 from ...program.session_memory import Place, SharedArena, inside
 from ...program.steps import LookUp, Segment, Update
 from ...program.value_table import Storage, declared_shapes, known_shapes, promised_shapes, types_from_manifest
@@ -103,9 +103,12 @@ class RankMemory:
         return sum(one.unknown for one in self.targets)
 
 
-def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankMemory:
-    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them."""
-    main = _Program(artifact, rank, sizes)
+def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: RankFile | None = None) -> RankMemory:
+    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them.
+
+    `file`: that of the artifact's program, where it is read already.
+    """
+    main = _Program(file or read_rank_file(artifact, rank), sizes)
     found = {target: TargetMemory(target) for target in sorted(main.used)}
     for target, bytes in main.weights().items():
         found[target].weights += bytes
@@ -126,7 +129,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
     programs = [main]
     for name in (EVALUATE, EVALUATE_STREAMED):
         if artifact.manifest.is_main and name in artifact.programs:
-            programs.append(_Program(artifact.beside(name), rank, sizes, main.targets))
+            programs.append(_Program(read_rank_file(artifact.beside(name), rank), sizes, main.targets))
     shared = {target: SharedArena() for target in found}
     for program in programs:
         arenas, sessions = program.between(), program.sessions()
@@ -155,10 +158,8 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
 class _Program:
     """One of the programs of a rank, laid out. `state`: where another one has laid out what the rank keeps."""
 
-    def __init__(
-        self, artifact: Artifact, rank: int, sizes: Mapping[str, int], state: Mapping[str, str] | None = None
-    ) -> None:
-        self.file = file = read_rank_file(artifact, rank)
+    def __init__(self, file: RankFile, sizes: Mapping[str, int], state: Mapping[str, str] | None = None) -> None:
+        self.file = file
         self.symbols, self.sizes, self.devices = file.manifest.symbols, sizes, Devices()
         self.targets = locations(file, self.devices, state)
         self.used = {CPU, *used_targets(file.steps, self.devices), *self.targets.values()}

@@ -1,0 +1,213 @@
+"""A search over plans of a model: what it knows of the model once, the candidates in the order of their estimates, and a plan of each.
+
+search = Search.of(source, "model.onnx", 16, Fixed(), Base(), machine, {"batch": 64})
+search.order(None)[0]                  # the candidate with the least estimate
+search.proposal(candidate, head=())    # its plan, compiled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from partc.compiler.analysis.shapes import shapes
+from partc.compiler.cost.machine import Machine
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Typed
+from partc.compiler.pipeline import run_passes
+from partc.compiler.proposal.batch import Batch, batch_of
+from partc.compiler.proposal.names import template
+from partc.compiler.proposal.propose import Degrees, Proposal, TakenOver, Work, parsed, taken_apart
+from partc.compiler.proposal.stages import Stage, balanced_stages
+from partc.compiler.proposal.starting_plan import key
+from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
+from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
+from partc.compiler.search.estimate import Estimate, Estimates, Sharding
+from partc.compiler.search.taken_over import Base
+from partc.compiler.search.work import ModelWork
+from partc.compiler.start import start
+
+_TWO = Degrees(dp=2)
+"""Degrees of a frame in which a model is looked at."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is searched: on how many ranks of how many hosts, what of it is given, what is taken over, on which machine, at which sizes."""
+
+    ranks: int
+    fixed: Fixed
+    base: Base
+    machine: Machine
+    sizes: Mapping[str, int]
+    hosts: int = 1
+
+
+@dataclass
+class Search:
+    """A search; `program` is the model, `apart` the form of it that is sharded."""
+
+    source: Source
+    name: str
+    asked: Asked
+    program: Typed
+    apart: Typed
+    batch: Batch
+    estimates: Estimates
+    records: int | None
+    _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _cuts: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Source, name: str, asked: Asked) -> Search:
+        """A search of the model; CompileError names the symbols whose sizes are not known."""
+        frame, base = _TWO.frame, asked.base
+        program = run_passes(start(*parsed(source, frame, name)), shapes)
+        batch = _batch(source)
+        sizes = _sizes(program, batch, asked)
+        apart = taken_apart(source, frame, name)
+        work = ModelWork(apart, sizes)
+        slots = base.slots if base.trains else None
+        records = _records(program, batch, sizes)
+        estimates = Estimates(work, asked.machine, asked.hosts, slots)
+        return cls(source, name, Asked(**{**vars(asked), "sizes": sizes}), program, apart, batch, estimates, records)
+
+    @cached_property
+    def repeated(self) -> tuple[str, ...]:
+        """Patterns of modules in lists, the outermost, such as `layers.*`: what is recomputed is recomputed module by module."""
+        found: dict[str, set[str]] = {}
+        for path in self.program.paths.values():
+            parts = path.split(".")
+            at = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+            if at is not None:
+                prefix = ".".join(parts[: at + 1])
+                found.setdefault(template(prefix), set()).add(prefix)
+        return tuple(pattern for pattern, members in found.items() if len(members) > 1)
+
+    @cached_property
+    def least_bound(self) -> float:
+        """Seconds that no plan is below."""
+        return self.estimates.bound(self.asked.ranks, self.asked.base.has_frozen)
+
+    @cached_property
+    def baselines(self) -> dict[str, Candidate]:
+        """By name what is usually chosen, of what is allowed and can be proposed."""
+        most = max((one for one in range(1, self.asked.ranks + 1) if self._can_share(one)), default=1)
+        found = baselines(self.asked.ranks, self.records, self.asked.base.trains, most)
+        return {name: one for name, one in found.items() if self._is_possible(one.degrees)}
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """All candidates."""
+        base = self.asked.base
+        again = base.trains and bool(self.repeated)
+        return [
+            one
+            for degrees in degrees_of(self.asked.ranks, self.asked.fixed)
+            if self._is_possible(degrees)
+            for one in candidates(degrees, self.records, base.trains, again, base.is_sharded)
+        ]
+
+    def order(self, memory: int | None) -> list[tuple[Estimate, Candidate]]:
+        """The candidates by their estimates, those first that are estimated to be within the memory of a rank."""
+        some = [(self.estimate(one), one) for one in self.candidates]
+
+        def rank(pair: tuple[Estimate, Candidate]) -> tuple[bool, float, float]:
+            over = memory is not None and pair[0].bytes > memory
+            return over, pair[0].bytes if over else pair[0].seconds, pair[0].bytes
+
+        return sorted(some, key=rank)
+
+    def estimate(self, one: Candidate) -> Estimate:
+        """The estimate of a candidate."""
+        return self.estimates.of(one, self._cut(one.degrees.tp)[1])
+
+    def proposal(self, one: Candidate, head: tuple[str, ...] = ()) -> Proposal:
+        """The plan of a candidate, with further lines at its head; CompileError where the compiler refuses it."""
+        degrees = one.degrees
+        stages = self._balanced(degrees.stages)
+        if len(stages) < degrees.stages > 1:
+            raise CompileError(Problem(self.name, f"the model has fewer than {degrees.stages} stages"))
+        batch = batch_of(self.source, degrees.dp * one.microbatches)
+        sections = (*self._pipeline(one), *self.asked.base.written(one.zero))
+        more = TakenOver(head, sections, self.asked.base.trains)
+        work = Work(self.source, self.name, degrees, batch, self.program, stages, taken_over=more)
+        return work.proposed(self._cut(degrees.tp)[0] if degrees.tp > 1 else None)
+
+    def _pipeline(self, one: Candidate) -> tuple[str, ...]:
+        if one.microbatches == 1 and not one.recompute:
+            return ()
+        options = [f"microbatches: {one.microbatches}"]
+        options += [f"schedule: {one.schedule}"] if one.schedule else []
+        options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if one.recompute else []
+        return (f"pipeline: {{{', '.join(options)}}}", "")
+
+    def _balanced(self, count: int) -> list[Stage]:
+        if count not in self._stages:
+            self._stages[count] = balanced_stages(self.program, count, self.asked.machine) if count > 1 else []
+        return self._stages[count]
+
+    def _cut(self, shards: int) -> tuple[TensorParallel, Sharding]:
+        if shards not in self._cuts:
+            found = (
+                tensor_parallel(self.apart, self.program.paths.values(), shards)
+                if shards > 1
+                else TensorParallel((), (), ())
+            )
+            self._cuts[shards] = found, Sharding.of(self.estimates.work, found.places)
+        return self._cuts[shards]
+
+    def _can_share(self, shards: int) -> bool:
+        return self.asked.ranks % shards == 0 and (shards == 1 or bool(self._cut(shards)[0].groups))
+
+    def _is_possible(self, degrees: Degrees) -> bool:
+        """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
+        return self._can_share(degrees.tp) and degrees.stages <= len(self.program.model.graph)
+
+
+def _batch(source: Source) -> Batch:
+    try:
+        return batch_of(source, _TWO.dp)
+    except CompileError:
+        return Batch()
+
+
+def _sizes(program: Typed, batch: Batch, asked: Asked) -> dict[str, int]:
+    """The sizes of all symbols: those given, a training's batch, or the only legal one."""
+    first, known = next(iter(batch.symbols), None), dict[str, int]()
+    problems = [
+        Problem(
+            f"--set {name}",
+            "the model has no such symbol",
+            help=f"its symbols are {', '.join(program.symbols) or 'none'}",
+        )
+        for name in asked.sizes
+        if name not in program.symbols
+    ]
+    for name, info in program.symbols.items():
+        only = info.facts.value
+        if name in asked.sizes:
+            known[name] = asked.sizes[name]
+        elif name == first and asked.base.batch is not None:
+            known[name] = asked.base.batch
+        elif only is not None:
+            known[name] = only
+        else:
+            option = "--batch 64" if name == first else f"--set {name}=128"
+            fact = f"the size of '{name}' is not known, by which times are computed"
+            problems.append(Problem(program.name, fact, help=f"give it, such as {option}"))
+    if problems:
+        raise CompileError(problems)
+    return known
+
+
+def _records(program: Typed, batch: Batch, sizes: Mapping[str, int]) -> int | None:
+    """The records of a batch; None where inputs have no dim of them."""
+    if not batch.inputs:
+        return None
+    value = next(value for value in program.model.graph.inputs if value.name == batch.inputs[0])
+    shape = program.values[value].shape
+    first = shape[0] if shape else None
+    return first if isinstance(first, int) else sizes.get(str(first))
