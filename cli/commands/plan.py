@@ -134,8 +134,8 @@ def command(
         if target is not None or length is not None:
             option = "--target" if target is not None else "--generate"
             raise UsageError(f"{option} is for a proposal of given degrees\n  help: leave out --ranks, and give --tp")
-        asked = Options(ranks, Fixed(tp, dp, stages), sizes, batch, memory, machine, hosts or 1, limit, given)
-        return _write_found(searched(load(model), model.absolute().name, asked), out)
+        request = Options(ranks, Fixed(tp, dp, stages), sizes, batch, memory, machine, hosts or 1, limit, given)
+        return _write_found(searched(load(model), model.absolute().name, request), out)
     of_search = {"--memory": memory, "--batch": batch, "--set": sizes or None, "--time": limit, "--hosts": hosts}
     if named := [option for option, value in of_search.items() if value is not None]:
         verb = "is" if len(named) == 1 else "are"

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from partc.cli.simulation.step import Simulation, simulated
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
 from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.program import Complete
+from partc.compiler.proposal.propose import Degrees
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search
@@ -25,8 +28,10 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.units import seconds
 
-_NODES, _FEWEST, _MOST = 8000, 3, 12
+_NODES, _FEWEST, _MOST = 8000, 3, 8
 """Candidates are played until they have so many nodes of the model together, but so many at least and at most."""
+_ALIKE = 3
+"""Candidates of the same degrees that are played before others."""
 _FAR = 2.0
 """A baseline whose estimate is so many times what is found is not played, but where all are that can be."""
 
@@ -57,15 +62,21 @@ class Plays:
         fits = [one for one in self.played if self.memory is None or one.peak <= self.memory]
         return min(fits, key=lambda one: one.seconds, default=None)
 
+    @property
+    def surplus(self) -> float:
+        """The bytes by which peaks are above their estimates, in the median of what was played: sessions, inputs, code."""
+        above = [one.peak - self.search.estimate(one.candidate).bytes for one in self.played]
+        return median(above) if above else 0.0
+
     def of(self, candidate: Candidate) -> Play | None:
         """What was played of a candidate."""
         return next((one for one in self.played if one.candidate == candidate), None)
 
 
 @uncollected()
-def played(search: Search, memory: int | None, limit: float | None) -> Plays:
-    """Plays candidates; UsageError where the limit of time, in seconds, is over before one is within the memory."""
-    began, found = time.monotonic(), Plays(search, memory)
+def played(search: Search, memory: int | None, began: float, limit: float | None) -> Plays:
+    """Plays candidates; UsageError where the limit of time, in seconds since it `began`, is over before one is within the memory."""
+    found = Plays(search, memory)
     nodes, longest = len(search.program.model.graph), 0.0
     most = max(_FEWEST, min(_MOST, _NODES // max(1, nodes)))
     for candidate in _in_turn(found, most):
@@ -84,31 +95,39 @@ def played(search: Search, memory: int | None, limit: float | None) -> Plays:
         found.played.append(Play(candidate, step.played.seconds, given, peak))
         longest = max(longest, time.monotonic() - begin)
     if found.cut_short and found.best is None:
-        needed = time.monotonic() - began + longest
+        fact = f"--time {seconds(limit or 0)}: is over before a plan is found"
         raise UsageError(
-            f"--time {seconds(limit or 0)}: is over before a plan is found\n  help: give it more, such as --time {2 * needed + 1:.0f}s"
+            f"{fact}\n  help: give it more, such as --time {2 * (time.monotonic() - began + longest) + 1:.0f}s"
         )
     return found
 
 
 def play_program(search: Search, done: Complete) -> Simulation:
     """A step of a program, as it would be written."""
-    asked = search.asked
+    request = search.request
     with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
         folder = Path(name) / "build"
         emit(done, folder, {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}, bare=True)
-        return simulated(open_artifact(folder, trust=True), asked.machine, asked.sizes, asked.hosts)
+        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts)
 
 
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
-    """The candidates to play, by their estimates, then baselines that are not far behind what was found."""
-    search, tried = found.search, set[Candidate]()
-    order = search.order(found.memory)
-    for _, candidate in order:
-        if len(found.played) >= most and (found.best is not None or len(found.played) >= 2 * most):
-            break
+    """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
+    search, tried, turns = found.search, set[Candidate](), Counter[Degrees]()
+    waiting = {one: search.estimate(one) for one in search.candidates}
+
+    def rank(pair: tuple[Candidate, Estimate]) -> tuple[bool, bool, float, float]:
+        one, estimate = pair
+        bytes = estimate.bytes + found.surplus
+        over = found.memory is not None and bytes > found.memory
+        return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
+
+    while waiting and len(found.played) < (most if found.best is not None else 2 * most):
+        candidate = min(waiting.items(), key=rank)[0]
+        del waiting[candidate]
         if not _is_behind(found, candidate):
             tried.add(candidate)
+            turns[candidate.degrees] += 1
             yield candidate
     near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
@@ -121,7 +140,7 @@ def _is_behind(found: Plays, candidate: Candidate) -> bool:
     best, search = found.best, found.search
     if best is None:
         return False
-    return search.estimates.bound(candidate.degrees.ranks, search.asked.base.has_frozen) >= best.seconds
+    return search.estimates.bound(candidate.degrees.ranks, search.request.base.has_frozen) >= best.seconds
 
 
 def _is_far(found: Plays, estimate: Estimate) -> bool:

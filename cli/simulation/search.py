@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -13,7 +14,7 @@ from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.frontend.source import Source
 from partc.compiler.proposal.batch import batch_of
 from partc.compiler.search.candidate import Candidate, Fixed
-from partc.compiler.search.search import Asked, Search
+from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import Base, base_of
 from partc.runtime.errors import UsageError
 from partc.runtime.units import count, seconds, size_text
@@ -53,11 +54,12 @@ def searched(source: Source, name: str, options: Options) -> Found:
         raise UsageError(f"{fact}\n  help: give a multiple of {least}, or leave out what is to be searched")
     machine = default_machine() if options.machine is None else read_machine(options.machine)
     base, source = (Base(), source) if options.plan is None else base_of(options.plan, source)
-    asked = Asked(options.ranks, options.fixed, base, machine, _sizes(source, options, base), options.hosts)
-    search = Search.of(source, name, asked)
+    request = Request(options.ranks, options.fixed, base, machine, _sizes(source, options, base), options.hosts)
+    began = time.monotonic()
+    search = Search.of(source, name, request)
     if not search.candidates:
         raise UsageError(f"{name}: there is no plan for {_wanted(options)}\n  help: {_why_none(search)}")
-    plays = played(search, options.memory, options.limit)
+    plays = played(search, options.memory, began, options.limit)
     best = plays.best
     if best is None:
         raise UsageError(_none_fits(plays, options))
@@ -99,14 +101,16 @@ def _none_fits(plays: Plays, options: Options) -> str:
 
 
 def _at(plays: Plays) -> str:
-    sizes = ", ".join(f"{name}={size}" for name, size in plays.search.asked.sizes.items())
-    where = plays.search.asked.machine.where
+    sizes = ", ".join(f"{name}={size}" for name, size in plays.search.request.sizes.items())
+    where = plays.search.request.machine.where
     return f"on {where if '(' in where else PurePath(where).name}" + (f" at {sizes}" if sizes else "")
 
 
 def _gap(plays: Plays, best: Play) -> str:
     bound = plays.search.least_bound
-    return f"no plan takes less than {seconds(bound)}, which is {(best.seconds - bound) / best.seconds:.0%} less"
+    return (
+        f"no plan takes less than {seconds(bound)}, which is {100 * (best.seconds - bound) / best.seconds:.0f} % less"
+    )
 
 
 def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:
@@ -117,7 +121,7 @@ def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:
         yield f"#   {name}: {_told(plays, candidate)}"
     yield from (f"# {line}" for line in _savings(plays, best))
     if (fact := _idle(best, options)) is not None:
-        yield f"# {fact}"
+        yield f"# {fact[0].upper()}{fact[1:]}."
 
 
 def _told(plays: Plays, candidate: Candidate) -> str:
@@ -161,12 +165,13 @@ def _idle(best: Play, options: Options) -> str | None:
     used = best.candidate.degrees.ranks
     if used == options.ranks:
         return None
-    return f"It uses {used} of {count(options.ranks, 'rank')}: every plan that was played on more takes longer, for what they send."
+    return f"it uses {used} of {count(options.ranks, 'rank')}: every plan that was played on more takes longer, for what they send"
 
 
 def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
     search = plays.search
-    known = f"{count(len(search.candidates), 'candidate')}, {len(plays.played)} of them played"
+    known = f"{count(len(search.candidates), 'candidate')}, {len(plays.played)} played"
+    known += f", {len(plays.refused)} refused" if plays.refused else ""
     yield f"{search.name}: a plan for {count(options.ranks, 'rank')} {_at(plays)}; {known}"
     names = {candidate: name for name, candidate in search.baselines.items()}
     table = Table(["plan", ">step", ">bytes given", ">peak memory", ""])
@@ -188,7 +193,7 @@ def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
 
 
 def _warnings(plays: Plays, best: Play, options: Options) -> Iterator[str]:
-    if plays.search.asked.machine.where == default_machine().where:
+    if plays.search.request.machine.where == default_machine().where:
         yield "no machine file was given; `partc measure -o machine.yaml` measures this one"
     if (fact := _idle(best, options)) is not None:
         yield fact

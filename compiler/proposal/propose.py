@@ -327,7 +327,7 @@ def _head(
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
         *others,
     ]
-    yield f"# Proposed by `partc plan`: {', '.join(parts)}."
+    yield f"# Proposed by `partc plan`: {', '.join(parts) or 'one rank'}."
     counts = collections.Counter(event.op_type for event in done.events)
     listed = ", ".join(f"{number} {op}" for op, number in sorted(counts.items()))
     yield f"# Communication in a step: {listed or 'none'}."

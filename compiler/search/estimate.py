@@ -23,7 +23,9 @@ from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SC
 
 _FORWARD_ACTIVATIONS = 0.1
 """The share of all activations that a forward pass alone holds at one time."""
-_ELEMENT = 4
+_OF_NODE, _OF_VALUE = 16_500, 2_400
+"""About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
+_OPERANDS = 3
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,14 @@ class Estimates:
         under_way = min(one.microbatches, degrees.stages)
         part = degrees.dp * one.microbatches * degrees.stages
         made = self._made(sharding, degrees.tp)
+        nodes = len(self.work.of) / degrees.stages
         if self.slots is None:
-            return own + made * _FORWARD_ACTIVATIONS / part
+            return own + made * _FORWARD_ACTIVATIONS / part + nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+        nodes *= 4 if one.recompute else 3
         slots = self.slots / (degrees.dp if one.zero else 1)
         kept = made * (_FORWARD_ACTIVATIONS * 2 if one.recompute else 1.0)
-        return own * (2 + slots) + kept * under_way / part
+        sessions = nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+        return own * (2 + slots) + kept * under_way / part + sessions
 
     def _made(self, sharding: Sharding, shards: int) -> float:
         return sum(work.made / (shards if node in sharding.nodes else 1) for node, work in self.work.nodes())
@@ -157,7 +162,7 @@ class Estimates:
         own = (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
         link = self._link(degrees.tp, degrees.dp)
         updated = own / (degrees.dp if one.zero else 1)
-        update = shared * self.processor.kernel(FALLBACK)((2 + 2 * self.slots) * updated)
+        update = shared * _nodes_of_update(self.slots) * self.processor.kernel(FALLBACK)(_OPERANDS * updated)
         if degrees.dp == 1:
             return update
         if one.zero:
@@ -170,6 +175,11 @@ class Estimates:
 
         `frozen`: whether some parameters are not trained; then no product of the backward pass is counted.
         """
-        times = self.work.learned() if self.slots is not None and not frozen else {}
+        times = self.work.products_of_training() if self.slots is not None and not frozen else {}
         least = sum(times.get(node, 1) * work.least(self.processor) for node, work in self.work.nodes())
         return self.processor.step + least / (min(ranks, self.cores) if self.cores else ranks)
+
+
+def _nodes_of_update(slots: int) -> int:
+    """About how many elementwise nodes update a parameter: Adam has 14, momentum 9."""
+    return 4 + 5 * slots

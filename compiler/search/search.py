@@ -1,8 +1,8 @@
-"""A search over plans of a model: what it knows of the model once, the candidates in the order of their estimates, and a plan of each.
+"""A search over plans of a model: what it knows of the model once, the candidates with their estimates, and a plan of each.
 
 search = Search.of(source, "model.onnx", 16, Fixed(), Base(), machine, {"batch": 64})
-search.order(None)[0]                  # the candidate with the least estimate
-search.proposal(candidate, head=())    # its plan, compiled
+min(search.candidates, key=lambda one: search.estimate(one).seconds)
+search.proposal(candidate)             # its plan, compiled
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TWO = Degrees(dp=2)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What is searched: on how many ranks of how many hosts, what of it is given, what is taken over, on which machine, at which sizes."""
 
     ranks: int
@@ -51,28 +51,30 @@ class Search:
 
     source: Source
     name: str
-    asked: Asked
+    request: Request
     program: Typed
     apart: Typed
     batch: Batch
     estimates: Estimates
     records: int | None
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
-    _cuts: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
+    _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: Source, name: str, asked: Asked) -> Search:
+    def of(cls, source: Source, name: str, request: Request) -> Search:
         """A search of the model; CompileError names the symbols whose sizes are not known."""
-        frame, base = _TWO.frame, asked.base
+        frame, base = _TWO.frame, request.base
         program = run_passes(start(*parsed(source, frame, name)), shapes)
         batch = _batch(source)
-        sizes = _sizes(program, batch, asked)
+        sizes = _sizes(program, batch, request)
         apart = taken_apart(source, frame, name)
         work = ModelWork(apart, sizes)
         slots = base.slots if base.trains else None
         records = _records(program, batch, sizes)
-        estimates = Estimates(work, asked.machine, asked.hosts, slots)
-        return cls(source, name, Asked(**{**vars(asked), "sizes": sizes}), program, apart, batch, estimates, records)
+        estimates = Estimates(work, request.machine, request.hosts, slots)
+        return cls(
+            source, name, Request(**{**vars(request), "sizes": sizes}), program, apart, batch, estimates, records
+        )
 
     @cached_property
     def repeated(self) -> tuple[str, ...]:
@@ -89,40 +91,33 @@ class Search:
     @cached_property
     def least_bound(self) -> float:
         """Seconds that no plan is below."""
-        return self.estimates.bound(self.asked.ranks, self.asked.base.has_frozen)
+        return self.estimates.bound(self.request.ranks, self.request.base.has_frozen)
 
     @cached_property
     def baselines(self) -> dict[str, Candidate]:
         """By name what is usually chosen, of what is allowed and can be proposed."""
-        most = max((one for one in range(1, self.asked.ranks + 1) if self._can_share(one)), default=1)
-        found = baselines(self.asked.ranks, self.records, self.asked.base.trains, most)
-        return {name: one for name, one in found.items() if self._is_possible(one.degrees)}
+        most = max((one for one in range(1, self.request.ranks + 1) if self._can_share(one)), default=1)
+        found = baselines(self.request.ranks, self.records, self.request.base.trains, most)
+        fixed = self.request.fixed
+        return {
+            name: one for name, one in found.items() if fixed.allows(one.degrees) and self._is_possible(one.degrees)
+        }
 
     @cached_property
     def candidates(self) -> list[Candidate]:
         """All candidates."""
-        base = self.asked.base
+        base = self.request.base
         again = base.trains and bool(self.repeated)
         return [
             one
-            for degrees in degrees_of(self.asked.ranks, self.asked.fixed)
+            for degrees in degrees_of(self.request.ranks, self.request.fixed)
             if self._is_possible(degrees)
             for one in candidates(degrees, self.records, base.trains, again, base.is_sharded)
         ]
 
-    def order(self, memory: int | None) -> list[tuple[Estimate, Candidate]]:
-        """The candidates by their estimates, those first that are estimated to be within the memory of a rank."""
-        some = [(self.estimate(one), one) for one in self.candidates]
-
-        def rank(pair: tuple[Estimate, Candidate]) -> tuple[bool, float, float]:
-            over = memory is not None and pair[0].bytes > memory
-            return over, pair[0].bytes if over else pair[0].seconds, pair[0].bytes
-
-        return sorted(some, key=rank)
-
     def estimate(self, one: Candidate) -> Estimate:
         """The estimate of a candidate."""
-        return self.estimates.of(one, self._cut(one.degrees.tp)[1])
+        return self.estimates.of(one, self._sharded(one.degrees.tp)[1])
 
     def proposal(self, one: Candidate, head: tuple[str, ...] = ()) -> Proposal:
         """The plan of a candidate, with further lines at its head; CompileError where the compiler refuses it."""
@@ -131,10 +126,10 @@ class Search:
         if len(stages) < degrees.stages > 1:
             raise CompileError(Problem(self.name, f"the model has fewer than {degrees.stages} stages"))
         batch = batch_of(self.source, degrees.dp * one.microbatches)
-        sections = (*self._pipeline(one), *self.asked.base.written(one.zero))
-        more = TakenOver(head, sections, self.asked.base.trains)
+        sections = (*self._pipeline(one), *self.request.base.written(one.zero))
+        more = TakenOver(head, sections, self.request.base.trains)
         work = Work(self.source, self.name, degrees, batch, self.program, stages, taken_over=more)
-        return work.proposed(self._cut(degrees.tp)[0] if degrees.tp > 1 else None)
+        return work.proposed(self._sharded(degrees.tp)[0] if degrees.tp > 1 else None)
 
     def _pipeline(self, one: Candidate) -> tuple[str, ...]:
         if one.microbatches == 1 and not one.recompute:
@@ -146,21 +141,21 @@ class Search:
 
     def _balanced(self, count: int) -> list[Stage]:
         if count not in self._stages:
-            self._stages[count] = balanced_stages(self.program, count, self.asked.machine) if count > 1 else []
+            self._stages[count] = balanced_stages(self.program, count, self.request.machine) if count > 1 else []
         return self._stages[count]
 
-    def _cut(self, shards: int) -> tuple[TensorParallel, Sharding]:
-        if shards not in self._cuts:
+    def _sharded(self, shards: int) -> tuple[TensorParallel, Sharding]:
+        if shards not in self._shardings:
             found = (
                 tensor_parallel(self.apart, self.program.paths.values(), shards)
                 if shards > 1
                 else TensorParallel((), (), ())
             )
-            self._cuts[shards] = found, Sharding.of(self.estimates.work, found.places)
-        return self._cuts[shards]
+            self._shardings[shards] = found, Sharding.of(self.estimates.work, found.places)
+        return self._shardings[shards]
 
     def _can_share(self, shards: int) -> bool:
-        return self.asked.ranks % shards == 0 and (shards == 1 or bool(self._cut(shards)[0].groups))
+        return self.request.ranks % shards == 0 and (shards == 1 or bool(self._sharded(shards)[0].groups))
 
     def _is_possible(self, degrees: Degrees) -> bool:
         """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
@@ -174,7 +169,7 @@ def _batch(source: Source) -> Batch:
         return Batch()
 
 
-def _sizes(program: Typed, batch: Batch, asked: Asked) -> dict[str, int]:
+def _sizes(program: Typed, batch: Batch, request: Request) -> dict[str, int]:
     """The sizes of all symbols: those given, a training's batch, or the only legal one."""
     first, known = next(iter(batch.symbols), None), dict[str, int]()
     problems = [
@@ -183,15 +178,15 @@ def _sizes(program: Typed, batch: Batch, asked: Asked) -> dict[str, int]:
             "the model has no such symbol",
             help=f"its symbols are {', '.join(program.symbols) or 'none'}",
         )
-        for name in asked.sizes
+        for name in request.sizes
         if name not in program.symbols
     ]
     for name, info in program.symbols.items():
         only = info.facts.value
-        if name in asked.sizes:
-            known[name] = asked.sizes[name]
-        elif name == first and asked.base.batch is not None:
-            known[name] = asked.base.batch
+        if name in request.sizes:
+            known[name] = request.sizes[name]
+        elif name == first and request.base.batch is not None:
+            known[name] = request.base.batch
         elif only is not None:
             known[name] = only
         else:

@@ -87,7 +87,7 @@ class ModelWork:
         """How many nodes have which work, and whether they are among the `sharded`; views are left out."""
         return collections.Counter((work, node in sharded) for node, work in self.nodes())
 
-    def learned(self) -> dict[ir.Node, int]:
+    def products_of_training(self) -> dict[ir.Node, int]:
         """By node that is a product how often at least a training computes it: forward, and for each operand that has a gradient."""
         have = set[ir.Value](self.program.model.graph.initializers.values())
         found = {}
