@@ -279,18 +279,19 @@ def _sections(
             yield f"  {line}" if line.startswith("#") else f"  {key(pattern)}: {style}"
         yield ""
     dims = arriving(kept, cut.places) if cut is not None else {}
-    if degrees.dp > 1 and not batch.others and not dims:
+    over = ["dp"] * (degrees.dp > 1) + ["tp"] * (cut is not None and cut.has_records)
+    if over == ["dp"] and not batch.others and not dims:
         yield "dataset: data_parallel   # each rank of the axis dp gets its shard of the first dim of each input"
         yield ""
-    elif degrees.dp > 1 or dims:
+    elif over or dims:
         words = [f"{', '.join(batch.others)} has another first dim and is replicated"] if batch.others else []
         words += ["a cache arrives as it is kept"] if dims else []
         yield f"dataset:   # {'; '.join(words)}"
         specs: dict[str, list[str]] = {}
         for value in program.model.graph.inputs:
             axes = ["null"] * len(value.shape or ())
-            if value.name in batch.inputs:
-                axes[0] = "dp"
+            if value.name in batch.inputs and over:
+                axes[0] = over[0] if len(over) == 1 else f"[{', '.join(over)}]"
             if value in dims:
                 axes[dims[value]] = "tp" if axes[dims[value]] == "null" else "[dp, tp]"
             if {*axes} != {"null"} and axes:

@@ -40,18 +40,22 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Candidate:
-    """`schedule`: of a training in stages; `zero`: the optimizer is sharded over `dp`; `recompute`: modules in lists are computed again."""
+    """`schedule`: of a training in stages; `zero`: the optimizer is sharded over `dp`; `recompute`: modules in lists are computed again.
+
+    `by_module`: over `tp` each module is sharded, whole, or has its part of the records, as is fastest; else all are that can be.
+    """
 
     degrees: Degrees
     microbatches: int = 1
     schedule: str = ""
     zero: bool = False
     recompute: bool = False
+    by_module: bool = False
 
     def __str__(self) -> str:
         one = self.degrees
         parts = [f"dp {one.dp}"] * (one.dp > 1) + [f"tp {one.tp}"] * (one.tp > 1)
-        parts += [f"{one.stages} stages"] * (one.stages > 1)
+        parts += ["by module"] * self.by_module + [f"{one.stages} stages"] * (one.stages > 1)
         parts += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         parts += [self.schedule] * bool(self.schedule) + ["ZeRO"] * self.zero + ["recompute"] * self.recompute
         return ", ".join(parts) or "one rank"
@@ -73,9 +77,11 @@ def degrees_of(ranks: int, fixed: Fixed) -> list[Degrees]:
     return [one for one in found if fixed.allows(one)]
 
 
-def candidates(degrees: Degrees, records: int | None, trains: bool, again: bool, sharded: bool) -> Iterator[Candidate]:
+def candidates(
+    degrees: Degrees, records: int | None, trains: bool, again: bool, sharded: bool, by_module: bool = False
+) -> Iterator[Candidate]:
     """The candidates of degrees. `records`: of a batch, None where a model has none; `again`: whether modules can be recomputed;
-    `sharded`: whether the plan shards its optimizer already."""
+    `sharded`: whether the plan shards its optimizer already; `by_module`: whether modules are sharded in several ways."""
     if records is None:
         if degrees.dp == degrees.stages == 1:
             yield Candidate(degrees)
@@ -88,7 +94,8 @@ def candidates(degrees: Degrees, records: int | None, trains: bool, again: bool,
         for schedule in SCHEDULES if trains and degrees.stages > 1 and count > 1 else ("",):
             for zero in (False, True) if trains and degrees.dp > 1 and not sharded else (False,):
                 for recompute in (False, True) if again else (False,):
-                    yield Candidate(degrees, count, schedule, zero, recompute)
+                    for each_way in (False, True) if by_module else (False,):
+                        yield Candidate(degrees, count, schedule, zero, recompute, each_way)
 
 
 def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[str, Candidate]:

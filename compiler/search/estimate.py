@@ -87,13 +87,18 @@ class Estimates:
             backward = 0.0
         elif one.recompute:
             backward += forward
-        shared = self._turns(degrees.ranks)
+        shared = self.turns(degrees.ranks)
         sums = self._sums(sharding, one)
         session = self.processor.session
         task = shared * ((forward + backward) / degrees.stages + 2 * session) + sums / degrees.stages
         turns = (degrees.stages - 1) * (1 / 3 if one.schedule == "zb_h1" else 1)
         message = self._between(one) if degrees.stages > 1 else 0.0
-        return self.processor.step + (count + turns) * task + 2 * turns * message + self._after(one, sharding, shared)
+        return (
+            self.processor.step
+            + (count + turns) * task
+            + 2 * turns * message
+            + self.after(one, self._own(sharding, one))
+        )
 
     def task(self, sharding: Sharding, records: int, shards: int) -> tuple[float, float]:
         """The seconds of all nodes forward and backward, of one of so many shards of the records, and of layers that are sharded."""
@@ -110,7 +115,7 @@ class Estimates:
     def bytes(self, one: Candidate, sharding: Sharding) -> float:
         """Parameters with gradients and slots, and what microbatches under way keep."""
         degrees = one.degrees
-        own = (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
+        own = self._own(sharding, one)
         under_way = min(one.microbatches, degrees.stages)
         part = degrees.dp * one.microbatches * degrees.stages
         made = self._made(sharding, degrees.tp)
@@ -123,13 +128,20 @@ class Estimates:
         sessions = nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
         return own * (2 + slots) + kept * under_way / part + sessions
 
+    def _own(self, sharding: Sharding, one: Candidate) -> float:
+        """The bytes of a rank's parameters."""
+        degrees = one.degrees
+        return (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
+
     def _made(self, sharding: Sharding, shards: int) -> float:
         return sum(work.made / (shards if node in sharding.nodes else 1) for node, work in self.work.nodes())
 
-    def _turns(self, ranks: int) -> float:
+    def turns(self, ranks: int) -> float:
+        """By how much a rank takes longer, since the cores of its host are shared."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
-    def _link(self, stride: int, count: int) -> Link:
+    def link(self, stride: int, count: int) -> Link:
+        """What connects ranks that are so far apart."""
         return self.machine.link([stride * k for k in range(max(2, count))])
 
     def _sums(self, sharding: Sharding, one: Candidate) -> float:
@@ -137,7 +149,7 @@ class Estimates:
         degrees = one.degrees
         if degrees.tp == 1:
             return 0.0
-        link, records = self._link(1, degrees.tp), degrees.dp * one.microbatches
+        link, records = self.link(1, degrees.tp), degrees.dp * one.microbatches
         given = [*sharding.forward]
         if self.slots is not None:
             given += [*sharding.backward, *(sharding.forward if one.recompute else ())]
@@ -151,24 +163,23 @@ class Estimates:
 
     def _between(self, one: Candidate) -> float:
         degrees = one.degrees
-        link = self._link(degrees.tp * degrees.dp, 2)
+        link = self.link(degrees.tp * degrees.dp, 2)
         return link.send(self.crossing / degrees.dp / one.microbatches)
 
-    def _after(self, one: Candidate, sharding: Sharding, shared: float) -> float:
-        """The reduction of gradients, and the update."""
+    def after(self, one: Candidate, own: float, beside: int = 1) -> float:
+        """The reduction of the gradients of so many bytes of parameters, and their update; `beside`: how many ranks of tp have the same."""
         if self.slots is None:
             return 0.0
-        degrees = one.degrees
-        own = (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
-        link = self._link(degrees.tp, degrees.dp)
+        degrees, count = one.degrees, one.degrees.dp * beside
+        link, shared = self.link(1 if beside > 1 else degrees.tp, count), self.turns(degrees.ranks)
         updated = own / (degrees.dp if one.zero else 1)
         update = shared * _nodes_of_update(self.slots) * self.processor.kernel(FALLBACK)(_OPERANDS * updated)
-        if degrees.dp == 1:
+        if count == 1:
             return update
         if one.zero:
-            scattered = link.collective(REDUCE_SCATTER, degrees.dp, own)
-            return update + scattered + link.collective(ALL_GATHER, degrees.dp, own / degrees.dp)
-        return update + link.collective(ALL_REDUCE, degrees.dp, own)
+            scattered = link.collective(REDUCE_SCATTER, count, own)
+            return update + scattered + link.collective(ALL_GATHER, count, own / count)
+        return update + link.collective(ALL_REDUCE, count, own)
 
     def bound(self, ranks: int, frozen: bool) -> float:
         """Seconds that no plan on these ranks is below: all products at the amount that is fastest, evenly on all ranks, nothing sent.
