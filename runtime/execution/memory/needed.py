@@ -36,7 +36,7 @@ from ...communication.in_process import LocalWorld
 from ...devices.devices import Devices
 from ...program.lifetimes import in_place_aliases
 from ...program.locations import locations, used_targets
-from ...program.rank_file import read_rank_file
+from ...program.rank_file import RankFile, read_rank_file
 from ...program.session_memory import OwnArena, Place, SharedArena, inside
 from ...program.steps import LookUp, Segment, Update
 from ...program.value_table import Storage, declared_shapes, known_shapes, promised_shapes, types_from_manifest
@@ -48,6 +48,8 @@ from .longest import longest
 
 if TYPE_CHECKING:
     from onnx import TensorProto
+
+    from ...artifact.generation import GenerationRecord
 
 _UNSTATED = "tensor(float)"
 """Stands for the type of a value of unknown shape, which no arena holds."""
@@ -108,9 +110,13 @@ class RankMemory:
         return sum(one.unknown for one in self.targets)
 
 
-def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankMemory:
-    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them."""
-    main = _Program(artifact, rank, sizes)
+def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: RankFile | None = None) -> RankMemory:
+    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them.
+
+    `file`: that of the artifact's program, where it is read already.
+    """
+    generation = artifact.beside().manifest.generation
+    main = _Program(file or read_rank_file(artifact, rank), sizes, generation)
     found = {target: TargetMemory(target) for target in sorted(main.used)}
     for target, bytes in main.weights().items():
         found[target].weights += bytes
@@ -131,7 +137,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
     programs = [main]
     for name in (EVALUATE, EVALUATE_STREAMED, PREFILL):
         if artifact.manifest.is_main and name in artifact.programs:
-            programs.append(_Program(artifact.beside(name), rank, sizes, main.targets))
+            programs.append(_Program(read_rank_file(artifact.beside(name), rank), sizes, generation, main.targets))
     shared = {target: SharedArena() for target in found}
     for program in programs:
         arenas, sessions = program.between(), program.sessions()
@@ -148,9 +154,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
-            elif (
-                artifact.manifest.generation is not None
-            ):  # of both programs sessions lay the weights out for their kernels
+            elif generation is not None:  # the sessions of both programs lay the weights out for their kernels
                 one.prefill = program.session_bytes() if target == CPU else 0
                 one.prefill += program.weights().get(target, 0) + arenas.get(target, 0) + one.inside
                 one.inside, one.unknown = before, one.unknown + (program.unknown if target == CPU else 0)
@@ -167,9 +171,13 @@ class _Program:
     """One of the programs of a rank, laid out. `state`: where another one has laid out what the rank keeps."""
 
     def __init__(
-        self, artifact: Artifact, rank: int, sizes: Mapping[str, int], state: Mapping[str, str] | None = None
+        self,
+        file: RankFile,
+        sizes: Mapping[str, int],
+        generation: GenerationRecord | None = None,
+        state: Mapping[str, str] | None = None,
     ) -> None:
-        self.file = file = read_rank_file(artifact, rank)
+        self.file, self.generation = file, generation
         self.symbols, self.sizes, self.devices = file.manifest.symbols, sizes, Devices()
         self.targets = locations(file, self.devices, state)
         self.used = {CPU, *used_targets(file.steps, self.devices), *self.targets.values()}
@@ -183,9 +191,8 @@ class _Program:
         self.shapes = declared_shapes(file)
         self.bounds: dict[str, Place] = {}
         self._bound_rows()
-        self.generation = artifact.beside().manifest.generation
-        if self.generation is not None:
-            self.bounds |= longest(file, self.generation, self._tensors(), self._place)
+        if generation is not None:
+            self.bounds |= longest(file, generation, self._tensors(), self._place)
         self.unknown = 0
 
     def _tensors(self) -> dict[str, TensorProto]:
