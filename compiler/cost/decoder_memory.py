@@ -1,6 +1,6 @@
 """What a rank of a decoder that generates needs of memory, and how many slots have room in a limit.
 
-    weights    once for each of the two programs, whose sessions each lay them out for their kernels
+    weights    once, since sessions that both programs have alike are one
     caches     of all slots of the rank
     step       the most that values of a step take at once, of the larger program: those of decode grow with the slots
 
@@ -38,7 +38,7 @@ class DecoderMemory:
         shape = caches[0].value.shape if caches else None
         slots = shape[0] if shape else 1
         assert isinstance(slots, int)
-        weights = sum(_bytes(held.value) for part in (decode, prefill) for held in part.weights)
+        weights = sum(_bytes(held.value) for held in decode.weights)
         held = sum(_bytes(one.value) for one in caches)
         return cls(decode.rank, slots, weights, held, _of_step(decode), _of_step(prefill))
 
