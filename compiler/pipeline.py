@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
-from partc.compiler.cost.decoder_memory import refuse_without_room
+from partc.compiler.cost.decoder_memory import most_slots
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
@@ -195,9 +195,12 @@ def programs_of(
         done[kind] = cast(Lowered, made)
     found = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
     if (prefill := found.get(ProgramKind.PREFILL)) is not None:
-        refuse_without_room(found[ProgramKind.STEP], prefill)
-        # the prefill alone knows in how many runs slots lie
-        found[ProgramKind.STEP] = replace(found[ProgramKind.STEP], generation=prefill.generation)
+        decode, record = found[ProgramKind.STEP], prefill.generation
+        assert record is not None
+        record = record.model_copy(update={"room": most_slots(decode, prefill)})
+        found[ProgramKind.STEP] = replace(
+            decode, generation=record
+        )  # the prefill's, which knows in how many runs slots lie
     return found
 
 

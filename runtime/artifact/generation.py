@@ -21,7 +21,8 @@ class GenerationRecord(BaseModel):
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
     is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n
     at most `chunk`. `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not
-    meant. `memory`: the most bytes that a rank may need, as the plan says. `stop`: the tokens behind which one ends.
+    meant. `memory`: the most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens
+    behind which one ends.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,4 +39,5 @@ class GenerationRecord(BaseModel):
     runs: int = Field(1, ge=1)
     padded: bool = True
     memory: int | None = None
+    room: int | None = None
     stop: list[int] = []

@@ -5,7 +5,8 @@
     optimizer           the optimizer's tensors, and moving averages of parameters
     caches              keys and values of tokens, of a decoder
     inputs, outputs     the inputs of a step and the next, in a training of those read ahead, too; outputs of a step and the last
-    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
+    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for; of a
+                        decoder those of both programs, whose sessions are the same
     inside segments     what onnxruntime takes while it runs a segment: an estimate (`program/session_memory.py`)
     sessions            what onnxruntime and the runtime hold of every session and node: an estimate, by measurement
     evaluation          the last three of the program that evaluates a training, which lies beside it
@@ -24,7 +25,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PULL
+from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PREFILL, PULL
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span
 from ...artifact.manifest import Artifact
@@ -124,7 +125,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
         if averaged and record.kind == "parameter" and record.tensor in trained:
             found[CPU].optimizer += bytes
     programs = [main]
-    for name in (EVALUATE, EVALUATE_STREAMED):
+    for name in (EVALUATE, EVALUATE_STREAMED, PREFILL):
         if artifact.manifest.is_main and name in artifact.programs:
             programs.append(_Program(artifact.beside(name), rank, sizes, main.targets))
     shared = {target: SharedArena() for target in found}
@@ -142,6 +143,9 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
+            elif program.file.manifest.name == PREFILL:
+                one.between += arenas.get(target, 0)
+                one.inside = max(one.inside, before)
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
                 training = artifact.manifest.training
