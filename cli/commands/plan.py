@@ -14,8 +14,8 @@ from partc.runtime.units import parse_seconds
 
 if TYPE_CHECKING:
     from partc.cli.simulation.search import Found
+    from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.imports.imported import Imported
-    from partc.compiler.proposal.propose import Degrees
 
 
 def _bytes(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -134,11 +134,12 @@ def command(
     from partc.compiler.frontend import load
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
+    from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.edited_plan import with_targets
     from partc.compiler.proposal.generation import Generation
     from partc.compiler.proposal.imports.read import read_imported
     from partc.compiler.proposal.imports.strategies import plan_of_strategies
-    from partc.compiler.proposal.propose import Degrees, propose
+    from partc.compiler.proposal.propose import propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
     from partc.compiler.search.candidate import Fixed
@@ -199,7 +200,7 @@ def command(
 
 def _degrees(given: Degrees, imported: Imported) -> Degrees:
     """The degrees of the command, else those of the files. UsageError where the two differ, or styles come without a degree."""
-    from partc.compiler.proposal.propose import Degrees
+    from partc.compiler.proposal.degrees import Degrees
     from partc.runtime.errors import UsageError
 
     found = {name: imported.degrees.get(name, 1) for name in ("tp", "dp", "stages")}

@@ -24,6 +24,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
@@ -41,35 +42,6 @@ from partc.runtime.units import count
 _ROUNDS = 8
 _FILE = "plan.yaml"
 _AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """How many ranks share a layer, how many have a part of the batch each, how many stages there are."""
-
-    tp: int = 1
-    dp: int = 1
-    stages: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.dp * self.stages
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The axes of more than one rank."""
-        axes = {"pp": self.stages, "dp": self.dp, "tp": self.tp}
-        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
-
-    @property
-    def mesh_line(self) -> str:
-        """`mesh: {dp: 2, tp: 4}`, or nothing."""
-        return f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in self.mesh.items())}}}" if self.mesh else ""
-
-    @property
-    def frame(self) -> str:
-        """A plan that has the ranks and places nothing on them."""
-        return f"ranks: {self.ranks}\n{self.mesh_line}\n"
 
 
 def propose(

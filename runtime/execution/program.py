@@ -221,6 +221,7 @@ class Program:
             self._program.targets.workers.close()
             self._program.targets.workers = None
         self._program.replacement.updates.clear()
+        self._settings.shared.clear()
 
     @one_at_a_time(PROGRAM)
     def maxima(self, numbers: Vector) -> Vector:

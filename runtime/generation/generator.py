@@ -92,9 +92,8 @@ class Generator:
     def _outputs(self, step: Step) -> dict[str, Any]:
         """What one of the two programs makes of a step."""
         record = self.record
-        named = {record.tokens: step.tokens, record.position: step.position}
+        named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
         if step.slots is not None:
-            named[record.count] = step.count
             self._prefill.at_slots(step.slots)
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
         return (self.program if step.slots is None else self._prefill)(given)

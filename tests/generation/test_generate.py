@@ -100,7 +100,7 @@ def test_positions_come_from_the_past_or_as_inputs(
     decode = open_artifact(folder)
     assert decode.programs == ["decode", "prefill"]
     shapes = {port.name: port.shape for port in decode.manifest.inputs}
-    assert shapes == {"ids": [slots, 1], "position": [slots]}
+    assert shapes == {"ids": [slots, 1], "position": [slots], "count": [slots]}
     shapes = {port.name: port.shape for port in decode.beside("prefill").manifest.inputs}
     assert shapes == {"ids": [1, 5], "position": [1], "count": [1]}
     with load_local_generator(folder) as generator:

@@ -39,7 +39,7 @@ def test_no_value_is_larger_than_it_is_said(name: str, rows: int, tokens: int, b
     step, largest = ReferenceEvaluator(model), dict[str, tuple[int, ...]]()
     given = {record.value: np.zeros(record.shape, np.float32) for record in artifact.manifest.state}
     given |= {"ids": np.ones((rows, tokens), np.int64)}
-    given |= {"count": np.full(1, CHUNK)} if name == "prefill" else {}
+    given |= {port.name: np.full(rows, tokens) for port in artifact.manifest.inputs if port.name == "count"}
     for position in (0, 7, LENGTH - 1):
         found = step.run(made, {**given, "position": np.full(rows, position)})
         for value, array in zip(made, found, strict=True):

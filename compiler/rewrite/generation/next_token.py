@@ -47,23 +47,18 @@ def scores_of(graph: ir.Graph, where: str) -> ir.Value:
     return found[0]
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value | None, form: StepForm) -> NextToken:
-    """Lets the model score the last of each sequence's `count` tokens alone, its only one without a count, and takes the likeliest one
-    behind it.
-    """
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm) -> NextToken:
+    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it."""
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
     if not isinstance(vocabulary, int):
         fact = f"the last dim of '{scores.name}' is {vocabulary}"
         raise CompileError(Problem(form.rules.where(), fact, "the number of tokens of the vocabulary is known"))
     head, name, axis = _head(scores), scores.name, build.constant("axis", [1])
-    scored = scores if head is None else head.inputs[0]
-    if count is None:
-        last = build.op("last", "Squeeze", [scored, axis])
-    else:
-        before = build.op("before", "Sub", [count, build.constant("one", 1)])
-        row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
-        last = build.op("last", "GatherND", [scored, build.op("rows", "Unsqueeze", [row, axis])], batch_dims=1)
+    before = build.op("before", "Sub", [count, build.constant("one", 1)])
+    row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
+    scored, rows = scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])
+    last = build.op("last", "GatherND", [scored, rows], batch_dims=1)
     build.put(before=head)
     if head is not None:
         head.replace_input_with(0, last)

@@ -5,7 +5,8 @@
     optimizer           the optimizer's tensors, and moving averages of parameters
     caches              keys and values of tokens, of a decoder
     inputs, outputs     the inputs of a step and the next, in a training of those read ahead, too; outputs of a step and the last
-    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
+    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for; of a
+                        decoder those of both programs, whose sessions are the same
     inside segments     what onnxruntime takes while it runs a segment: an estimate (`program/session_memory.py`)
     sessions            what onnxruntime and the runtime hold of every session and node: an estimate, by measurement
     evaluation          the last three of the program that evaluates a training, which lies beside it
