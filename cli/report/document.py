@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from partc.cli.difference.facts import facts_of
 from partc.cli.output.memory import memory_json, memory_of_ranks
 from partc.cli.output.pipeline import pipeline_of
 from partc.cli.output.stats import rank_stats, typical_sizes
@@ -17,6 +17,7 @@ from partc.cli.report.graph import graph_of, type_text
 from partc.cli.report.memory import memory_curve
 from partc.cli.report.schedule import schedule_of
 from partc.cli.report.timeline import timeline_of
+from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
@@ -43,7 +44,7 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
     classes = rank_classes(artifact)
     memory = memory_of_ranks(artifact, sizes, [one.ranks[0] for one in classes])
     pipeline = pipeline_of(artifact)
-    facts = facts_of(artifact, sizes)
+    found = _classes(artifact, classes, memory, sizes)
     document: dict[str, object] = {
         "folder": str(artifact.folder),
         "program": manifest.name,
@@ -57,11 +58,10 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
         "sizes": sizes,
         "given": sorted(given),
         "symbols": {name: one.model_dump(mode="json") for name, one in manifest.symbols.items()},
-        "measures": facts.measures,
-        "unknown": facts.unknown,
+        "measures": _measures(manifest, classes, memory, [one["stats"]["sent"]["bytes"] for one in found]),
         "inputs": [_port(one.name, one.type, one.shape, one.ranks) for one in manifest.inputs],
         "outputs": [_port(one.name, one.type, one.shape, one.ranks) for one in manifest.outputs],
-        "classes": _classes(artifact, classes, memory, sizes),
+        "classes": found,
         "communication": communication_rows(manifest, classes, sizes, pipeline is not None),
         "graph": graph_of(manifest, classes),
         "memory": [memory_curve(artifact, one, sizes) for one in memory],
@@ -95,9 +95,21 @@ def _meshes(artifact: Artifact) -> list[dict[str, object]]:
     return found
 
 
+def _measures(
+    manifest: Manifest, classes: Sequence[RankClass], memory: Sequence[RankMemory], sent: Sequence[int]
+) -> dict[str, int]:
+    """The measures of `partc diff`."""
+    return {
+        "messages": len(manifest.transfers) + len(manifest.collectives),
+        "bytes": sum(len(one.ranks) * bytes for one, bytes in zip(classes, sent, strict=True)),
+        "memory": max(one.peak for one in memory),
+        "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
+    }
+
+
 def _classes(
     artifact: Artifact, classes: Sequence[RankClass], memory: Sequence[RankMemory], sizes: Mapping[str, int]
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """The facts of `partc inspect` of the first rank of each class, which are those of all of its ranks."""
     manifest = artifact.manifest
     trains = manifest.training is not None and any(record.next for record in manifest.state)
@@ -105,7 +117,7 @@ def _classes(
     for one, needed in zip(classes, memory, strict=True):
         first = one.ranks[0]
         stats = asdict(rank_stats(artifact, first, sizes))
-        row: dict[str, object] = {"ranks": ranks_text(one.ranks), "list": list(one.ranks), "stats": stats}
+        row: dict[str, Any] = {"ranks": ranks_text(one.ranks), "list": list(one.ranks), "stats": stats}
         row["memory"] = memory_json([needed])[0]
         if trains:
             row["training"] = asdict(training_stats(manifest, unrolled(one.model), first, sizes))

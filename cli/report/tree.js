@@ -6,6 +6,7 @@
 // A module of more children than MOST_CHILDREN shows them in blocks, by their order in the program.
 
 const MOST_CHILDREN = 36;
+const MOST_LEAVES = 2 ** 26;
 const PHASES = ["forward", "backward", "update"];
 
 /** Nodes as objects, with the values by name, and what makes and reads each. */
@@ -22,7 +23,6 @@ function readNodes(data) {
       columns.forEach((column, c) => {
         node[column] = c < 8 ? texts[row[c]] : c === 8 ? row[c] : row[c].map((value) => values[value]);
       });
-      if (node.tag < 0) node.phase ||= "forward";
       node.message = node.op === "Send" || node.op === "Recv";
       node.row = node.tag >= 0 ? rowOfTag.get(node.tag) ?? -1 : -1;
       for (const value of node.inputs) value.readers.push(node);
@@ -31,16 +31,18 @@ function readNodes(data) {
       nodes.push(node);
       return node;
     });
-    one.node.filter((node) => node.tag >= 0).forEach(setPhase);
+    one.node.slice().reverse().forEach(setPhase);
   });
   return { nodes, sends, rowOfTag, rows: data.communication };
 }
 
-/** A collective is of the phase of what makes its operand, or else of what reads its result. */
+/** A collective is of the phase of what makes its operand; what is made of nothing, of the phase of all that read it. */
 function setPhase(node) {
-  const maker = node.inputs.map((value) => value.maker).find((one) => one && one.phase);
-  const reader = node.outputs.flatMap((value) => value.readers).find((one) => one.phase);
-  node.phase ||= (maker || reader || { phase: "forward" }).phase;
+  if (node.phase) return;
+  const makers = node.inputs.map((value) => value.maker).filter(Boolean);
+  const phases = new Set(node.outputs.flatMap((value) => value.readers).map((one) => one.phase || "forward"));
+  if (node.tag >= 0 && makers.length) node.phase = makers[0].phase || "forward";
+  else node.phase = phases.size === 1 && !makers.length ? [...phases][0] : "forward";
 }
 
 /** The node that makes a value, where it was received the one on the rank that sent it; with the row of the message. */
@@ -109,11 +111,16 @@ function collapse(item) {
  * module is shown in parts, one for each connected part of it, so that the picture goes one way.
  */
 function untangle(item, edges) {
-  const within = edges.map((edge) => [under(item, edge.source), under(item, edge.target), edge]).filter(([a, b]) => a && b);
-  const between = within.filter(([a, b]) => a !== b);
+  const between = [];
+  const inside = new Map([...item.children.values()].map((one) => [one, []]));
+  for (const edge of edges) {
+    const [a, b] = [under(item, edge.source), under(item, edge.target)];
+    if (a && b && a !== b) between.push([a, b]);
+    else if (a && b) inside.get(a).push(edge);
+  }
   const tangled = inCircles([...item.children.values()], between);
   for (const [key, one] of [...item.children]) {
-    const own = within.filter(([a, b]) => a === one && b === one).map(([, , edge]) => edge);
+    const own = inside.get(one);
     const some = tangled.has(one) && !one.nodes ? connected(one, own) : [one];
     if (some.length > 1) {
       item.children.delete(key);
@@ -247,7 +254,7 @@ function leafEdges(graph, leafOf) {
       const { maker, row } = origin(value, graph);
       const source = maker && leafOf.get(maker.id);
       if (!source || source === reader) continue;
-      const key = `${source.id}\n\n${reader.id}`;
+      const key = source.order * MOST_LEAVES + reader.order;
       if (!edges.has(key)) {
         const edge = { source, target: reader, values: new Set(), rows: new Set() };
         edges.set(key, edge);
@@ -266,7 +273,7 @@ function leafEdges(graph, leafOf) {
 function joinInModule(edge) {
   const [inside, from, to] = where(edge.source, edge.target);
   inside.edges ||= new Map();
-  const key = `${from.id}\n\n${to.id}`;
+  const key = `${from.id} ${to.id}`;
   if (!inside.edges.has(key)) inside.edges.set(key, { from, to, values: new Set(), rows: new Set() });
   const joined = inside.edges.get(key);
   edge.values.forEach((one) => joined.values.add(one));
