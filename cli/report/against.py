@@ -31,14 +31,12 @@ def report_data(artifact: Artifact, before: Artifact | None, asked: Request) -> 
 
 
 def _program(found: Difference) -> dict[str, object]:
-    """The measures and changes of a program; `rows` have alike changes once, with the name of the `first`."""
+    """The measures and changes of a program; `rows` have alike changes once."""
     measures = [
         {"name": one.name, "title": MEASURES[one.name], "before": one.before, "after": one.after}
         for one in found.measures
     ]
-    rows = []
+    rows: list[dict[str, object]] = []
     for kind in KINDS:
-        changes = found.of(kind)
-        for change, times in alike(changes):
-            rows.append({**asdict(change), "times": times, "first": change.name})
+        rows += [{**asdict(change), "times": times} for change, times in alike(found.of(kind))]
     return {"program": found.program, "measures": measures, "changes": [*map(asdict, found.changes)], "rows": rows}

@@ -38,7 +38,7 @@ function moduleDetails(report, item) {
     facts([
       ["ranks", ranksText(report, item.classes)],
       ["nodes", item.count.toLocaleString("en")],
-      ["weights", weights.length ? `${bytesText(bytes)} of a rank in ${weights.length}` : ""],
+      ["weights", weights.length ? `${bytesText(bytes)}, a rank's shards of ${weights.length}` : ""],
       ["ops", [...ops].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([op, number]) => `${op} ${number}`).join(", ")],
     ]),
     rowsList(report, rows, "messages and collectives"),

@@ -23,7 +23,7 @@ function drawMemory(report, place, chosen = 0) {
     const series = (label, stroke, fill) => ({ label, stroke, fill, width: 1.2, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false }, value: (_, bytes) => (bytes === null ? "" : bytesText(bytes)) });
     chart.replaceChildren();
     new uPlot({
-      width, height: 260, scales: { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(1, high * 1.08)] } },
+      width, height: 330, scales: { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(1, high * 1.08)] } },
       axes: [{ ...axis, values: (_, ticks) => ticks.map((at) => (Number.isInteger(at) ? at : "")) },
         { ...axis, size: 76, values: (_, ticks) => ticks.map((bytes) => bytesText(bytes)), splits: (_, __, low, high) => evenBytes(high) }],
       series: [{ label: "action", value: (_, at) => (at === null ? "" : at) },

@@ -6,8 +6,8 @@ const section = (name) => document.getElementById(name);
 
 /** One artifact as the page shows it. */
 class Report {
-  constructor(data, difference) {
-    Object.assign(this, { data, difference });
+  constructor(data, difference, sides) {
+    Object.assign(this, { data, difference, sides });
     this.graph = readNodes(data);
     this.receives = new Map(this.graph.nodes.filter((node) => node.op === "Recv").map((node) => [node.tag, node]));
     this.changedPaths = new Set();
@@ -99,6 +99,20 @@ class Report {
     if (node) this.showNode(node);
   }
 
+  /** Shows the message or collective of a value. */
+  showRowOf(value) {
+    const base = value.replace(/\.\d+$/, "");
+    const row = this.data.communication.find((one) => one.value === value) || this.data.communication.find((one) => one.value === base);
+    if (row) this.chooseRow(row, true);
+    else this.showValue(value);
+  }
+
+  /** Shows a node that reads a value, such as a weight. */
+  showReader(name) {
+    const node = this.graph.nodes.find((one) => !one.message && one.inputs.some((value) => value.name === name));
+    if (node) this.showNode(node);
+  }
+
   showMemory(k) {
     drawMemory(this, section("memory"), k);
     section("memory").scrollIntoView();
@@ -162,7 +176,7 @@ function start() {
   listenForTheme();
   listenForSearch(() => shown);
   const draw = (at) => {
-    shown = new Report(artifacts[at], difference);
+    shown = new Report(artifacts[at], difference, artifacts);
     document.getElementById("name").textContent = artifacts[at].folder;
     shown.draw();
   };

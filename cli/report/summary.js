@@ -60,7 +60,7 @@ function largestTable(report) {
   if (!rows.length) return element("p", { class: "hint" }, "The ranks send nothing.");
   return table([
     { title: "what", text: (row) => `${row.op} ${row.value}`, wide: true, cell: (row) => [element("span", { class: `op ${row.op === "Send" ? "message" : "collective"}` }, row.op), ` ${row.value}`] },
-    { title: "bytes", text: (row) => `${bytesText(row.at)}${row.times > 1 ? ` × ${row.times}` : ""}`, right: true, width: "minmax(6.5rem, 1fr)" },
+    { title: "bytes", text: (row) => `${bytesText(row.at)}${row.times > 1 ? ` × ${row.times}` : ""}`, right: true, width: "minmax(8.5rem, 1fr)" },
     { title: "cause", text: (row) => row.cause, wide: true },
   ], rows, { label: "Largest transfers", height: 300, onrow: (row) => report.chooseRow(row, true) });
 }

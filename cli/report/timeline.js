@@ -42,15 +42,16 @@ function drawTimeline(report, place) {
       pen.fillRect(Math.max(LANE.left, x(0)), y, x(lane.seconds) - x(0), LANE.height);
       lane.y = y;
       for (const span of lane.spans) {
+        if (!span[4]) continue;
         const [from, to] = [x(span[3]), x(span[3] + span[4])];
         if (to < LANE.left || from > width) continue;
         pen.fillStyle = colour(KIND_COLOURS[span[0]] || "copy");
         pen.globalAlpha = spot && spot.span === span ? 1 : lane.measured ? 0.9 : 0.62;
         pen.fillRect(from, y, Math.max(0.6, to - from - 0.4), LANE.height);
-        if (to - from > 60) {
+        if (to - from > 40) {
           pen.globalAlpha = 1;
           pen.fillStyle = colour("on-colour");
-          pen.fillText(span[2] || span[1], from + 4, y + 11, to - from - 8);
+          pen.fillText(shortened(span[2] || span[1], Math.floor((to - from - 8) / 6.2)), Math.max(from, LANE.left) + 4, y + 11);
         }
       }
       pen.globalAlpha = 1;
@@ -70,7 +71,7 @@ function drawTimeline(report, place) {
   const say = ({ lane, span }) => {
     if (!span) return;
     const [, what, path, begin, seconds, bytes] = span;
-    const other = lane.other && lane.other.get(what);
+    const other = lane.other && lane.other.get(nameOf(what));
     under.textContent = `${lane.title}: ${what}${path && !what.includes(path) ? ` (${path})` : ""}, ${secondsText(seconds)} at ${secondsText(begin)}${bytes ? `, ${bytesText(bytes)}` : ""}`
       + (other === undefined || other === null ? "" : `; ${lane.measured ? "simulated" : "measured"} ${secondsText(other)}`);
   };
@@ -119,6 +120,7 @@ function drawTimeline(report, place) {
   place.replaceChildren(
     element("div", { class: "title" }, element("h2", {}, "Timeline"), element("span", { class: "about" }, timelineText(timeline))),
     element("div", { class: "legend still" }, ...key), element("div", { class: "lanes" }, canvas), under,
+    measured ? shareTable(lanes) : null,
     element("div", { class: "columns" }, comparedTable(report, lanes, !!measured), criticalTable(report, simulated)));
   whenShownOtherwise(canvas.parentElement, draw);
 }
@@ -157,10 +159,15 @@ function lanesOf({ simulated, measured }) {
     const mine = { title: `rank ${row.rank}, measured`, seconds: row.seconds, spans: row.spans, measured: true, rank: row.rank, last: !other };
     if (!other) return [mine];
     const theirs = played(other, `rank ${row.rank}, simulated`);
-    mine.other = new Map(other.spans.map((span) => [span[1], span[4]]));
-    theirs.other = new Map(row.spans.map((span) => [span[1], span[4]]));
+    mine.other = new Map(other.spans.map((span) => [nameOf(span[1]), span[4]]));
+    theirs.other = new Map(row.spans.map((span) => [nameOf(span[1]), span[4]]));
     return [mine, theirs];
   });
+}
+
+/** An action's name without ranks, in which those of alike ranks differ. */
+function nameOf(what) {
+  return what.replace(/\branks? [\d,:-]+/g, "");
 }
 
 /** Ranks as partc writes them: 0-3,8 or 0-24:8. */
@@ -173,8 +180,24 @@ function ranksOf(text) {
   });
 }
 
+/** By rank what its time went to in the measured step, beside what it computes in the simulated one. */
+function shareTable(lanes) {
+  const sum = (lane, ...kinds) => lane.spans.filter((span) => kinds.includes(span[0])).reduce((total, span) => total + span[4], 0);
+  const rows = lanes.flatMap((lane, k) => {
+    if (!lane.measured) return [];
+    const theirs = lanes[k + 1] && !lanes[k + 1].measured ? sum(lanes[k + 1], "compute", "update") : null;
+    const row = { rank: lane.rank, seconds: lane.seconds, compute: sum(lane, "compute", "update"), theirs, waits: sum(lane, "communication"), copies: sum(lane, "copy", "memory") };
+    return [{ ...row, rest: Math.max(0, row.seconds - row.compute - row.waits - row.copies) }];
+  });
+  const column = (title, key) => ({ title, text: (row) => (row[key] === null ? "" : secondsText(row[key])), sort: (row) => row[key] || 0, right: true });
+  return element("div", {}, element("h3", {}, "Where the time of each rank went in this step"), table([
+    { title: "rank", text: (row) => row.rank, sort: (row) => row.rank }, column("step", "seconds"), column("compute", "compute"), column("simulated compute", "theirs"),
+    column("communication", "waits"), column("copies", "copies"), column("between actions", "rest"),
+  ], rows, { label: "Time of each rank", height: 300 }));
+}
+
 function comparedTable(report, lanes, measured) {
-  const rows = lanes.filter((lane) => !measured || lane.measured).flatMap((lane) => lane.spans.map((span) => ({ lane, span, other: lane.other ? lane.other.get(span[1]) : undefined })))
+  const rows = lanes.filter((lane) => !measured || lane.measured).flatMap((lane) => lane.spans.map((span) => ({ lane, span, other: lane.other ? lane.other.get(nameOf(span[1])) : undefined })))
     .filter((row) => row.span[4] > 0).sort((a, b) => b.span[4] - a.span[4]).slice(0, 200);
   return element("div", {}, element("h3", {}, "Longest actions"), table([
     { title: "rank", text: (row) => row.lane.rank, sort: (row) => row.lane.rank, width: "4rem" },

@@ -60,7 +60,6 @@ def _played(found: Simulation) -> dict[str, object]:
                     interval.action.bytes,
                 ]
                 for interval in played.intervals[k]
-                if interval.end > interval.begin
             ],
         }
         for k, one in enumerate(played.classes)
