@@ -87,7 +87,7 @@ function readersOf(report, value) {
   const found = [];
   for (const node of value.readers) {
     if (node.op !== "Send") found.push(node);
-    else found.push(...report.receivers(node).flatMap((one) => one.outputs[0].readers));
+    else found.push(...report.receivers(node).flatMap((one) => (one.delivered ? [one] : one.outputs[0].readers)));
   }
   return found;
 }
@@ -99,7 +99,9 @@ function nodeLinks(report, nodes) {
     if (!byPath.has(key)) byPath.set(key, node);
   }
   const some = [...byPath.values()];
-  return some.slice(0, 6).flatMap((node, k) => [k ? ", " : "", link(node.path || node.op, () => report.showNode(node), node.op)])
+  const times = (path) => some.filter((node) => node.path === path).length;
+  const title = (node) => (!node.path ? node.op : times(node.path) > 1 ? `${node.path} (${node.op}, ${node.phase})` : node.path);
+  return some.slice(0, 6).flatMap((node, k) => [k ? ", " : "", link(title(node), () => report.showNode(node), node.op)])
     .concat(some.length > 6 ? [` and ${some.length - 6} more`] : []);
 }
 

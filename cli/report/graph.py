@@ -85,7 +85,7 @@ def _class(manifest: Manifest, ranks: RankClass, texts: Texts) -> dict[str, obje
         return values[name]
 
     nodes = []
-    for node in _once(model):
+    for node in _without_repeats(model):
         said = {entry.key: entry.value for entry in node.metadata_props}
         communicates = node.domain == DOMAIN and not is_copy(node)
         shown = [
@@ -110,7 +110,12 @@ def _class(manifest: Manifest, ranks: RankClass, texts: Texts) -> dict[str, obje
     }
 
 
-def _once(model: ModelProto) -> list[NodeProto]:
+def nodes_once(ranks: RankClass) -> list[NodeProto]:
+    """The nodes of a class of ranks, those of tasks once."""
+    return _without_repeats(unrolled(ranks.model, once=True))
+
+
+def _without_repeats(model: ModelProto) -> list[NodeProto]:
     """The nodes without messages of later microbatches: no node reads what they receive, and what they send has been sent."""
     read = {name for node in model.graph.node for name in reads(node)} | {value.name for value in model.graph.output}
     sent: set[tuple[str, int]] = set()

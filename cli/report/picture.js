@@ -84,7 +84,7 @@ class Picture {
   box(item, x, y, { width, height }) {
     const opens = item.children.length > 0;
     const isOpen = opens && this.open.has(item.id);
-    const kind = item.nodes ? (item.nodes[0].tag >= 0 ? "collective" : "node") : isOpen ? "module open" : "module";
+    const kind = item.nodes ? (item.nodes[0].delivered ? "node output" : item.nodes[0].tag >= 0 ? "collective" : "node") : isOpen ? "module open" : "module";
     const changed = this.report.changed && this.report.changed(item);
     const texts = item.nodes ? [item.name, item.nodes[0].op === item.name ? "" : item.nodes[0].op]
       : [item.name, isOpen ? "" : this.about(item)];

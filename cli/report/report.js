@@ -9,7 +9,7 @@ class Report {
   constructor(data, difference, sides) {
     Object.assign(this, { data, difference, sides });
     this.graph = readNodes(data);
-    this.receives = new Map(this.graph.nodes.filter((node) => node.op === "Recv").map((node) => [node.tag, node]));
+    this.receives = new Map(this.graph.nodes.filter((node) => node.delivered || node.op === "Recv").map((node) => [node.tag, node]));
     this.changedPaths = new Set();
     for (const change of difference ? difference.programs[0].changes : []) {
       if (["placement", "layouts"].includes(change.kind)) this.changedPaths.add(change.name);
@@ -132,9 +132,10 @@ class Report {
   /** The nodes that give a row's value, and those that read it. */
   endsOf(row) {
     const tags = new Set(row.ends.map((end) => end[end.length - 1]));
+    const deliveredOr = (one) => (one.delivered ? [one] : one.outputs[0].readers);
     if (row.op === "Send") {
       const sends = [...tags].map((tag) => this.graph.sends.get(tag)).filter(Boolean);
-      return { makers: sends.map((node) => node.inputs[0].maker).filter(Boolean), readers: sends.flatMap((node) => this.receivers(node)).flatMap((one) => one.outputs[0].readers).filter((one) => !one.message) };
+      return { makers: sends.map((node) => node.inputs[0].maker).filter(Boolean), readers: sends.flatMap((node) => this.receivers(node)).flatMap(deliveredOr).filter((one) => !one.message) };
     }
     const calls = this.graph.nodes.filter((node) => tags.has(node.tag) && !node.message);
     return { makers: calls, readers: calls.flatMap((node) => node.outputs.flatMap((value) => readersOf(this, value))) };

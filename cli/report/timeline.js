@@ -167,7 +167,7 @@ function lanesOf({ simulated, measured }) {
 
 /** An action's name without ranks, in which those of alike ranks differ. */
 function nameOf(what) {
-  return what.replace(/\branks? [\d,:-]+/g, "");
+  return what.replace(/\branks? [\d, :-]+/g, "");
 }
 
 /** Ranks as partc writes them: 0-3,8 or 0-24:8. */

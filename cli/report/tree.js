@@ -31,9 +31,16 @@ function readNodes(data) {
       nodes.push(node);
       return node;
     });
+    one.node.forEach(setDelivered);
     one.node.slice().reverse().forEach(setPhase);
   });
   return { nodes, sends, rowOfTag, rows: data.communication };
+}
+
+/** A Recv that no node reads is an output of the program, which is delivered to the rank, and a leaf of its own. */
+function setDelivered(node) {
+  if (node.op !== "Recv" || node.outputs[0].readers.length) return;
+  Object.assign(node, { message: false, delivered: true, op: "output", path: node.outputs[0].name, phase: "forward" });
 }
 
 /** A collective is of the phase of what makes its operand; what is made of nothing, of the phase of all that read it. */
@@ -48,7 +55,7 @@ function setPhase(node) {
 /** The node that makes a value, where it was received the one on the rank that sent it; with the row of the message. */
 function origin(value, graph) {
   const maker = value.maker;
-  if (!maker || maker.op !== "Recv") return { maker, row: -1 };
+  if (!maker || !(maker.message || maker.delivered)) return { maker, row: -1 };
   const row = graph.rows[maker.row];
   const end = row && row.ends.find(([, , tag]) => graph.sends.has(tag));
   const send = end && graph.sends.get(end[2]);
@@ -250,7 +257,7 @@ function leafEdges(graph, leafOf) {
   for (const node of graph.nodes) {
     const reader = leafOf.get(node.id);
     if (!reader) continue;
-    for (const value of node.inputs) {
+    for (const value of node.delivered ? node.outputs : node.inputs) {
       const { maker, row } = origin(value, graph);
       const source = maker && leafOf.get(maker.id);
       if (!source || source === reader) continue;
