@@ -253,6 +253,19 @@ class Picture {
     this.world.setAttribute("transform", `translate(${x} ${y}) scale(${scale})`);
   }
 
+  /** Moves the picture so that a box which the keys have reached is in sight. */
+  bringIntoSight(made) {
+    if (made === this.canvas) return;
+    const [box, around] = [made.getBoundingClientRect(), this.canvas.getBoundingClientRect()];
+    const [width, height] = [Math.min(box.width, BOX.width), Math.min(box.height, BOX.height)];
+    const isSeen = box.left >= around.left && box.top >= around.top && box.left + width <= around.right && box.top + height <= around.bottom;
+    if (isSeen) return;
+    this.view.x += around.left + around.width / 2 - (box.left + width / 2);
+    this.view.y += around.top + around.height / 3 - box.top;
+    this.move();
+    requestAnimationFrame(() => this.canvas.scrollIntoView({ block: "nearest" }));
+  }
+
   zoom(factor, x, y) {
     const scale = Math.min(3, Math.max(0.05, this.view.scale * factor));
     const by = scale / this.view.scale;
@@ -282,6 +295,7 @@ class Picture {
       }
     });
     window.addEventListener("pointerup", () => { from = null; });
+    canvas.addEventListener("focusin", (event) => this.bringIntoSight(event.target));
     canvas.addEventListener("click", () => { if (!this.dragged) this.choose(null); });
     canvas.addEventListener("wheel", (event) => {
       if (!(event.ctrlKey || event.metaKey || canvas.contains(document.activeElement))) {

@@ -172,6 +172,11 @@ function listenForTheme() {
 
 let shown = null;
 
+/** Shows what an address names, such as `report.html#node=layers.0.mlp`. */
+function follow(hash) {
+  if (hash.startsWith("#node=")) shown.showPath(decodeURIComponent(hash.slice(6)));
+}
+
 function start() {
   const { artifacts, difference } = JSON.parse(document.getElementById("data").textContent);
   listenForTheme();
@@ -185,9 +190,10 @@ function start() {
   side.hidden = artifacts.length < 2;
   side.replaceChildren(...artifacts.map((one, k) => element("option", { value: k }, `${k ? "before" : "after"}: ${one.folder}`)));
   side.addEventListener("change", () => draw(Number(side.value)));
-  const wanted = location.hash.startsWith("#node=") ? decodeURIComponent(location.hash.slice(6)) : "";
+  const wanted = location.hash;
   draw(0);
-  if (wanted) shown.showPath(wanted);
+  follow(wanted);
+  window.addEventListener("hashchange", () => follow(location.hash));
   document.documentElement.dataset.drawn = "yes";
 }
 

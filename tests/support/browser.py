@@ -98,6 +98,8 @@ class Browser:
 
     def open(self, path: Path, hash: str = "") -> None:
         """Loads a page of this machine, until its scripts have drawn it."""
+        self.call("Page.navigate", url="about:blank")  # else another hash of the same page loads nothing
+        self.wait("location.href === 'about:blank'")
         self.errors.clear()
         self.requests.clear()
         self.call("Page.navigate", url=path.absolute().as_uri() + hash)
@@ -118,11 +120,13 @@ class Browser:
             time.sleep(0.05)
 
     def click(self, selector: str) -> None:
-        """Clicks into the middle of an element, by the mouse."""
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
+        """Clicks into an element near its upper edge, by the mouse, when it has been brought into sight and has the focus."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.evaluate(f"{found}.focus({{preventScroll: true}})")
+        self.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+        self.evaluate(f"{found}.scrollIntoView({{block: 'nearest'}})")
         place = self.evaluate(
-            f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
-            " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+            f"(() => {{ const r = {found}.getBoundingClientRect(); return [r.x + r.width / 2, r.y + Math.min(r.height / 2, 12)]; }})()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             where = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
