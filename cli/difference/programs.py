@@ -8,6 +8,7 @@ from partc.cli.difference.compare import Difference, difference
 from partc.cli.difference.facts import Facts, facts_of
 from partc.cli.job.inputs import choose_sizes
 from partc.cli.output.stats import typical_sizes
+from partc.compiler.cost.machine import Machine
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.errors import UsageError
 
@@ -25,11 +26,13 @@ def common_sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict
     return sizes
 
 
-def differences(old: Artifact, new: Artifact, sizes: Mapping[str, int]) -> tuple[list[Difference], int]:
+def differences(
+    old: Artifact, new: Artifact, sizes: Mapping[str, int], machine: Machine | None = None
+) -> tuple[list[Difference], int]:
     """What differs between the programs of each name, and of how many values the size is not known."""
     found, unknown = [], 0
     for name in dict.fromkeys([*old.programs, *new.programs]):
-        facts = [facts_of(one.beside(name), sizes) if name in one.programs else Facts() for one in (old, new)]
+        facts = [facts_of(one.beside(name), sizes, machine) if name in one.programs else Facts() for one in (old, new)]
         found.append(difference(name, *facts))
         unknown += max(one.unknown for one in facts)
     return found, unknown

@@ -9,6 +9,7 @@ from partc.cli.difference.facts import KINDS, MEASURES
 from partc.cli.difference.programs import common_sizes, differences
 from partc.cli.job.inputs import choose_sizes
 from partc.cli.report.document import Request, document_of
+from partc.compiler.cost.machine_file import read_machine
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.errors import UsageError
 
@@ -20,7 +21,8 @@ def report_data(artifact: Artifact, before: Artifact | None, asked: Request) -> 
             raise UsageError("\n".join(problems))
         return {"artifacts": [document_of(artifact, asked)], "difference": None}
     sizes = common_sizes(before, artifact, asked.sizes)
-    found, _ = differences(before, artifact, sizes)
+    machine = read_machine(asked.machine) if asked.machine is not None else None
+    found, _ = differences(before, artifact, sizes, machine)
     found.sort(key=lambda one: one.program != artifact.manifest.name)
     documents = [
         document_of(artifact, replace(asked, sizes=sizes), asked.sizes),

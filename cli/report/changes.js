@@ -7,7 +7,7 @@ function drawChanges(report, place) {
   const { difference } = report;
   if (!difference) return;
   place.hidden = false;
-  const shown = (name, amount) => (["bytes", "memory", "weights"].includes(name) ? bytesText(amount) : amount.toLocaleString("en"));
+  const shown = (name, amount) => (name === "time" ? secondsText(amount * 1e-9) : ["bytes", "memory", "weights"].includes(name) ? bytesText(amount) : amount.toLocaleString("en"));
   const parts = difference.programs.filter((one, k) => k === 0 || one.changes.length).flatMap((program) => {
     const measures = table([
       { title: "measure", text: (row) => row.title, wide: true },

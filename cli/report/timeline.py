@@ -12,12 +12,10 @@ from partc.cli.simulation.run import instant
 from partc.cli.simulation.step import Simulation, simulated
 from partc.cli.simulation.traced import read_traced
 from partc.compiler.cost.machine_file import read_machine
-from partc.compiler.cost.play import Kind
+from partc.compiler.cost.play import Action, Communicate
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.trace import STEP, Span, read_trace
-
-_CATEGORIES = {Kind.COMPUTE: "compute"}
 
 
 def timeline_of(
@@ -50,22 +48,18 @@ def _played(found: Simulation) -> dict[str, object]:
             "first": one.ranks[0],
             "busy": played.busy[k],
             "under_way": played.communication[k],
-            "spans": [
-                [
-                    _CATEGORIES.get(interval.action.kind, "communication"),
-                    interval.action.what,
-                    interval.action.path,
-                    interval.begin,
-                    interval.end - interval.begin,
-                    interval.action.bytes,
-                ]
-                for interval in played.intervals[k]
-            ],
+            "spans": [_span(interval.action, interval.begin, interval.end) for interval in played.intervals[k]],
         }
         for k, one in enumerate(played.classes)
     ]
     critical = [{"name": name, "seconds": seconds} for name, seconds in found.critical]
     return {"seconds": played.seconds, "ranks": rows, "critical": critical}
+
+
+def _span(action: Action, begin: float, end: float) -> list[object]:
+    """An action as the page has it: category, name, module, begin, seconds and bytes."""
+    category, bytes = ("communication", action.bytes) if isinstance(action, Communicate) else ("compute", 0)
+    return [category, action.what, action.path, begin, end - begin, bytes]
 
 
 def _measured(path: Path, median: float) -> dict[str, object]:
