@@ -119,7 +119,7 @@ function drawTimeline(report, place) {
   const key = ["compute", "update", "communication", "copy"].map((kind) => element("span", { class: "key" }, element("i", { style: `background:var(--${KIND_COLOURS[kind]})` }), kind));
   place.replaceChildren(
     element("div", { class: "title" }, element("h2", {}, "Timeline"), element("span", { class: "about" }, timelineText(timeline))),
-    element("div", { class: "legend still" }, ...key), element("div", { class: "lanes" }, canvas), under,
+    element("div", { class: "legend still" }, ...key, leftOut(timeline)), element("div", { class: "lanes" }, canvas), under,
     measured ? shareTable(lanes) : null,
     element("div", { class: "columns" }, comparedTable(report, lanes, !!measured), criticalTable(report, simulated)));
   whenShownOtherwise(canvas.parentElement, draw);
@@ -140,6 +140,12 @@ function drawTicks(pen, view, width, height, x) {
     pen.stroke();
     pen.fillText(secondsText(Number(at.toPrecision(6))), place + 2, 11);
   }
+}
+
+/** How many ranks have no lanes, where they are many. */
+function leftOut({ simulated, measured }) {
+  const number = (measured || simulated).ranks.length;
+  return number > RANKS_SHOWN ? element("span", { class: "key" }, `the first ${RANKS_SHOWN} of ${number} ${measured ? "ranks" : "classes of ranks"}`) : null;
 }
 
 function timelineText({ simulated, measured, by }) {

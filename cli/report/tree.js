@@ -85,7 +85,7 @@ function buildTree(graph, classes, mode, phase) {
     }
     const names = node.path.split(/[./]/);
     names.slice(0, -1).forEach((name, k) => { at = child(at, name, names.slice(0, k + 1).join(".")); });
-    const made = node.outputs[0] ? node.outputs[0].name : `${node.op} ${node.at}`;
+    const made = node.row >= 0 ? `row ${node.row}` : node.outputs[0] ? node.outputs[0].name : `${node.op} ${node.at}`;
     const leaf = child(at, `\n${node.op} ${made}`, node.path);
     leaf.name = names[names.length - 1];
     leaf.nodes ||= [];
@@ -190,7 +190,7 @@ function connected(item, edges) {
 function partOf(item, leaves, number, parent) {
   if (leaves.length === 1) {
     const [leaf] = leaves;
-    leaf.name = leaf.name === leaf.nodes[0].op || leaf.nodes[0].op === leaf.name.replace(/_\d+$/, "") ? item.name : `${item.name}.${leaf.name}`;
+    leaf.name = leaf.name === leaf.nodes[0].op || leaf.nodes[0].op === leaf.name.replace(/_\d+$/, "") ? item.name : `${item.name}${item.isClass ? ": " : "."}${leaf.name}`;
     leaf.parent = parent;
     return leaf;
   }
