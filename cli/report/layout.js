@@ -8,7 +8,7 @@ const MOST_BOXES = 1500;
 
 /** Lays out an item and what is open inside; gives its width and height, and places its children from its upper left corner. */
 function layOut(item, isOpen) {
-  if (!item.children.length || !(item.depth === 0 || isOpen(item))) {
+  if (item.parent && !(item.children.length && isOpen(item))) {
     item.inside = null;
     return { width: BOX.width, height: BOX.height };
   }
@@ -58,6 +58,6 @@ function inRows(item, drawn) {
 
 /** How many boxes are shown where these are open. */
 function boxes(item, isOpen) {
-  if (!item.children.length || !(item.depth === 0 || isOpen(item))) return 1;
+  if (item.parent && !(item.children.length && isOpen(item))) return 1;
   return item.children.reduce((sum, one) => sum + boxes(one, isOpen), 1);
 }
