@@ -27,12 +27,17 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pages of a GPT of two stages of two ranks, and of LeNet against LeNet with a layer elsewhere."""
+    """Pages of a GPT on five ranks, of LeNet against LeNet with a layer elsewhere, and of a pipeline with a trace."""
     folder = tmp_path_factory.mktemp("pages")
     gpt = ROOT / "samples" / "gpt"
     compile_model(gpt / "model.py", gpt / "stages.yaml", folder / "gpt")
     before, after = lenet(folder, "before"), lenet(folder, "after", ("fc3: 2", "fc3: 1"))
+    streamed, trace = ROOT / "samples" / "lenet" / "pipeline.yaml", folder / "x.trace.json"
+    compile_model(ROOT / "samples" / "lenet" / "model.py", streamed, folder / "streamed")
+    run = ["run", folder / "streamed", "--in-process", "--random", "7", "--set", "batch=8", "--repeat", "5"]
+    assert invoke([*map(str, run), "--profile", str(trace), "-o", str(folder / "y.npz")]) == 0
     for arguments in (
+        [folder / "streamed", "--trace", trace, "--set", "batch=8", "-o", folder / "streamed.html"],
         [folder / "gpt", "-o", folder / "gpt.html"],
         [after, "--against", before, "-o", folder / "lenets.html"],
     ):
@@ -128,6 +133,30 @@ def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
         "(() => { const s = document.getElementById('side'); s.value = 1; s.dispatchEvent(new Event('change')); })()"
     )
     assert browser.evaluate(sent) == "6.99 KiB"
+    assert browser.errors == []
+
+
+def test_a_pipeline_over_time(browser: Browser, pages: Path) -> None:
+    """The tasks of its schedule, the curve of its memory, and a measured step above the simulated one."""
+    browser.open(pages / "streamed.html")
+    tasks = "[...document.querySelectorAll('.task text')].map((one) => one.textContent)"
+    rows = browser.evaluate("shown.data.schedule.homes.map((one) => one.row).join(' ')")
+    assert browser.evaluate(tasks) == rows.split()
+    browser.click(".task rect")
+    assert browser.evaluate("document.querySelectorAll('.task.faded').length") > 0
+    assert browser.evaluate("document.querySelector('.chart canvas').width") > 300
+    browser.evaluate("document.querySelector('.lanes canvas').scrollIntoView({block: 'center'})")
+    place = browser.evaluate(
+        "(() => { const r = document.querySelector('.lanes canvas').getBoundingClientRect(); return [r.x, r.y]; })()"
+    )
+    step = "shown.data.timeline.measured"
+    span = browser.evaluate(f"{step}.ranks[0].spans.reduce((a, b) => (a[4] > b[4] ? a : b))")
+    whole = browser.evaluate("Math.max(shown.data.timeline.simulated.seconds, shown.data.timeline.measured.seconds)")
+    width = browser.evaluate("document.querySelector('.lanes canvas').clientWidth") - 132
+    at = {"x": place[0] + 132 + width * (span[3] + span[4] / 2) / whole, "y": place[1] + 29}
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
+    assert span[1] in browser.evaluate("document.querySelector('#timeline .under').innerText")
+    assert "simulated" in browser.evaluate("document.querySelector('#timeline .title').innerText")
     assert browser.errors == []
 
 
