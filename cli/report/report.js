@@ -183,7 +183,9 @@ function start() {
   listenForSearch(() => shown);
   const draw = (at) => {
     shown = new Report(artifacts[at], difference, artifacts);
-    document.getElementById("name").textContent = artifacts[at].folder;
+    const name = document.getElementById("name");
+    name.textContent = artifacts[at].folder.replace(/[/\\]+$/, "").split(/[/\\]/).pop();
+    name.title = artifacts[at].folder;
     shown.draw();
   };
   const side = document.getElementById("side");

@@ -16,7 +16,9 @@ function table(columns, rows, { onrow = null, height = 420, label = "", sorted =
   const inside = element("div", { class: "rows", role: "rowgroup" });
   const scroller = element("div", { class: "scroller", tabindex: "0", "aria-label": label, style: `max-height:${height}px` }, inside);
   const whole = element("div", { class: "table", role: "table", "aria-label": label, "aria-rowcount": rows.length }, head, scroller);
-  whole.style.setProperty("--columns", columns.map((one) => one.width || (one.wide ? "minmax(12rem, 3fr)" : "minmax(4.5rem, 1fr)")).join(" "));
+  const widths = columns.map((one) => one.width || (one.wide ? "minmax(12rem, 3fr)" : "minmax(4.5rem, 1fr)"));
+  whole.style.setProperty("--columns", widths.join(" "));
+  whole.style.setProperty("--least", `${widths.reduce((sum, one) => sum + parseFloat(one.replace("minmax(", "")) + 0.8, 1)}rem`);
 
   for (const column of columns) {
     const sort = () => {
