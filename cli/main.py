@@ -32,6 +32,7 @@ COMMANDS = {
     "check": "Check an artifact from its files alone.",
     "inspect": "Show nodes, memory and communication of each rank.",
     "diff": "Show what changed between two artifacts.",
+    "report": "Write a page that shows an artifact, alone or beside another one.",
     "simulate": "Show the time and memory of a step on a machine, or of a pipeline schedule.",
     "measure": "Measure this machine, for simulate.",
     "profile": "Show where the time of a trace went.",

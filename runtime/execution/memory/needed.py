@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from ...artifact.byte_count import of_tensor
 from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PREFILL, PULL
 from ...artifact.graph.row_function import MERGE
-from ...artifact.liveness import Span
+from ...artifact.liveness import Span, peak
 from ...artifact.manifest import Artifact
 from ...artifact.tasks.calls import bodies_of, declared
 from ...artifact.tasks.task import parse
@@ -37,6 +37,7 @@ from ...communication.in_process import LocalWorld
 from ...devices.devices import Devices
 from ...program.lifetimes import in_place_aliases
 from ...program.locations import locations, used_targets
+from ...program.memory_plan import Lifetime
 from ...program.rank_file import RankFile, read_rank_file
 from ...program.session_memory import OwnArena, Place, SharedArena, inside
 from ...program.steps import LookUp, Segment, Update
@@ -168,6 +169,42 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
     return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
 
 
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a rank at one action of a step: of values between segments, and what the session that runs needs inside."""
+
+    what: str
+    task: str
+    between: int
+    inside: int
+
+
+def memory_over_step(
+    artifact: Artifact, rank: int, sizes: Mapping[str, int]
+) -> tuple[list[StepMemory], list[Lifetime]]:
+    """By action what a rank holds beside what it keeps, on all targets together; and the values between segments.
+
+    Values without a known size are left out. The arena of `rank_memory` is at least as large as the most of `between`, by what lies unused
+    between values; onnxruntime's arena keeps what it has asked for, so what is inside counts there at its most.
+    """
+    program = _Program(read_rank_file(artifact, rank), sizes, artifact.beside().manifest.generation)
+    lives = program.lifetimes()
+    steps = program.file.steps
+    changes = [0] * (len(steps) + 2)
+    for one in lives:
+        last = max([one.died, *one.sends])
+        changes[min(one.born, len(steps))] += one.bytes
+        changes[min(last, len(steps)) + 1] -= one.bytes
+    found, between = [], 0
+    inside = program.session_peaks()
+    for at, step in enumerate(steps):
+        between += changes[at]
+        task = step.task if isinstance(step, Segment) else ""
+        needed = inside[id(step.formal)] if isinstance(step, Segment) else 0
+        found.append(StepMemory(str(step), task, between, needed))
+    return found, lives
+
+
 class _Program:
     """One of the programs of a rank, laid out. `state`: where another one has laid out what the rank keeps."""
 
@@ -228,8 +265,8 @@ class _Program:
                 found[target] = found.get(target, 0) + of_tensor(tensor)
         return found
 
-    def between(self) -> dict[str, int]:
-        """By target the bytes of its arena."""
+    def lifetimes(self) -> list[Lifetime]:
+        """The values that cross segments, with their bytes, and what collectives need beside them."""
         file, values = self.file, self.values
         transport = LocalWorld(file.manifest.ranks).transport(file.rank)
         wire = wire_tags(file.manifest, transport.tags)
@@ -237,8 +274,12 @@ class _Program:
         kept = {record.value: record.local_shape(file.rank) for record in file.state}
         works = plan_collectives(file.steps, values, kept, self.promises, shapes, transport, wire)
         aliases = in_place_aliases(file.steps, values.live_ranges, values.slots, (), values.are_alike)
-        lives = [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
-        return {target: one.bytes for target, one in arenas(lives, values.targets, self.used - {CPU}).items()}
+        return [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
+
+    def between(self) -> dict[str, int]:
+        """By target the bytes of its arena."""
+        laid_out = arenas(self.lifetimes(), self.values.targets, self.used - {CPU})
+        return {target: one.bytes for target, one in laid_out.items()}
 
     def distinct(self) -> list[Segment]:
         """The segments, one for all calls of a body."""
@@ -291,6 +332,16 @@ class _Program:
                 bytes = None if place is None else place[0].bytes_of(place[1])
                 loose.append(Span(name, span.born, max(span.ends), (), bytes))
         found.setdefault(CPU, []).append(loose)
+        return found
+
+    def session_peaks(self) -> dict[int, int]:
+        """By the id of a segment's formal the most bytes that its nodes need at once inside of its session."""
+        found: dict[int, int] = {}
+        for segment in self.distinct():
+            names = dict([*segment.operands, *segment.results])
+            suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
+            places, _ = inside(segment.formal, partial(self._place_in, names, suffix))
+            found[id(segment.formal)] = peak(places)[0]
         return found
 
     def _place_in(self, names: Mapping[str, str], suffix: str, name: str) -> Place | None:
