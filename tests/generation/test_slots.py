@@ -56,9 +56,12 @@ request = st.builds(
 def test_every_request_gets_its_tokens_whoever_runs_beside_it(
     requests: list[Request], slots: int, chunk: int, padded: bool
 ) -> None:
-    running = Slots(record(slots, chunk, padded or slots > 1), requests)
+    running = Slots(record(slots, chunk, padded or slots > 1))
+    for number, one in enumerate(requests):
+        running.admit(number, one)
     caches: list[list[int]] = [[] for _ in range(slots)]
-    made: list[tuple[int, int]] = []
+    made: list[list[int]] = [[] for _ in requests]
+    finish = [""] * len(requests)
     while (step := running.next()) is not None:
         if padded or slots > 1:
             assert step.tokens.shape in ((slots, chunk), (slots, 1))
@@ -73,17 +76,20 @@ def test_every_request_gets_its_tokens_whoever_runs_beside_it(
         chosen = [
             following(cache[: int(at + n)]) for cache, at, n in zip(caches, step.position, step.count, strict=True)
         ]
-        made += [(one.request, one.token) for one in running.take(chosen)]
-    assert [answer.tokens for answer in running.answers] == [alone(one) for one in requests]
-    assert all(answer.finish for answer in running.answers)
-    for number, answer in enumerate(running.answers):
-        assert [token for one, token in made if one == number] == answer.tokens
-        stopped = bool(answer.tokens) and answer.tokens[-1] in requests[number].stop
-        assert answer.finish == ("stop" if stopped else "length")
+        for token in running.take(chosen):
+            assert not finish[token.request]
+            made[token.request].append(token.token)
+            finish[token.request] = token.finish
+    assert made == [alone(one) for one in requests]
+    assert finish == [
+        "stop" if tokens[-1] in one.stop else "length" for tokens, one in zip(made, requests, strict=True)
+    ]
 
 
 def test_a_long_prompt_holds_others_up_by_one_chunk_a_token() -> None:
-    running = Slots(record(2, 4), [Request([1], max_tokens=9), Request([*range(30)], max_tokens=1)])
+    running = Slots(record(2, 4))
+    running.admit(0, Request([1], max_tokens=9))
+    running.admit(1, Request([*range(30)], max_tokens=1))
     parts = []
     while (step := running.next()) is not None:
         parts.append(tuple(step.count.tolist()))
