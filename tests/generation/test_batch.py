@@ -37,21 +37,24 @@ def compiled(folder: Path, ranks: str = "ranks: 1\n", spoilt: bool = False) -> P
 def lead(batch: ContinuousBatch, requests: dict[int, Request], leaving: dict[int, int]) -> dict[int, list[int]]:
     """Admits a request a step, and takes those in `leaving` out after so many tokens; the tokens of all."""
     made: dict[int, list[int]] = {number: [] for number in requests}
-    waiting, open_ones = [*requests], {*requests}
+    waiting, open_ones, left_at, step = [*requests], {*requests}, dict[int, int](), 0
     while open_ones:
         if waiting:
             number = waiting.pop(0)
             batch.admit(number, requests[number])
         tokens = batch.step()
         assert tokens is not None
+        step += 1
         for one in tokens:
             if one.request not in open_ones:
+                assert step <= left_at[one.request] + 2
                 continue
             made[one.request].append(one.token)
             if one.finish:
                 open_ones.discard(one.request)
             elif len(made[one.request]) == leaving.get(one.request):
                 batch.cancel(one.request)
+                left_at[one.request] = step
                 open_ones.discard(one.request)
     batch.end()
     while batch.step() is not None:
