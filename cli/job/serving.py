@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from partc.cli.job.job import Job
@@ -84,7 +84,7 @@ def run_server(job: Job, transport: Transport) -> int:
         raise InputError(problem)
     on_error = "abort" if job.run_dir is None else "raise"
     options = {"threads": job.threads, "trust": job.trust, "devices": job.devices, "on_error": on_error}
-    with load_generator(job.folder, transport, **options) as generator:
+    with own or nullcontext(), load_generator(job.folder, transport, **options) as generator:
         batch = ContinuousBatch(generator)
         batch.warm_up()
         if transport.rank:
@@ -104,9 +104,8 @@ def run_threads(job: Job, manifest: Manifest) -> int:
     from partc.runtime import ContinuousBatch, load_local_generator
 
     assert job.serving is not None
-    front = open_front(job.serving, manifest)
     options = {"threads": job.threads, "trust": job.trust, "stall": job.stall, "devices": job.devices}
-    with load_local_generator(job.folder, **options) as generator:
+    with open_front(job.serving, manifest) as front, load_local_generator(job.folder, **options) as generator:
         batch = ContinuousBatch(generator)
         batch.warm_up()
         _lead_here(batch, front, _BEAT)
@@ -116,7 +115,7 @@ def run_threads(job: Job, manifest: Manifest) -> int:
 def _lead_here(batch: ContinuousBatch, front: Front, beat: float) -> None:
     """Runs the steps with the server in a thread of this process, until a signal or a failure ends both."""
     near, far = socket.socketpair()
-    with front, closing(Link(near)) as link, _ending(front):
+    with closing(Link(near)) as link, _ending(front):
         front.attach(far)
         try:
             lead(batch, link, beat, lambda: report_address(front))
