@@ -88,6 +88,8 @@ def run_server(job: Job, transport: Transport) -> int:
         batch = ContinuousBatch(generator)
         batch.warm_up()
         if transport.rank:
+            for number in (signal.SIGINT, signal.SIGTERM) if job.run_dir is None else ():
+                signal.signal(number, signal.SIG_IGN)  # rank 0 hears them, and says when the last step was
             while batch.step() is not None:
                 pass
         elif own is not None:
