@@ -7,13 +7,14 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from partc.cli.server.answer import LEFT, Answer, Letters
 from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.refusals import RefusedError, error_body
+from partc.runtime.files import counted
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,7 +22,16 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 _BODY_SECONDS = 30.0
+_PAGE_BYTES = 1 << 20
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+
+
+class Document(JSONResponse):
+    """JSON that ends with its line, for who reads it in a terminal."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return super().render(content) + b"\n"
 
 
 class Server:
@@ -50,13 +60,13 @@ class Server:
 
     async def page(self, request: Request) -> Response:
         """The page on which to try it."""
-        text = files("partc.cli.server").joinpath("page.html").read_text()
+        text = counted.read_text(Path(__file__).with_name("page.html"), _PAGE_BYTES)
         return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
         """Whether requests are taken."""
         state = self.engine.state
-        return JSONResponse({"status": state.value}, 200 if state is State.READY else 503)
+        return Document({"status": state.value}, 200 if state is State.READY else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Counts for Prometheus."""
@@ -75,7 +85,7 @@ class Server:
             **sizes,
             **texts,
         }
-        return JSONResponse({"object": "list", "data": [one]})
+        return Document({"object": "list", "data": [one]})
 
     async def completions(self, request: Request) -> Response:
         """Continues a prompt."""
@@ -89,7 +99,7 @@ class Server:
         """The answer to a request that is not met."""
         self.engine.metrics.requests["refused"] += 1
         headers = {"Retry-After": str(error.retry)} if error.retry else None
-        return JSONResponse(error.body(), error.status, headers=headers)
+        return Document(error.body(), error.status, headers=headers)
 
     async def _answer(self, request: Request, read: Callable[[bytes], Completion]) -> Response:
         _refuse_other_origin(request)
@@ -102,7 +112,7 @@ class Server:
                 self._events(request, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         async with _ended_when_left(request, self.engine, answer), aclosing(answer.deltas(self.engine)) as deltas:
-            return JSONResponse(answer.document([delta async for delta in deltas]))
+            return Document(answer.document([delta async for delta in deltas]))
 
     async def _events(self, request: Request, answer: Answer) -> AsyncIterator[str]:
         first = True
@@ -168,12 +178,12 @@ def _refuse_other_origin(request: Request) -> None:
 def _http_error(request: Request, error: HTTPException) -> Response:
     words = {404: "there is no such path", 405: f"{request.method} is not a method of this path"}
     fact = words.get(error.status_code, error.detail)
-    return JSONResponse(error_body(fact, "invalid_request_error"), error.status_code, headers=error.headers)
+    return Document(error_body(fact, "invalid_request_error"), error.status_code, headers=error.headers)
 
 
 def _fault(request: Request, error: Exception) -> Response:
     """A fault of the server itself."""
-    return JSONResponse(error_body(f"{type(error).__name__}: {error}", "server_error"), 500)
+    return Document(error_body(f"{type(error).__name__}: {error}", "server_error"), 500)
 
 
 def _json(document: dict[str, Any]) -> str:

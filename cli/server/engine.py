@@ -1,8 +1,8 @@
 """The server's side of the loop of steps: open requests, their news, and who may still join.
 
 All of it runs in the event loop of the server's thread. The first token of a request and the last one are passed on at once, those between
-in groups: the ranks need the cores more than a reader needs a letter some milliseconds earlier. A request that ended, by its last token, its
-deadline, its client or a failure, is forgotten here at once, and the ranks are told of those that they still run.
+in groups: the ranks need the cores more than a reader needs a letter some milliseconds earlier. A request that ended, by its last token,
+its deadline, its client or a failure, is forgotten here at once, and the ranks are told of those that they still run.
 """
 
 from __future__ import annotations
