@@ -234,6 +234,9 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
         yield f"sizes are for {chosen}: {batch}the maximum, or the minimum if there is no maximum; --set changes it"
     yield from evaluation_lines(artifact.manifest)
     yield "peak memory is all that a rank holds at these sizes; inside segments and of sessions it is an estimate of what onnxruntime takes"
+    if (generation := artifact.manifest.generation) is not None:
+        longest = f"sequences of {generation.length} tokens, the longest"
+        yield f"it is an upper bound: what grows with the sequences counts as in a step of {longest}"
     if unknown:
         yield f"'+?': without {count(unknown, 'value')} whose size is known only at run time"
 

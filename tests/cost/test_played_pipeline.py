@@ -10,7 +10,7 @@ from machines import curve, machine
 from partc.cli.output.pipeline import pipeline_of
 from partc.cli.simulation.step import simulated
 from partc.compiler.cost.machine import Link, Machine
-from partc.compiler.cost.play import Kind
+from partc.compiler.cost.play import Compute
 from partc.compiler.schedule.costs import unit_costs, with_times
 from partc.compiler.schedule.simulate import simulate
 from sample_plans import compiled
@@ -26,7 +26,7 @@ def test_a_step_takes_what_its_schedule_takes(plan: str, tmp_path: Path) -> None
     begins, ends = [], []
     for some in found.played.intervals:
         for one in some:
-            if one.action.kind is Kind.COMPUTE and one.action.task:
+            if isinstance(one.action, Compute) and one.action.task:
                 times[one.action.task] += one.end - one.begin
                 begins.append(one.begin)
                 ends.append(one.end)

@@ -24,7 +24,7 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import drop_unread, name_of
-from partc.compiler.ir.program import Loaded, Prepared
+from partc.compiler.ir.program import Generation, Loaded, Prepared
 from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
@@ -82,7 +82,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         padded=work.padded,
         stop=rules.stop,
     )
-    return replace(program, model=model, plan=plan, paths=node_paths(model), caches=work.found, generation=record)
+    return replace(program, model=model, plan=plan, paths=node_paths(model), generation=Generation(work.found, record))
 
 
 @dataclass(frozen=True)

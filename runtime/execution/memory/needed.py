@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,14 @@ from ...devices.devices import Devices
 from ...program.lifetimes import in_place_aliases
 from ...program.locations import locations, used_targets
 from ...program.rank_file import read_rank_file
-from ...program.session_memory import Place, SharedArena, inside
+from ...program.session_memory import OwnArena, Place, SharedArena, inside
 from ...program.steps import LookUp, Segment, Update
 from ...program.value_table import Storage, declared_shapes, known_shapes, promised_shapes, types_from_manifest
 from ..collective_plans import plan_collectives, scratch_lifetimes
 from ..symbol_bindings import bound_symbols
 from ..wire_tags import wire_tags
-from .layout import arenas, at_sizes, lay_out
+from .layout import MOST_PLANS, arenas, at_sizes, lay_out
+from .longest import longest
 
 if TYPE_CHECKING:
     from onnx import TensorProto
@@ -54,7 +56,10 @@ _READ_AHEAD = 2
 _LAID_OUT = 2.8
 """The bytes that onnxruntime needs for each byte of a convolution's constant weights while it makes a session, besides the weight."""
 _OF_NODE, _OF_VALUE = 16_500, 1_800
-"""The bytes that sessions and the runtime hold for each node of a session, and each value of all microbatches; of onnxruntime 1.31."""
+"""The bytes that sessions and the runtime hold for each node of a session, and in each plan of a step for each value of all microbatches;
+of onnxruntime 1.31."""
+_PLANS_PADDED = 2
+"""The plans of a decoder whose steps have a chunk of tokens or one."""
 _OF_TRAINING = 1_200_000
 """What the loop, the reader of batches and MPI take for themselves."""
 
@@ -133,10 +138,11 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
         for target, one in found.items():
             own = sessions.get(target, [])
             before = one.inside
+            taken_from = [OwnArena() for _ in own] if program.file.grows else [shared[target]]
             for _ in range(2):
-                for places in own:
-                    shared[target].run(places)
-            one.inside = shared[target].bytes
+                for arena, places in zip(cycle(taken_from), own, strict=False):
+                    arena.run(places)
+            one.inside = sum(arena.bytes for arena in taken_from)
             if program is main:
                 one.between, one.sessions = arenas.get(target, 0), program.session_bytes() if target == CPU else 0
                 one.unknown = program.unknown if target == CPU else 0
@@ -172,6 +178,8 @@ class _Program:
         self.shapes = declared_shapes(file)
         self.bounds: dict[str, Place] = {}
         self._bound_rows()
+        if (generation := file.manifest.generation) is not None:
+            self.bounds |= longest(file, generation, self._tensors(), self._place)
         self.unknown = 0
 
     def _tensors(self) -> dict[str, TensorProto]:
@@ -230,7 +238,10 @@ class _Program:
     def session_bytes(self) -> int:
         """What sessions and the runtime hold of the file while they do not run."""
         nodes = sum(len(segment.nodes) for segment in self.distinct())
-        return _OF_NODE * nodes + _OF_VALUE * len(self.types) + (_OF_TRAINING if self.trains else 0)
+        plans, generation = 1, self.file.manifest.generation
+        if generation is not None:
+            plans = min(generation.chunk, _PLANS_PADDED if generation.padded else MOST_PLANS)
+        return _OF_NODE * nodes + _OF_VALUE * len(self.types) * plans + (_OF_TRAINING if self.trains else 0)
 
     def input_output_bytes(self) -> int:
         """The bytes of the inputs of a step and the next one, and of the outputs of a step and the last one; with batches that wait."""
