@@ -29,6 +29,8 @@ from partc.runtime.errors import UsageError
 
 _LAST_SECONDS = 2
 _BACKLOG = 512
+_CONNECTIONS = 800
+"""How many may be open: a process has a thousand files at most by default."""
 _PATH_BYTES = 100
 
 
@@ -136,6 +138,7 @@ class Front:
                 http="h11",
                 loop="asyncio",
                 server_header=False,
+                limit_concurrency=_CONNECTIONS,
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )
         )

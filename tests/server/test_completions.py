@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from decoders import VOCABULARY, Unsharded, decoder
+from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
-from server_case import LETTERS, LocalServer, until, write_tokenizer
+from server_case import LETTERS, Client, LocalServer, until, write_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = [3, 1, 4, 1, 5]
@@ -173,6 +178,60 @@ def test_a_client_that_leaves_frees_its_slot(server: LocalServer) -> None:
     until(lambda: server.metrics()['partc_requests_total{finish="left"}'] == before + 3)
     until(lambda: server.batch.slots.used == server.batch.slots.waiting == 0)
     assert server.metrics()["partc_slots_used"] == 0
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(server: LocalServer, tokens: list[int]) -> None:
+    program, body = server.generator.program, {"prompt": PROMPT, "max_tokens": 3}
+
+    class Spoilt:
+        """Its steps find no token for any slot."""
+
+        ranks = program.ranks  # type: ignore[union-attr]
+
+        def __call__(self, given: Any) -> Any:
+            return {**program(given), "next_token": np.full(2, VOCABULARY)}
+
+    server.generator.program = Spoilt()  # type: ignore[assignment]
+    try:
+        status, found = server.post(COMPLETIONS, body)
+        assert (status, found["error"]["code"]) == (500, "not_finite")
+        with server.streaming(COMPLETIONS, body) as events:
+            kind, data = next(events)
+        assert (kind, json.loads(data)["error"]["code"]) == ("error", "not_finite")
+    finally:
+        server.generator.program = program
+    assert server.complete(PROMPT, max_tokens=3)["token_ids"] == tokens[:3]
+
+
+def test_the_command_serves_in_one_process_until_a_signal(
+    build: Path, tokens: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        client = Client(free.getsockname()[1])
+    found: list[list[int]] = []
+
+    def ask() -> None:
+        try:
+            until(lambda: _healthy(client))
+            found.append(client.complete(PROMPT, max_tokens=9)["token_ids"])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    assert invoke(["serve", str(build), "--port", str(client.port), "--drain", "1"]) == 0
+    asks.join()
+    assert found == [tokens[:9]]
+    lines = capsys.readouterr()
+    assert lines.out == f"serving on http://127.0.0.1:{client.port}; Ctrl-C ends it\n"
+    assert lines.err == "ends: no more requests are taken, open ones have 1 s\n"
+
+
+def _healthy(client: Client) -> bool:
+    try:
+        return client.get("/health")[0] == 200
+    except ConnectionError:
+        return False
 
 
 def test_a_full_queue_and_a_deadline_are_reported(server: LocalServer) -> None:
