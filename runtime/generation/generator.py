@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..artifact.format import CACHE
+from ..artifact.format import CACHE, PREFILL
 from ..artifact.tensors.boxes import slices
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
@@ -47,7 +47,9 @@ class Generator:
             raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
         self.program = program
         self.record: GenerationRecord = program.manifest.generation
-        self._cut = {port.name for port in program.manifest.inputs if port.boxes is not None}
+        self._prefill = program.beside(PREFILL)
+        ports = (*program.manifest.inputs, *self._prefill.manifest.inputs)
+        self._cut = {port.name for port in ports if port.boxes is not None}
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         """The answers to all requests, in their order; collective: each rank gives the same ones. InputError for any that cannot be met."""
@@ -79,12 +81,13 @@ class Generator:
 
     def make(self, slots: Slots, step: Step) -> list[NewToken]:
         """Runs a step of these slots, and gives the tokens that it makes; collective."""
-        outputs = self.program(self._given(step))
+        outputs = self._outputs(step)
         chosen = np.array(outputs[self.record.next], np.int64)
         self._draw(slots, outputs, chosen)
-        if broken := [slot for slot in slots.taking if chosen[slot] >= self.record.vocabulary]:
+        found = chosen.tolist()
+        if broken := slots.slots_of(found, self.record.vocabulary):
             self._clear(broken)
-        return [*slots.take(chosen.tolist())]
+        return [*slots.take(found)]
 
     def _clear(self, broken: Sequence[int]) -> None:
         """Makes the caches of slots zeros: of what is not finite also the masked entries would spoil the next sequence there."""
@@ -104,22 +107,32 @@ class Generator:
         if not drawing:
             return
         if (logits := outputs.get(self.record.logits)) is not None:
-            for slot, (request, number) in drawing.items():
-                if chosen[slot] < self.record.vocabulary:
-                    chosen[slot] = draw(np.asarray(logits)[slot], request, number)
+            for row, (request, number) in drawing.items():
+                if chosen[row] < self.record.vocabulary:
+                    chosen[row] = draw(np.asarray(logits)[row], request, number)
         elif isinstance(self.program, Program):
             chosen[[*drawing]] = -1
         if isinstance(self.program, Program):
             np.copyto(chosen, self.program.maxima(chosen))
 
-    def _given(self, step: Step) -> dict[str, object]:
+    def _outputs(self, step: Step) -> dict[str, Any]:
+        """What one of the two programs makes of a step."""
         record = self.record
-        named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
-        return {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        named = {record.tokens: step.tokens, record.position: step.position}
+        if step.slots is not None:
+            named[record.count] = step.count
+            self._prefill.at_slots(step.slots)
+        given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        return (self.program if step.slots is None else self._prefill)(given)
 
     def close(self) -> None:
         """Gives sessions and caches back."""
         self.program.close()
+        self._release()
+
+    def _release(self) -> None:
+        if isinstance(self._prefill, Program):  # ranks that are threads end theirs together
+            self._prefill.release()
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +141,7 @@ class Generator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.program.__exit__(kind, error, trace)
+        self._release()
 
 
 def load_generator(folder: str | Path, comm: MPI.Intracomm | Transport | None = None, **options: Any) -> Generator:
