@@ -17,8 +17,9 @@ def slot_lines(manifest: Manifest) -> Iterator[str]:
     kept: dict[int, int] = {}
     for one in manifest.state:
         kind = dense(one.type)
-        for rank in one.ranks if one.kind == CACHE and kind is not None else ():
-            kept[rank] = kept.get(rank, 0) + kind.bytes_of(one.local_shape(rank))
+        if one.kind == CACHE and kind is not None:
+            for rank in one.ranks:
+                kept[rank] = kept.get(rank, 0) + kind.bytes_of(one.local_shape(rank))
     most = max(kept.values(), default=0)
     size = size_text(most * record.runs // record.slots)
     text = f"{count(record.slots, 'slot')} of {record.length} tokens: caches of {size_text(most)} on a rank, {size} for each of its slots"

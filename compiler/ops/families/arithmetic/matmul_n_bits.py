@@ -9,6 +9,7 @@ of zero points that are packed, two blocks of 4 bits a byte: each rank then make
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -76,7 +77,7 @@ def _(node: ir.Node) -> Rule | None:
 def _local(local: Local) -> None:
     """The node with this rank's K and N; a bias counts on the first of the ranks that each make a term of a sum."""
     attributes = local.node.attributes
-    changed = {
+    changed: dict[str, Any] = {
         name: attributes.get_int(name, 0) // local.num_shards(letter) for name, letter in (("K", "k"), ("N", "n"))
     }
     inputs, bias = list(local.inputs), operand(local.node, _BIAS)
