@@ -20,7 +20,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.propose import Degrees
-from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search
 from partc.runtime.artifact.format import SourceRecord
@@ -28,11 +28,15 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.units import seconds
 
-_NODES, _FEWEST, _MOST = 8000, 3, 8
+_NODES, _FEWEST, _MOST = 4000, 2, 8
 """Candidates are played until they have so many nodes of the model together, but so many at least and at most."""
+_OF_TRAINING = 2.5
+"""How many nodes a training has for one of its model."""
+_LARGE, _TASKS = 500, 64
+"""Of a model of so many nodes no candidate has more tasks, microbatches of stages, in what is played."""
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
-_FAR = 2.0
+_FAR = 1.5
 """A baseline whose estimate is so many times what is found is not played, but where all are that can be."""
 
 
@@ -77,8 +81,8 @@ class Plays:
 def played(search: Search, memory: int | None, began: float, limit: float | None) -> Plays:
     """Plays candidates; UsageError where the limit of time, in seconds since it `began`, is over before one is within the memory."""
     found = Plays(search, memory)
-    nodes, longest = len(search.program.model.graph), 0.0
-    most = max(_FEWEST, min(_MOST, _NODES // max(1, nodes)))
+    nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
+    most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes))))
     for candidate in _in_turn(found, most):
         begin = time.monotonic()
         if limit is not None and begin - began + longest > limit:
@@ -114,7 +118,9 @@ def play_program(search: Search, done: Complete) -> Simulation:
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
     search, tried, turns = found.search, set[Candidate](), Counter[Degrees]()
-    waiting = {one: search.estimate(one) for one in search.candidates}
+    tasks = _TASKS if len(search.program.model.graph) > _LARGE else MOST_MICROBATCHES * search.request.ranks
+    few = [one for one in search.candidates if one.microbatches * one.degrees.stages <= tasks]
+    waiting = {one: search.estimate(one) for one in few}
 
     def rank(pair: tuple[Candidate, Estimate]) -> tuple[bool, bool, float, float]:
         one, estimate = pair

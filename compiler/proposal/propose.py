@@ -109,11 +109,15 @@ def propose(
 
 @dataclass(frozen=True)
 class TakenOver:
-    """What a proposal has besides its own: lines at its head, whole sections, and whether one of them is `train`."""
+    """What a proposal has besides its own: lines at its head, whole sections, and whether one of them is `train`.
+
+    `listed`: whether the plan lists outputs and modules as comments.
+    """
 
     head: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     trains: bool = False
+    listed: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class Work:
                     ranks += [
                         f"{degrees.mesh_line}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
                     ]
-                ports = Ports(not made, more.trains)
+                ports = Ports(not made, more.trains, more.listed)
                 given = Proposed((*more.head, *head), tuple(ranks), sections, batch.names, outputs, free, ports)
                 return starting_plan(source.model, paths, name, symbols, given)
 
@@ -286,6 +290,7 @@ def _sections(
     elif over or dims:
         words = [f"{', '.join(batch.others)} has another first dim and is replicated"] if batch.others else []
         words += ["a cache arrives as it is kept"] if dims else []
+        words += ["the batch is cut over tp, too, up to what is sharded"] if over[-1:] == ["tp"] else []
         yield f"dataset:   # {'; '.join(words)}"
         specs: dict[str, list[str]] = {}
         for value in program.model.graph.inputs:

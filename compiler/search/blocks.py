@@ -51,22 +51,26 @@ class Block:
 
 
 def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
-    """The blocks of the sets, in order."""
+    """What comes before all sets, and the blocks of the sets, in order."""
     work = estimates.work
     of: dict[ir.Node, int] = {node: k for k, one in enumerate(sets) for node in one.nodes}
     for node in work.program.model.graph:
         if node not in of:
             before = [of[made] for value in node.inputs if value is not None and (made := value.producer()) in of]
-            of[node] = max(before, default=0)
+            of[node] = max(before, default=-1)
+    members: dict[int, list[ir.Node]] = {k: [] for k in range(-1, len(sets))}
+    for node in work.of:
+        members[of[node]].append(node)
     found, counted = [], set[ir.Value]()
-    for k, one in enumerate(sets):
-        nodes = tuple(node for node in work.of if of[node] == k)
+    for k, nodes in members.items():
         weights = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
-        ends = one.summed or one.made
-        hands_on = max((work.bytes(node.outputs[0]) for node in ends), default=0.0)
+        later = {
+            value for node in nodes for value in node.outputs if any(of.get(use.node, k) > k for use in value.uses())
+        }
         own = float(sum(map(stored_bytes, weights - counted)))
         counted |= weights
-        found.append(Block(nodes, Sharding.of(work, tuple(one.places)), own, hands_on))
+        places = tuple(sets[k].places) if k >= 0 else ()
+        found.append(Block(tuple(nodes), Sharding.of(work, places), own, max(map(work.bytes, later), default=0.0)))
     return found
 
 

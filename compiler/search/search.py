@@ -148,8 +148,8 @@ class Search:
             self._modules[degrees] = Modules.of(self.estimates, sets, degrees, self.records)
         return self._modules[degrees]
 
-    def proposal(self, one: Candidate, head: tuple[str, ...] = ()) -> Proposal:
-        """The plan of a candidate, with further lines at its head; CompileError where the compiler refuses it."""
+    def proposal(self, one: Candidate, head: tuple[str, ...] | None = None) -> Proposal:
+        """The plan of a candidate; CompileError where the compiler refuses it. With lines at its head it lists modules, too."""
         degrees = one.degrees
         stages = self._balanced(degrees.stages)
         if len(stages) < degrees.stages > 1:
@@ -158,7 +158,7 @@ class Search:
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
         batch = batch_of(self.source, over * one.microbatches)
         sections = (*self._pipeline(one), *self.request.base.written(one.zero))
-        more = TakenOver(head, sections, self.request.base.trains)
+        more = TakenOver(head or (), sections, self.request.base.trains, head is not None)
         work = Work(self.source, self.name, degrees, batch, self.program, stages, taken_over=more)
         return work.proposed(sharding)
 
@@ -166,16 +166,16 @@ class Search:
         """The shardings of a candidate, each with what it saves."""
         modules, sets = self.modules(one.degrees), self._sharded(one.degrees.tp)[0].sets
         ways = modules.ways if one.by_module else modules.sharded
-        number = {id(linked): k for k, linked in enumerate(sets)}
+        number = {id(linked): k for k, linked in enumerate(sets, 1)}
 
         def told(some: Sequence[Linked]) -> str:
             saved = modules.saved(ways, [number[id(linked)] for linked in some])
             return f"; saves about {seconds(saved)} of a step" if saved > 0 else ""
 
-        whole = {k: modules.reason(ways, k) for k, way in enumerate(ways) if way is not Way.SHARDED}
+        whole = {k - 1: modules.reason(ways, k) for k, way in enumerate(ways) if k and way is not Way.SHARDED}
         paths = self.program.paths.values()
         found = tensor_parallel(self.apart, paths, one.degrees.tp, None, whole, self.linked, told)
-        return replace(found, has_records=Way.RECORDS in ways)
+        return replace(found, has_records=one.by_module and modules.has_records)
 
     def _pipeline(self, one: Candidate) -> tuple[str, ...]:
         if one.microbatches == 1 and not one.recompute:
