@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -48,6 +48,8 @@ class Play:
     seconds: float
     bytes: int
     peak: int
+    with_head: Callable[[tuple[str, ...]], str]
+    """Its plan with these lines at the head."""
 
 
 @dataclass
@@ -89,14 +91,14 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             found.cut_short = True
             break
         try:
-            done = search.proposal(candidate).done
+            proposal = search.proposal(candidate)
         except CompileError as error:
             found.refused[candidate] = error.problems[0].fact
             continue
-        step = play_program(search, done)
+        step = play_program(search, proposal.done)
         peak = max(one.peak for one in step.memory.values())
         given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
-        found.played.append(Play(candidate, step.played.seconds, given, peak))
+        found.played.append(Play(candidate, step.played.seconds, given, peak, proposal.with_head))
         longest = max(longest, time.monotonic() - begin)
     if found.cut_short and found.best is None:
         fact = f"--time {seconds(limit or 0)}: is over before a plan is found"
@@ -112,7 +114,7 @@ def play_program(search: Search, done: Complete) -> Simulation:
     with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
         folder = Path(name) / "build"
         emit(done, folder, {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}, bare=True)
-        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts)
+        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts, alike=True)
 
 
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:

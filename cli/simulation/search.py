@@ -63,8 +63,8 @@ def searched(source: Source, name: str, options: Options) -> Found:
     best = plays.best
     if best is None:
         raise UsageError(_none_fits(plays, options))
-    found = search.proposal(best.candidate, tuple(_head(plays, best, options)))
-    return Found(found.text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
+    text = best.with_head(tuple(_head(plays, best, options)))
+    return Found(text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
 
 
 def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:

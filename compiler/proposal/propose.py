@@ -128,6 +128,8 @@ class Proposal:
     missing: list[str]
     sent: int
     done: Complete
+    with_head: Callable[[tuple[str, ...]], str] = lambda head: ""
+    """The text with these lines at its head, and with lists of outputs and modules."""
 
     @property
     def texts(self) -> tuple[str, list[str]]:
@@ -168,6 +170,7 @@ class Work:
                 targets: ProposedTargets | None = None,
                 cut: TensorParallel | None = cut,
                 placed: tuple[str, ...] = placed,
+                more: TakenOver = more,
             ) -> str:
                 own = targets.section() if targets is not None else ()
                 sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made, *more.sections)
@@ -195,13 +198,20 @@ class Work:
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
             what = ("generation",) if made else ()
             if device is None:
-                return Proposal(text(_head(degrees, done, cut, stages, missing, told, *what)), missing, sent, done)
+                head = tuple(_head(degrees, done, cut, stages, missing, told, *what))
+
+                def headed(
+                    lines: tuple[str, ...], text: Callable[..., str] = text, head: tuple[str, ...] = head
+                ) -> str:
+                    return text(head, more=dataclasses.replace(more, head=lines, listed=True))
+
+                return Proposal(text(head), missing, sent, done, headed)
 
             def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
                 return step_program(*parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = _head(degrees, done, cut, stages, missing, told, "targets", *what)
+            head = tuple(_head(degrees, done, cut, stages, missing, told, "targets", *what))
             return Proposal(text(head, targets), missing, sent, done)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")

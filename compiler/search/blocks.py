@@ -11,7 +11,7 @@ step has the time of its collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -48,6 +48,8 @@ class Block:
     sharding: Sharding
     weights: float
     hands_on: float
+    likeness: Hashable
+    """What blocks that cost the same have in common."""
 
 
 def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
@@ -70,13 +72,21 @@ def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
         own = float(sum(map(stored_bytes, weights - counted)))
         counted |= weights
         places = tuple(sets[k].places) if k >= 0 else ()
-        found.append(Block(tuple(nodes), Sharding.of(work, places), own, max(map(work.bytes, later), default=0.0)))
+        sharding, size = Sharding.of(work, places), max(map(work.bytes, later), default=0.0)
+        each = tuple((work.of[node], node in sharding.nodes) for node in nodes)
+        likeness = each, sharding.weights, sharding.forward, sharding.backward, own
+        found.append(Block(tuple(nodes), sharding, own, size, likeness))
     return found
 
 
 def chain_of(estimates: Estimates, blocks: Sequence[Block], candidate: Candidate) -> Chain:
     """The ways of the blocks on the ranks of a candidate, with their times and bytes, and those of the layouts between them."""
-    rows = [[_cost(estimates, one, candidate, way) for way in Way] for one in blocks]
+    known: dict[object, list[tuple[float, float]]] = {}
+    rows = []
+    for one in blocks:
+        if one.likeness not in known:
+            known[one.likeness] = [_cost(estimates, one, candidate, way) for way in Way]
+        rows.append(known[one.likeness])
     seconds = [np.array([pair[0] for pair in row]) for row in rows]
     memory = [np.array([pair[1] for pair in row]) for row in rows]
     between = [_between(estimates, one, candidate) for one in blocks[:-1]]

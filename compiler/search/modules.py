@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from partc.compiler.proposal.linked import Linked
 from partc.compiler.proposal.propose import Degrees
-from partc.compiler.search.blocks import Way, blocks_of, chain_of
+from partc.compiler.search.blocks import Block, Way, chain_of
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.chain import Chain, shortest
 from partc.compiler.search.estimate import Estimates
@@ -22,11 +21,11 @@ class Modules:
     ways: tuple[Way, ...]
 
     @classmethod
-    def of(cls, estimates: Estimates, sets: Sequence[Linked], degrees: Degrees, records: int | None) -> Modules:
+    def of(cls, estimates: Estimates, blocks: Sequence[Block], degrees: Degrees, records: int | None) -> Modules:
         """The ways on these degrees, of a batch of one microbatch; records are cut where they divide, and in one stage."""
-        if not sets:
+        if len(blocks) < 2:
             return cls(Chain((), (), ()), ())
-        chain = chain_of(estimates, blocks_of(estimates, sets), Candidate(degrees))
+        chain = chain_of(estimates, blocks, Candidate(degrees))
         if records is None or records % (degrees.dp * degrees.tp) or degrees.stages > 1:
             for one in chain.seconds:
                 one[Way.RECORDS] = float("inf")

@@ -24,7 +24,7 @@ from partc.compiler.proposal.propose import Degrees, Proposal, TakenOver, Work, 
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.search.blocks import Way
+from partc.compiler.search.blocks import Block, Way, blocks_of
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate, Estimates, Sharding
 from partc.compiler.search.modules import Modules
@@ -62,6 +62,7 @@ class Search:
     estimates: Estimates
     records: int | None
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
 
@@ -144,12 +145,13 @@ class Search:
     def modules(self, degrees: Degrees) -> Modules:
         """The ways of the modules over `tp`, which is the same for all candidates of these degrees."""
         if degrees not in self._modules:
-            sets = self._sharded(degrees.tp)[0].sets
-            self._modules[degrees] = Modules.of(self.estimates, sets, degrees, self.records)
+            if degrees.tp not in self._blocks:
+                self._blocks[degrees.tp] = blocks_of(self.estimates, self._sharded(degrees.tp)[0].sets)
+            self._modules[degrees] = Modules.of(self.estimates, self._blocks[degrees.tp], degrees, self.records)
         return self._modules[degrees]
 
-    def proposal(self, one: Candidate, head: tuple[str, ...] | None = None) -> Proposal:
-        """The plan of a candidate; CompileError where the compiler refuses it. With lines at its head it lists modules, too."""
+    def proposal(self, one: Candidate) -> Proposal:
+        """The plan of a candidate; CompileError where the compiler refuses it."""
         degrees = one.degrees
         stages = self._balanced(degrees.stages)
         if len(stages) < degrees.stages > 1:
@@ -158,7 +160,7 @@ class Search:
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
         batch = batch_of(self.source, over * one.microbatches)
         sections = (*self._pipeline(one), *self.request.base.written(one.zero))
-        more = TakenOver(head or (), sections, self.request.base.trains, head is not None)
+        more = TakenOver((), sections, self.request.base.trains, listed=False)
         work = Work(self.source, self.name, degrees, batch, self.program, stages, taken_over=more)
         return work.proposed(sharding)
 
