@@ -17,7 +17,8 @@ class Picture {
         shape("path", { d: "M0 0L8 4L0 8z", class: `tip ${name}` })))),
       this.world);
     this.note = element("div", { class: "note", role: "status" });
-    place.append(element("div", { class: "canvas-around" }, this.canvas, this.legend(), this.note));
+    this.legend = element("div", { class: "legend" });
+    place.append(element("div", { class: "canvas-around" }, this.canvas, this.legend, this.note));
     this.view = { x: 0, y: 0, scale: 1 };
     this.listen();
     this.build();
@@ -50,19 +51,19 @@ class Picture {
     }
   }
 
-  legend() {
+  drawLegend() {
     const { classes } = this.report.data.graph;
     const shown = classes.slice(0, 12).map((one, k) => element("span", { class: "key" },
       element("i", { style: `background:${hue(k)}` }), one.size > 1 ? `ranks ${one.ranks}` : `rank ${one.ranks}`));
     if (classes.length > 12) shown.push(element("span", { class: "key" }, `and ${classes.length - 12} more`));
     shown.push(element("span", { class: "key" }, element("i", { class: "message" }), "message between ranks"));
-    return element("div", { class: "legend" }, ...shown);
+    this.legend.replaceChildren(...shown);
   }
 
   draw() {
     const isOpen = (item) => this.open.has(item.id);
-    const size = layOut(this.tree.root, isOpen);
-    this.size = size;
+    this.size = layOut(this.tree.root, isOpen);
+    this.drawLegend();
     this.at = new Map();
     this.elements = new Map();
     const [boxesOf, linesOf] = [[], []];
@@ -286,16 +287,20 @@ class Picture {
       this.dragged = false;
       from = { x: event.clientX, y: event.clientY, view: { ...this.view } };
     });
-    window.addEventListener("pointermove", (event) => {
+    canvas.addEventListener("pointermove", (event) => {
       if (!from) return;
       const [x, y] = [event.clientX - from.x, event.clientY - from.y];
-      if (Math.abs(x) + Math.abs(y) > 4) this.dragged = true;
+      if (!this.dragged && Math.abs(x) + Math.abs(y) > 4) {
+        this.dragged = true;
+        canvas.setPointerCapture(event.pointerId);
+      }
       if (this.dragged) {
         this.view = { ...from.view, x: from.view.x + x, y: from.view.y + y };
         this.move();
       }
     });
-    window.addEventListener("pointerup", () => { from = null; });
+    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { from = null; });
+    canvas.addEventListener("pointerleave", () => { if (!this.dragged) from = null; });
     canvas.addEventListener("focusin", (event) => this.bringIntoSight(event.target));
     canvas.addEventListener("click", () => { if (!this.dragged) this.choose(null); });
     canvas.addEventListener("wheel", (event) => {

@@ -166,7 +166,11 @@ function listenForTheme() {
   dark.addEventListener("change", () => set(dark.matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () => {
     set(root.dataset.theme === "dark" ? "light" : "dark");
-    shown.draw();
+  });
+  document.addEventListener("colours", () => {
+    if (!shown) return;
+    drawSummary(shown, section("summary"));
+    drawSchedule(shown, section("schedule"));
   });
 }
 

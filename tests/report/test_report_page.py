@@ -169,8 +169,10 @@ def test_sizes_and_colours(browser: Browser, pages: Path) -> None:
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(grounds) == 2
+    browser.click(box("fc1.Gemm"))
     browser.click("#theme")
     assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc1.Gemm"
     browser.resize(1280, 800)
     assert browser.errors == []
 
