@@ -1,6 +1,8 @@
 "use strict";
 // The picture of the graph: boxes that open and close, drawn as SVG; it moves by dragging, the wheel and the keys.
 
+const READABLE = 0.72;
+
 /** The graph view. `onchoose` is called with what is chosen: an item of the tree, or null. */
 class Picture {
   constructor(place, report, onchoose) {
@@ -30,7 +32,7 @@ class Picture {
     this.chosen = null;
     if (!this.open.size) this.openFirst();
     this.draw();
-    this.fit();
+    this.fit(READABLE);
     if (this.report.picture === this) this.onchoose(null);
   }
 
@@ -240,13 +242,12 @@ class Picture {
     return found;
   }
 
-  fit() {
+  /** Shows all of it, in the middle; no smaller than `least`, below which its upper part is shown. */
+  fit(least = 0.05) {
     const { width, height } = this.canvas.getBoundingClientRect();
     if (!width) return;
-    const scale = Math.min(1.15, (width - 24) / this.size.width, (height - 24) / this.size.height);
-    const readable = Math.max(scale, 0.42);
-    this.view = { scale: readable, x: Math.max(12, (width - this.size.width * readable) / 2), y: scale < readable ? 12 : Math.max(12, (height - this.size.height * readable) / 2) };
-    if (this.size.width * readable > width) this.view.x = (width - this.size.width * readable) / 2;
+    const scale = Math.max(least, Math.min(1.15, (width - 24) / this.size.width, (height - 24) / this.size.height));
+    this.view = { scale, x: (width - this.size.width * scale) / 2, y: Math.max(12, (height - this.size.height * scale) / 2) };
     this.move();
   }
 

@@ -129,10 +129,13 @@ def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
     ]
     sent = "document.querySelectorAll('#summary .card .value')[3].innerText"
     assert browser.evaluate(sent) == "6.66 KiB"
+    browser.click(box("fc3.Gemm"))
     browser.evaluate(
         "(() => { const s = document.getElementById('side'); s.value = 1; s.dispatchEvent(new Event('change')); })()"
     )
     assert browser.evaluate(sent) == "6.99 KiB"
+    assert "placement: 2 became 1" in browser.evaluate("document.querySelector('.panel').innerText")
+    assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc3.Gemm"
     assert browser.errors == []
 
 
