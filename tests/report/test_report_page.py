@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
+from machines import machine
 from partc.cli.main import invoke
 from partc.cli.report.page import page_text
+from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model
 from report_case import ROOT, lenet
 
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here, in which the page is tried")
+SIZES = ("--set", "batch=2", "--set", "seq=16")
 HOSTILE = "</script><b id='hostile'>&quot;\"'\n"
 
 
@@ -31,6 +34,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     gpt = ROOT / "samples" / "gpt"
     compile_model(gpt / "model.py", gpt / "stages.yaml", folder / "gpt")
+    (folder / "machine.yaml").write_text(machine_text(machine()))
     before, after = lenet(folder, "before"), lenet(folder, "after", ("fc3: 2", "fc3: 1"))
     streamed, trace = ROOT / "samples" / "lenet" / "pipeline.yaml", folder / "x.trace.json"
     compile_model(ROOT / "samples" / "lenet" / "model.py", streamed, folder / "streamed")
@@ -38,7 +42,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert invoke([*map(str, run), "--profile", str(trace), "-o", str(folder / "y.npz")]) == 0
     for arguments in (
         [folder / "streamed", "--trace", trace, "--set", "batch=8", "-o", folder / "streamed.html"],
-        [folder / "gpt", "-o", folder / "gpt.html"],
+        [folder / "gpt", "--machine", folder / "machine.yaml", *SIZES, "-o", folder / "gpt.html"],
         [after, "--against", before, "-o", folder / "lenets.html"],
     ):
         assert invoke(["report", *map(str, arguments)]) == 0
@@ -160,6 +164,15 @@ def test_a_pipeline_over_time(browser: Browser, pages: Path) -> None:
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
     assert span[1] in browser.evaluate("document.querySelector('#timeline .under').innerText")
     assert "simulated" in browser.evaluate("document.querySelector('#timeline .title').innerText")
+    assert browser.errors == []
+
+
+def test_a_step_on_a_machine_alone(browser: Browser, pages: Path) -> None:
+    browser.open(pages / "gpt.html")
+    shown = browser.evaluate("document.getElementById('timeline').innerText")
+    assert "simulated on the machine: a step takes" in shown
+    assert "measured" not in shown
+    assert "null" not in browser.evaluate("document.body.innerText")
     assert browser.errors == []
 
 
