@@ -253,7 +253,9 @@ def _lists_text(lists: list[list[int]]) -> str:
 
 
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
+    from partc.cli.output.slots import slot_lines
     from partc.cli.output.training_stats import evaluation_lines
+    from partc.runtime.artifact.format import DECODE, PREFILL
 
     symbols = artifact.manifest.symbols
     if symbols:
@@ -261,6 +263,12 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
         batch = "the batch of the training, " if artifact.manifest.training is not None else ""
         yield f"sizes are for {chosen}: {batch}the maximum, or the minimum if there is no maximum; --set changes it"
     yield from evaluation_lines(artifact.manifest)
+    yield from slot_lines(artifact.manifest)
+    if PREFILL in artifact.programs:
+        steps = {DECODE: "one token of every slot", PREFILL: "a chunk of a prompt of one slot"}
+        name = artifact.manifest.name
+        other = next(one for one in steps if one != name)
+        yield f"this is the program '{name}', {steps[name]}; --program {other} shows {steps[other]}"
     yield "peak memory is all that a rank holds at these sizes; inside segments and of sessions it is an estimate of what onnxruntime takes"
     if (generation := artifact.manifest.generation) is not None:
         longest = f"sequences of {generation.length} tokens, the longest"

@@ -5,7 +5,8 @@
     optimizer           the optimizer's tensors, and moving averages of parameters
     caches              keys and values of tokens, of a decoder
     inputs, outputs     the inputs of a step and the next, in a training of those read ahead, too; outputs of a step and the last
-    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for
+    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for; of a
+                        decoder those of both programs, whose sessions are the same
     inside segments     what onnxruntime takes while it runs a segment: an estimate (`program/session_memory.py`)
     sessions            what onnxruntime and the runtime hold of every session and node: an estimate, by measurement
     evaluation          the last three of the program that evaluates a training, which lies beside it
@@ -25,7 +26,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PULL
+from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PREFILL, PULL
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span, peak
 from ...artifact.manifest import Artifact
@@ -37,7 +38,7 @@ from ...devices.devices import Devices
 from ...program.lifetimes import in_place_aliases
 from ...program.locations import locations, used_targets
 from ...program.memory_plan import Lifetime
-from ...program.rank_file import read_rank_file
+from ...program.rank_file import RankFile, read_rank_file
 from ...program.session_memory import OwnArena, Place, SharedArena, inside
 from ...program.steps import LookUp, Segment, Update
 from ...program.value_table import Storage, declared_shapes, known_shapes, promised_shapes, types_from_manifest
@@ -50,6 +51,8 @@ from .longest import longest
 if TYPE_CHECKING:
     from onnx import TensorProto
 
+    from ...artifact.generation import GenerationRecord
+
 _UNSTATED = "tensor(float)"
 """Stands for the type of a value of unknown shape, which no arena holds."""
 _READ_AHEAD = 2
@@ -59,8 +62,6 @@ _LAID_OUT = 2.8
 _OF_NODE, _OF_VALUE = 16_500, 1_800
 """The bytes that sessions and the runtime hold for each node of a session, and in each plan of a step for each value of all microbatches;
 of onnxruntime 1.31."""
-_PLANS_PADDED = 2
-"""The plans of a decoder whose steps have a chunk of tokens or one."""
 _OF_TRAINING = 1_200_000
 """What the loop, the reader of batches and MPI take for themselves."""
 
@@ -79,6 +80,7 @@ class TargetMemory:
     inside: int = 0
     sessions: int = 0
     evaluation: int = 0
+    prefill: int = 0
     loading: int = 0
     unknown: int = 0
 
@@ -86,7 +88,8 @@ class TargetMemory:
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
         kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions
-        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
+        beside = self.evaluation + self.prefill
+        return kept + max(self.inputs_outputs + self.between + self.inside + beside, self.loading)
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,13 @@ class RankMemory:
         return sum(one.unknown for one in self.targets)
 
 
-def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankMemory:
-    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them."""
-    main = _Program(artifact, rank, sizes)
+def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: RankFile | None = None) -> RankMemory:
+    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them.
+
+    `file`: that of the artifact's program, where it is read already.
+    """
+    generation = artifact.beside().manifest.generation
+    main = _Program(file or read_rank_file(artifact, rank), sizes, generation)
     found = {target: TargetMemory(target) for target in sorted(main.used)}
     for target, bytes in main.weights().items():
         found[target].weights += bytes
@@ -130,9 +137,9 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
         if averaged and record.kind == "parameter" and record.tensor in trained:
             found[CPU].optimizer += bytes
     programs = [main]
-    for name in (EVALUATE, EVALUATE_STREAMED):
+    for name in (EVALUATE, EVALUATE_STREAMED, PREFILL):
         if artifact.manifest.is_main and name in artifact.programs:
-            programs.append(_Program(artifact.beside(name), rank, sizes, main.targets))
+            programs.append(_Program(read_rank_file(artifact.beside(name), rank), sizes, generation, main.targets))
     shared = {target: SharedArena() for target in found}
     for program in programs:
         arenas, sessions = program.between(), program.sessions()
@@ -149,9 +156,12 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
+            elif generation is not None:  # the sessions of both programs lay the weights out for their kernels
+                one.prefill = program.session_bytes() if target == CPU else 0
+                one.prefill += program.weights().get(target, 0) + arenas.get(target, 0) + one.inside
+                one.inside, one.unknown = before, one.unknown + (program.unknown if target == CPU else 0)
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
-                training = artifact.manifest.training
                 if training is not None and training.settings.test is not None:  # else none of its steps is run
                     one.evaluation += arenas.get(target, 0) + one.inside - before
                 one.inside = before
@@ -177,7 +187,7 @@ def memory_over_step(
     Values without a known size are left out. The arena of `rank_memory` is at least as large as the most of `between`, by what lies unused
     between values; onnxruntime's arena keeps what it has asked for, so what is inside counts there at its most.
     """
-    program = _Program(artifact, rank, sizes)
+    program = _Program(read_rank_file(artifact, rank), sizes, artifact.beside().manifest.generation)
     lives = program.lifetimes()
     steps = program.file.steps
     changes = [0] * (len(steps) + 2)
@@ -199,9 +209,13 @@ class _Program:
     """One of the programs of a rank, laid out. `state`: where another one has laid out what the rank keeps."""
 
     def __init__(
-        self, artifact: Artifact, rank: int, sizes: Mapping[str, int], state: Mapping[str, str] | None = None
+        self,
+        file: RankFile,
+        sizes: Mapping[str, int],
+        generation: GenerationRecord | None = None,
+        state: Mapping[str, str] | None = None,
     ) -> None:
-        self.file = file = read_rank_file(artifact, rank)
+        self.file, self.generation = file, generation
         self.symbols, self.sizes, self.devices = file.manifest.symbols, sizes, Devices()
         self.targets = locations(file, self.devices, state)
         self.used = {CPU, *used_targets(file.steps, self.devices), *self.targets.values()}
@@ -215,7 +229,7 @@ class _Program:
         self.shapes = declared_shapes(file)
         self.bounds: dict[str, Place] = {}
         self._bound_rows()
-        if (generation := file.manifest.generation) is not None:
+        if generation is not None:
             self.bounds |= longest(file, generation, self._tensors(), self._place)
         self.unknown = 0
 
@@ -279,9 +293,9 @@ class _Program:
     def session_bytes(self) -> int:
         """What sessions and the runtime hold of the file while they do not run."""
         nodes = sum(len(segment.nodes) for segment in self.distinct())
-        plans, generation = 1, self.file.manifest.generation
-        if generation is not None:
-            plans = min(generation.chunk, _PLANS_PADDED if generation.padded else MOST_PLANS)
+        plans = 1
+        if self.generation is not None and not self.generation.padded and self.file.manifest.symbols:
+            plans = min(self.generation.chunk, MOST_PLANS)
         return _OF_NODE * nodes + _OF_VALUE * len(self.types) * plans + (_OF_TRAINING if self.trains else 0)
 
     def input_output_bytes(self) -> int:
