@@ -27,6 +27,7 @@ COMMANDS = {
     "train": "Train an artifact over MPI, or in this process.",
     "eval": "Evaluate a trained model.",
     "generate": "Continue prompts with a decoder.",
+    "serve": "Answer requests for completions over HTTP.",
     "checkpoint": "Show, verify and export checkpoints.",
     "verify": "Compare the compiled model with the unsharded model.",
     "check": "Check an artifact from its files alone.",

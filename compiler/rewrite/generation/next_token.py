@@ -19,6 +19,7 @@ from partc.compiler.rewrite.generation.step_form import StepForm
 
 NEXT = "next_token"
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
+_PRODUCTS = ("MatMul", "MatMulNBits")
 _OF_WEIGHTS = ("Cast", "DequantizeLinear", "Identity", "Transpose")
 
 
@@ -69,7 +70,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
     chosen = build.op("next", "ReduceMin", [likeliest, axis], keepdims=0)
     build.put()
     if logits is not scores:
-        scores.name, logits.name, scores.shape = None, name, None
+        scores.name, logits.name, scores.shape = f"{name}_of_all", name, None
     logits.type, logits.shape = scores.type, ir.Shape([form.rows, vocabulary])
     chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([form.rows])
     graph.outputs[graph.outputs.index(scores)] = chosen
@@ -85,7 +86,7 @@ def _head(scores: ir.Value) -> ir.Node | None:
         others = [one for one in node.inputs[1:] if one is not None]
         if len(value.uses()) > (value is not scores) or not all(map(_is_weight, others)):
             return None
-        if node.op_type == "MatMul":
+        if node.op_type in _PRODUCTS:
             return node
         if node.op_type not in _ELEMENTWISE:
             return None
