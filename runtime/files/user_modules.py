@@ -24,12 +24,15 @@ def module_names(folder: Path) -> set[str]:
 
 def is_imported_from(module: ModuleType | None, folder: Path) -> bool:
     """Whether the module was imported from the folder, or below it."""
-    if _is_library(module) or (getattr(module, "__name__", None) or "").split(".")[0] in ("partc", "__main__"):
-        return False
     origin = getattr(module, "__file__", None)
     places = [origin] if origin else list(getattr(module, "__path__", []))
-    below = os.path.join(folder, "")  # text, not paths: every module of the process is asked
-    return any(os.path.join(place, "").startswith(below) for place in places)
+    below = os.path.join(folder, "")  # text, not paths: every module of the process is asked, and few are there
+    if not any(place.startswith(below) or os.path.join(place, "") == below for place in places):
+        return False
+    return not _is_library(module) and (getattr(module, "__name__", None) or "").split(".")[0] not in (
+        "partc",
+        "__main__",
+    )
 
 
 def forget_namesakes(folder: Path) -> None:
