@@ -16,12 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from partc.compiler.layout.layout import Layout, Mesh, primes
-
-
-def refine(layout: Layout) -> Layout:
-    """The same layout with every mesh axis subdivided into its prime factors, rising; axes of size 1 vanish."""
-    return _subdivided(layout, [primes(size) for size in layout.mesh])
+from partc.compiler.layout.layout import Layout, Mesh
 
 
 @functools.lru_cache(maxsize=4096)

@@ -144,7 +144,7 @@ def _opened(path: Path) -> _Shard:
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             seen: set[str] = set()
-            for key, ending, member in _members(archive, path):
+            for key, ending, member in _members(archive):
                 if not shard.samples or shard.samples[-1] != key:
                     if key in seen:
                         shard.problems.append(
@@ -169,7 +169,7 @@ def _opened(path: Path) -> _Shard:
     return shard
 
 
-def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """The files of an archive, each with the name of its sample and the ending that tells its field; hidden ones are none."""
     for member in archive:
         folder, _, name = member.name.rpartition("/")
