@@ -11,7 +11,7 @@ import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table, show_tables
-from partc.runtime.units import count, size_text
+from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
     from partc.cli.difference.compare import Difference
@@ -53,30 +53,46 @@ def _thresholds(ctx: click.Context, parameter: click.Parameter, given: Sequence[
     callback=_thresholds,
     help="End with 1 where a measure grew by more, such as bytes>5%, memory>100MB or placement>0; may be repeated.",
 )
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Machine file, of `partc measure`: compare the time of a step there, too.",
+)
 @click.option("--all", "all_rows", is_flag=True, help="Show every change, not the first 20 of a kind.")
 def command(
-    first: Path, second: Path, given: Mapping[str, int], thresholds: Sequence[Threshold], all_rows: bool
+    first: Path,
+    second: Path,
+    given: Mapping[str, int],
+    thresholds: Sequence[Threshold],
+    machine: Path | None,
+    all_rows: bool,
 ) -> int:
     """Show what changed from the artifact in FIRST to the one in SECOND: placement, layouts, shards of weights, communication, memory.
 
     Both are compared at the same sizes. Changes that differ in the numbers of their names alone are one row. Measures for --fail-if are
-    messages, bytes, memory and weights, in percent or absolute; of placement, layouts, shards and communication the number of changes
-    counts. Exit code 1 where a threshold is exceeded.
+    messages, bytes, memory and weights, in percent or absolute, and with --machine the time of a step, in percent; of placement, layouts,
+    shards and communication the number of changes counts. Exit code 1 where a threshold is exceeded.
 
     \b
     partc diff main/build build
     partc diff main/build build --fail-if 'bytes>5%' --fail-if 'placement>0'
     """
     from partc.cli.difference.compare import difference
-    from partc.cli.difference.facts import Facts, facts_of
+    from partc.cli.difference.facts import TIME, Facts, facts_of
     from partc.cli.difference.threshold import exceeded
+    from partc.compiler.cost.machine_file import read_machine
     from partc.runtime.artifact.manifest import open_artifact
+    from partc.runtime.errors import UsageError
 
+    if machine is None and (of_time := [one.text for one in thresholds if one.name == TIME]):
+        help = "give --machine, a file that `partc measure` writes"
+        raise UsageError(f"--fail-if {of_time[0]}: the time of a step is not known without a machine\n  help: {help}")
+    measured = None if machine is None else read_machine(machine)
     old, new = open_artifact(first, trust=True), open_artifact(second, trust=True)
     sizes = _sizes(old, new, given)
     found, unknown = [], 0
     for name in dict.fromkeys([*old.programs, *new.programs]):
-        facts = [facts_of(one.beside(name), sizes) if name in one.programs else Facts() for one in (old, new)]
+        facts = [facts_of(one.beside(name), sizes, measured) if name in one.programs else Facts() for one in (old, new)]
         found.append(difference(name, *facts))
         unknown += max(one.unknown for one in facts)
     beyond = exceeded(thresholds, found)
@@ -136,11 +152,11 @@ def _sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict[str, 
 def _tables(found: Difference, most: int | None) -> Iterator[Table]:
     """The measures, and a table of changes for each kind that has any."""
     from partc.cli.difference.compare import alike
-    from partc.cli.difference.facts import IN_BYTES, KINDS, MEASURES
+    from partc.cli.difference.facts import IN_BYTES, KINDS, MEASURES, TIME
 
     table = Table(["measure", ">before", ">after", ">change"])
     for one in found.measures:
-        shown = size_text if one.name in IN_BYTES else "{:,}".format
+        shown = size_text if one.name in IN_BYTES else _time if one.name == TIME else "{:,}".format
         change = "=" if not one.grown else "new" if not one.before else f"{one.percent:+.3g} %"
         table.add(MEASURES[one.name], shown(one.before), shown(one.after), change)
     yield table
@@ -157,3 +173,7 @@ def _tables(found: Difference, most: int | None) -> Iterator[Table]:
         if left:
             table.add("", "", f"and {count(left, 'row')} more, which --all shows", "", "", "")
         yield table
+
+
+def _time(nanoseconds: int) -> str:
+    return seconds(nanoseconds / 1e9)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from partc.compiler.schedule.schedule import Schedule
     from partc.runtime.artifact.generation import GenerationRecord
 
-_OF_THE_MODEL = ("parameter", "statistics")
+_OF_THE_MODEL = ("parameter", "statistics", "cache")
 Phase = TypeVar("Phase", bound="Loaded")
 
 

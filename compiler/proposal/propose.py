@@ -25,12 +25,13 @@ from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Proposed, key, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.proposal.tp_plan import read_tp_plan
+from partc.compiler.proposal.tp_plan import matching_entries, read_tp_plan
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.values.budget import bytes_at, largest_first
@@ -68,22 +69,28 @@ def propose(
     device: Device | None = None,
     machine: Machine | None = None,
     generation: Generation | None = None,
+    imported: Imported | None = None,
 ) -> tuple[str, list[str]]:
     """The text of a plan, and what could not be proposed.
 
     With `device` it has targets, with `generation` it makes tokens; stages are weighed on a `machine`, if given.
 
-    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it.
+    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it; one
+    that is `imported` is followed wherever it holds.
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
     """
-    batch = batch_of(source, degrees.dp) if generation is None else Batch()
+    imported = imported or Imported("")
+    batch = batch_of(source, degrees.dp * imported.microbatches) if generation is None else Batch()
     mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
     frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
     program = run_passes(start(*_parsed(source, frame, name)), shapes)
-    work = _Work(source, name, degrees, device, batch, program, mesh, machine, generation)
+    work = _Work(source, name, degrees, device, batch, program, mesh, machine, generation, imported)
     if degrees.tp == 1:
         return work.proposed(None).texts
     apart, paths = _taken_apart(source, frame, name), program.paths.values()
+    if imported.styles:
+        entries = matching_entries(apart, imported.styles)
+        return work.proposed(tensor_parallel(apart, paths, degrees.tp, read_tp_plan(apart, entries))).texts
     own = tensor_parallel(apart, paths, degrees.tp)
     if not source.declared.tp_plan:
         return work.proposed(own).texts
@@ -124,6 +131,7 @@ class _Work:
     mesh: str
     machine: Machine | None
     generation: Generation | None
+    imported: Imported
 
     def proposed(self, cut: TensorParallel | None, dearer: str = "") -> _Candidate:
         """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more."""
@@ -146,14 +154,17 @@ class _Work:
                 placed: tuple[str, ...] = placed,
             ) -> str:
                 own = targets.section() if targets is not None else ()
-                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made)
+                more = (one for one in (self.imported.pipeline, self.imported.precision) if one)
+                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made, *more)
                 outputs = tuple(_outputs(source, degrees, kept))
                 ranks = [f"ranks: {degrees.ranks}"]
                 if degrees.mesh:
                     ranks += [
                         f"{self.mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
                     ]
-                given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free, not made)
+                given = Proposed(
+                    tuple(head), tuple(ranks), sections, batch.names, outputs, free, not made, self.imported.training
+                )
                 return starting_plan(source.model, paths, name, symbols, given)
 
             bare = text([])
@@ -170,13 +181,15 @@ class _Work:
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
             what = ("generation",) if made else ()
             if device is None:
-                return _Candidate(text(_head(degrees, done, cut, stages, missing, told, *what)), missing, sent)
+                return _Candidate(
+                    text(_head(degrees, done, cut, stages, missing, told, self.imported, *what)), missing, sent
+                )
 
             def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
                 return step_program(*_parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = _head(degrees, done, cut, stages, missing, told, "targets", *what)
+            head = _head(degrees, done, cut, stages, missing, told, self.imported, "targets", *what)
             return _Candidate(text(head, targets), missing, sent)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
@@ -297,6 +310,7 @@ def _head(
     stages: list[Stage],
     missing: list[str],
     told: str,
+    imported: Imported,
     *others: str,
 ) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what `told` says of another proposal, what it leaves out."""
@@ -306,7 +320,8 @@ def _head(
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
         *others,
     ]
-    yield f"# Proposed by `partc plan`: {', '.join(parts)}."
+    of = f" from {imported.source}" if imported.source else ""
+    yield f"# Proposed by `partc plan`{of}: {', '.join(parts) or 'one rank'}."
     counts = collections.Counter(event.op_type for event in done.events)
     listed = ", ".join(f"{number} {op}" for op, number in sorted(counts.items()))
     yield f"# Communication in a step: {listed or 'none'}."
@@ -318,9 +333,11 @@ def _head(
         yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
     if told:
         yield f"# {told}"
-    if cut is not None and cut.not_taken:
-        yield "# Of the model's tp_plan not taken as it stands:"
-        yield from (f"#   {line}" for line in cut.not_taken)
+    not_taken = (*imported.left, *(cut.not_taken if cut is not None else ()))
+    if not_taken:
+        of = imported.source or "the model's tp_plan"
+        yield f"# Of {of} not taken as it stands:"
+        yield from (f"#   {line}" for line in not_taken)
     if cut is not None and cut.whole:
         yield "# Not sharded by tp, so replicated on its ranks:"
         yield from (f"#   {line}" for line in cut.whole)

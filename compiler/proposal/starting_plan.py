@@ -69,6 +69,8 @@ class Proposed:
     outputs: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
     ports: bool = True
+    training: tuple[str, ...] = ()
+    """Lines of `train:` besides the loss; without them the section is a comment."""
 
 
 def starting_plan(
@@ -112,8 +114,13 @@ def _outputs_and_training(model: ir.Model, paths: Mapping[ir.Node, str], chosen:
     yield from chosen.outputs or _OUTPUTS
     yield from (f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs)
     yield ""
-    yield f"# train:   # with this the plan compiles to training; `partc train --data data.npz` then needs {_fed(graph)}"
-    yield from (f"#   {line}" for line in (*_training(graph), *_shared(model, paths)))
+    needs = f"# with this the plan compiles to training; `partc train --data data.npz` then needs {_fed(graph)}"
+    if chosen.training:
+        yield f"train:   {needs}"
+        yield from (f"  {line}" for line in (next(_training(graph)), *chosen.training))
+    else:
+        yield f"# train:   {needs}"
+        yield from (f"#   {line}" for line in (*_training(graph), *_shared(model, paths)))
     yield ""
 
 

@@ -153,8 +153,9 @@ SCHEDULE = "ir/schedule.txt"
 
 
 INFER, TRAIN, EVALUATE, EVALUATE_STREAMED = "infer", "train", "evaluate", "evaluate_streamed"
+DECODE, PREFILL = "decode", "prefill"
 """Names of programs: the one of an artifact that is not trained; of one that is the step, and the loss and the metrics alone, of any batch
-and of one that the microbatches of the step divide."""
+and of one that the microbatches of the step divide; of one that makes tokens one of every slot, and a chunk of a prompt of one slot."""
 
 
 def rank_file(rank: int, program: str = "") -> str:

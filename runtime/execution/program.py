@@ -10,7 +10,7 @@ and leaves the program usable. A failure inside a step ends it on all ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 import numpy as np
 from partc.runtime.artifact.tensors.tensor import Value
 
-from ..artifact.format import Manifest, Port
+from ..artifact.format import PREFILL, Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message
@@ -194,6 +194,13 @@ class Program:
         self.artifact.refuse_replaced()
         other._connect()
         return other
+
+    def at_slots(self, slots: Sequence[int]) -> None:
+        """Let the next steps of a prefill compute these slots, one of each run of them; the same ones on all ranks."""
+        if self._program.rows is None:
+            fact = f"the program '{self.manifest.name}' computes all slots"
+            raise UsageError(f"{fact}\n  help: choose slots of the program '{PREFILL}'")
+        self._program.rows.choose(slots)
 
     def release(self) -> None:
         """Give back sessions and buffers, and leave the ranks' connection to whom it belongs; after the call under way."""

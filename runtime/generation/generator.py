@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from ..artifact.format import PREFILL
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import Whole
@@ -42,6 +43,7 @@ class Generator:
             raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
         self.program = program
         self.record: GenerationRecord = program.manifest.generation
+        self._prefill = program.beside(PREFILL)
         self._cut = {port.name for port in program.manifest.inputs if port.boxes is not None}
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
@@ -65,7 +67,7 @@ class Generator:
 
     def _steps(self, slots: Slots) -> Iterator[NewToken]:
         while (step := slots.next()) is not None:
-            outputs = self.program(self._given(step))
+            outputs = self._outputs(step)
             chosen = np.array(outputs[self.record.next], np.int64)
             if wrong := [int(one) for one in chosen if one >= self.record.vocabulary]:
                 raise RankError(
@@ -80,21 +82,31 @@ class Generator:
         if not drawing:
             return
         if (logits := outputs.get(self.record.logits)) is not None:
-            for slot, (request, number) in drawing.items():
-                chosen[slot] = draw(np.asarray(logits)[slot], request, number)
+            for row, (request, number) in drawing.items():
+                chosen[row] = draw(np.asarray(logits)[row], request, number)
         elif isinstance(self.program, Program):
             chosen[[*drawing]] = -1
         if isinstance(self.program, Program):
             np.copyto(chosen, self.program.maxima(chosen))
 
-    def _given(self, step: Step) -> dict[str, object]:
+    def _outputs(self, step: Step) -> dict[str, Any]:
+        """What one of the two programs makes of a step."""
         record = self.record
-        named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
-        return {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        named = {record.tokens: step.tokens, record.position: step.position}
+        if step.slots is not None:
+            named[record.count] = step.count
+            self._prefill.at_slots(step.slots)
+        given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        return (self.program if step.slots is None else self._prefill)(given)
 
     def close(self) -> None:
         """Gives sessions and caches back."""
         self.program.close()
+        self._release()
+
+    def _release(self) -> None:
+        if isinstance(self._prefill, Program):  # ranks that are threads end theirs together
+            self._prefill.release()
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +115,7 @@ class Generator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.program.__exit__(kind, error, trace)
+        self._release()
 
 
 def load_generator(folder: str | Path, comm: MPI.Intracomm | Transport | None = None, **options: Any) -> Generator:

@@ -1,8 +1,11 @@
 """Which sequences run in which slots, and what each step is given: the same on all ranks, since it follows from requests and tokens alone.
 
-A step is either a chunk, of `chunk` tokens of each prompt that is not read yet, or one token of each sequence that is made. Both
-take turns while there are sequences of both kinds: a long prompt holds the others up by one chunk a token. A slot that has no part in a
-step is given no token: what the step writes there lies behind the slot's position, where nothing reads.
+A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each sequence that is made.
+Both take turns while there are sequences of both kinds: prompts hold the others up by one chunk a token, however many there are. Prompts
+are read one after the other, in the order of their requests; where slots lie in several runs, one of each run in a step.
+
+A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
+slot's next step writes it again.
 """
 
 from __future__ import annotations
@@ -44,11 +47,15 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is given: `tokens` [slots, n], and by slot how many of them are meant, and how many are there before."""
+    """What a step is given: `tokens` [rows, n], and by row how many of them are meant, and how many are there before.
+
+    `slots`: by row of a prefill its slot; None of a decode, whose rows are all slots.
+    """
 
     tokens: Array
     count: Array
     position: Array
+    slots: Sequence[int] | None = None
 
 
 class Slots:
@@ -60,8 +67,8 @@ class Slots:
         self._waiting = deque(enumerate(requests))
         self._running: list[_Sequence | None] = [None] * record.slots
         self._stop = frozenset(record.stop)
-        self._taking: dict[int, int] = {}
-        """By slot that has a part in the step under way the number of its tokens there."""
+        self._taking: dict[int, tuple[int, int]] = {}
+        """By row that has a part in the step under way its slot, and the number of its tokens there."""
         self._last_was_chunk = False
 
     def next(self) -> Step | None:
@@ -76,17 +83,17 @@ class Slots:
         reading = {slot: one for slot, one in there.items() if one.left}
         making = {slot: one for slot, one in there.items() if not one.left}
         self._last_was_chunk = bool(reading) and not (making and self._last_was_chunk)
-        return self._step(reading if self._last_was_chunk else making, there)
+        return self._prefill(reading) if self._last_was_chunk else self._decode(making)
 
     def take(self, chosen: Sequence[int]) -> Iterator[NewToken]:
-        """The tokens that the step under way has made; `chosen` has one by slot, of which those without a part mean nothing."""
-        for slot, count in self._taking.items():
+        """The tokens that the step under way has made; `chosen` has one by row, of which those without a part mean nothing."""
+        for row, (slot, count) in self._taking.items():
             one = self._running[slot]
             assert one is not None
             one.position += count
             if one.left:
                 continue
-            token = int(chosen[slot])
+            token = int(chosen[row])
             one.answer.tokens.append(token)
             if token in self._stop or token in one.request.stop:
                 one.answer.finish = "stop"
@@ -97,25 +104,39 @@ class Slots:
             yield NewToken(one.number, token, one.answer.finish)
 
     def drawing(self) -> Mapping[int, tuple[Request, int]]:
-        """By slot whose next token the step under way draws its request, and the number of that token."""
+        """By row whose next token is drawn behind the step under way its request, and the number of that token."""
         found: dict[int, tuple[Request, int]] = {}
-        for slot, count in self._taking.items():
+        for row, (slot, count) in self._taking.items():
             one = self._running[slot]
             if one is not None and one.request.temperature and count >= one.left:
-                found[slot] = one.request, len(one.answer.tokens)
+                found[row] = one.request, len(one.answer.tokens)
         return found
 
-    def _step(self, part: Mapping[int, _Sequence], there: Mapping[int, _Sequence]) -> Step:
-        width = self.record.chunk if self._last_was_chunk else 1
-        if not self.record.padded:
-            width = min([width, *(one.left or 1 for one in part.values())])
-        tokens = np.zeros((self.record.slots, width), np.int64)
-        count, position = np.zeros(self.record.slots, np.int64), np.zeros(self.record.slots, np.int64)
-        for slot, one in there.items():
-            position[slot] = one.position
+    def _prefill(self, reading: Mapping[int, _Sequence]) -> Step:
+        """A chunk of the earliest prompt of each run of slots."""
+        record = self.record
+        size = record.slots // record.runs
+        slots = [run * size for run in range(record.runs)]
         self._taking = {}
-        for slot, one in part.items():
-            known = one.request.prompt[one.position : one.position + width] if one.left else one.answer.tokens[-1:]
-            tokens[slot, : len(known)] = known
-            self._taking[slot] = count[slot] = len(known)
-        return Step(tokens, count, position)
+        for slot, one in sorted(reading.items(), key=lambda pair: pair[1].number):
+            if (run := slot // size) not in self._taking:
+                slots[run] = slot
+                self._taking[run] = slot, min(one.left, record.chunk)
+        width = record.chunk if record.padded else max(count for _, count in self._taking.values())
+        tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
+        for row, (slot, size) in self._taking.items():
+            one = reading[slot]
+            tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
+        return Step(tokens, count, self._positions()[slots], slots)
+
+    def _decode(self, making: Mapping[int, _Sequence]) -> Step:
+        """A token of each sequence that is made."""
+        tokens, count = np.zeros((self.record.slots, 1), np.int64), np.zeros(self.record.slots, np.int64)
+        for slot, one in making.items():
+            tokens[slot], count[slot] = one.answer.tokens[-1], 1
+        self._taking = {slot: (slot, 1) for slot in making}
+        return Step(tokens, count, self._positions())
+
+    def _positions(self) -> Array:
+        """By slot how many tokens are there; 0 of a free one."""
+        return np.array([0 if one is None else one.position for one in self._running], np.int64)

@@ -97,7 +97,12 @@ def test_positions_come_from_the_past_or_as_inputs(
     compiled: Compiled, wanted: list[list[int]], slots: int, inputs: tuple[str, ...]
 ) -> None:
     folder = compiled(keys=f"slots: {slots}, length: 64, chunk: 5", inputs=inputs)
-    assert {port.name for port in open_artifact(folder).manifest.inputs} == {"ids", "position", "count"}
+    decode = open_artifact(folder)
+    assert decode.programs == ["decode", "prefill"]
+    shapes = {port.name: port.shape for port in decode.manifest.inputs}
+    assert shapes == {"ids": [slots, 1], "position": [slots]}
+    shapes = {port.name: port.shape for port in decode.beside("prefill").manifest.inputs}
+    assert shapes == {"ids": [1, 5], "position": [1], "count": [1]}
     with load_local_generator(folder) as generator:
         assert [answer.tokens for answer in generator.run(requests())] == wanted
 
@@ -115,17 +120,15 @@ def test_one_length_for_all_sequences_fits_one_slot_alone(
     assert "position_ids" in told
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tensor parallel", "tensor parallel stages"])
-def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "slots"), [("one rank", 1), ("one rank", 3), *((one, 4) for one in [*LAYOUTS][1:])])
+def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled, layout: str, slots: int) -> None:
     model = Unsharded(decoder(fused=True))
-    folder = compiled(layout, "length: 64, chunk: 8", fused=True)
-    kinds = [
-        node.op_type
-        for rank in range(open_artifact(folder).manifest.ranks)
-        for node in open_artifact(folder).model(rank).graph.node
-    ]
-    assert kinds.count("GroupQueryAttention") == 2 * (1 if layout == "one rank" else 2)
-    assert not {"Attention", "TensorScatter"} & {*kinds}
+    folder = compiled(layout, f"slots: {slots}, length: 64, chunk: 8", fused=True)
+    for program in ("decode", "prefill"):
+        artifact = open_artifact(folder, program=program)
+        kinds = [node.op_type for rank in range(artifact.manifest.ranks) for node in artifact.model(rank).graph.node]
+        assert kinds.count("GroupQueryAttention") == 2 * (2 if layout.startswith(("tensor", "data")) else 1)
+        assert not {"Attention", "TensorScatter"} & {*kinds}
     checked = check(folder)
     assert (checked.violations, checked.state.copied) == ([], 0)
     assert checked.state.in_place == 2 * kinds.count("GroupQueryAttention")
@@ -134,12 +137,13 @@ def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
 
 
-@pytest.mark.parametrize(("slots", "window"), [(1, 5), (1, 63), (3, 0), (3, 5)])
-def test_attention_of_another_mask_or_several_slots_stays(compiled: Compiled, slots: int, window: int) -> None:
+@pytest.mark.parametrize(("slots", "window"), [(1, 5), (1, 63), (3, 5)])
+def test_attention_of_another_mask_stays(compiled: Compiled, slots: int, window: int) -> None:
     """A window of 63 differs from causal at the last positions alone: the proof looks at each."""
     model = Unsharded(decoder(fused=True, window=window))
     folder = compiled("one rank", f"slots: {slots}, length: 64, chunk: 8", fused=True, window=window)
-    assert "Attention" in {node.op_type for node in open_artifact(folder).model(0).graph.node}
+    for program in ("decode", "prefill"):
+        assert "Attention" in {node.op_type for node in open_artifact(folder, program=program).model(0).graph.node}
     with load_local_generator(folder) as generator:
         found = [answer.tokens for answer in generator.run(requests())]
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
@@ -155,17 +159,21 @@ def test_of_many_positions_the_proof_looks_at_the_last(tmp_path: Path, monkeypat
         assert {node.op_type for node in nodes} & {"Attention", "GroupQueryAttention"} == {kind}
 
 
-def test_a_step_sends_nothing_that_grows_with_what_is_kept(compiled: Compiled) -> None:
-    manifest = open_artifact(compiled("tensor parallel", "slots: 2, length: 200, chunk: 8")).manifest
+@pytest.mark.parametrize(("program", "tokens", "scored"), [("decode", 2, 2), ("prefill", 8, 1)])
+def test_a_step_sends_nothing_that_grows_with_what_is_kept(
+    compiled: Compiled, program: str, tokens: int, scored: int
+) -> None:
+    """`tokens` of all its slots together, of which `scored` are, the last of each."""
+    folder = compiled("tensor parallel", "slots: 2, length: 200, chunk: 8")
+    manifest = open_artifact(folder, program=program).manifest
     assert [one.op for one in manifest.collectives if one.value != "logits"] == [
         "AllReduce"
     ] * 6  # two a layer, and two for the token
     sizes = {one.value: one.bytes for one in manifest.collectives}
-    assert {sizes.pop("next_token"), sizes.pop("generate.top")} == {"16", "8"}
-    assert sizes.pop("logits") == str(2 * VOCABULARY // 2 * 4)
-    row = 2 * HEADS * SIZE * 4
-    # The last sum of the last layer is that of the one token of each sequence that is scored.
-    assert sorted(sizes.values()) == [str(row), *[f"{row}*tokens"] * 3]
+    assert {sizes.pop("next_token"), sizes.pop("generate.top")} == {str(8 * scored), str(4 * scored)}
+    assert sizes.pop("logits") == str(scored * VOCABULARY // 2 * 4)
+    row = HEADS * SIZE * 4
+    assert sorted(map(int, sizes.values())) == [row * scored, *[row * tokens] * 3]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -207,6 +215,31 @@ def test_what_is_drawn_does_not_depend_on_slots_neighbours_or_layout(compiled: C
         assert found[0] != generator.run([Request(PROMPTS[0], max_tokens=9, temperature=0.9, seed=99)])[0].tokens
     with load_local_generator(compiled("tensor parallel stages")) as generator:
         assert [answer.tokens for answer in generator.run(some[::-1])][::-1] == found
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tensor parallel stages", "data parallel"])
+def test_logits_of_a_request_are_the_same_bits_in_any_company(
+    compiled: Compiled, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits: dict[tuple[int, int], bytes] = {}
+
+    def likeliest(logits: np.ndarray[Any, Any], request: Request, number: int) -> int:
+        bits[request.seed, number] = logits.tobytes()
+        return int(logits.argmax())
+
+    monkeypatch.setattr("partc.runtime.generation.generator.draw", likeliest)
+    some = [Request(prompt, max_tokens=12, temperature=1.0, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    # alone; all at once; in reversed order; behind others, in another slot that is not empty
+    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some]]
+    found: dict[tuple[int, int], set[bytes]] = {}
+    with load_local_generator(compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True)) as generator:
+        for company in companies:
+            bits.clear()
+            generator.run(company)
+            for key, one in bits.items():
+                found.setdefault(key, set()).add(one)
+    assert len(found) == 12 * len(some)
+    assert {len(one) for one in found.values()} == {1}
 
 
 def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface import settings
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,11 @@ def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
         raise CompileError(Problem(where, fact, law, "use a model such as LlamaForCausalLM, or leave out 'generate'"))
     device = next((tensor.device for tensor in module.parameters()), None)
     cache: Any = DynamicCache()
+    settings.settle(module, "experts")
+    padding, module.config.pad_token_id = (
+        getattr(module.config, "pad_token_id", None),
+        None,
+    )  # else it looks at tokens for it
     try:
         with torch.no_grad(), quiet():
             ids = torch.ones(1, 2, dtype=torch.int64, device=device)
@@ -74,6 +80,8 @@ def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
         raise CompileError(
             Problem(where, fact, law, "export it in a module of your own, with past and present")
         ) from error
+    finally:
+        module.config.pad_token_id = padding
     if not found or any(len(shape) != 4 or shape[2] != 2 for pair in found for shape in pair):
         help_ = "export it in a module of your own, with past and present"
         raise CompileError(Problem(where, f"the cache of {kind} has the shapes {found[:1]}", law, help_))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.step_form import StepForm
 
 NEXT = "next_token"
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
@@ -47,22 +47,23 @@ def scores_of(graph: ir.Graph, where: str) -> ir.Value:
     return found[0]
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, rules: GenerateRules) -> NextToken:
-    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it."""
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value | None, form: StepForm) -> NextToken:
+    """Lets the model score the last of each sequence's `count` tokens alone, its only one without a count, and takes the likeliest one
+    behind it.
+    """
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
     if not isinstance(vocabulary, int):
         fact = f"the last dim of '{scores.name}' is {vocabulary}"
-        raise CompileError(Problem(rules.where(), fact, "the number of tokens of the vocabulary is known"))
+        raise CompileError(Problem(form.rules.where(), fact, "the number of tokens of the vocabulary is known"))
     head, name, axis = _head(scores), scores.name, build.constant("axis", [1])
-    before = build.op("before", "Sub", [count, build.constant("one", 1)])
-    row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
-    last = build.op(
-        "last",
-        "GatherND",
-        [scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])],
-        batch_dims=1,
-    )
+    scored = scores if head is None else head.inputs[0]
+    if count is None:
+        last = build.op("last", "Squeeze", [scored, axis])
+    else:
+        before = build.op("before", "Sub", [count, build.constant("one", 1)])
+        row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
+        last = build.op("last", "GatherND", [scored, build.op("rows", "Unsqueeze", [row, axis])], batch_dims=1)
     build.put(before=head)
     if head is not None:
         head.replace_input_with(0, last)
@@ -73,11 +74,11 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, rules: Generat
     chosen = build.op("next", "ReduceMin", [likeliest, axis], keepdims=0)
     build.put()
     if logits is not scores:
-        scores.name, logits.name = None, name
-    logits.type, logits.shape = scores.type, ir.Shape([rules.slots, vocabulary])
-    chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([rules.slots])
+        scores.name, logits.name, scores.shape = None, name, None
+    logits.type, logits.shape = scores.type, ir.Shape([form.rows, vocabulary])
+    chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([form.rows])
     graph.outputs[graph.outputs.index(scores)] = chosen
-    if rules.sampling:
+    if form.rules.sampling:
         graph.outputs.append(logits)
     return NextToken(chosen, logits, vocabulary)
 

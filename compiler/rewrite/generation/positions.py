@@ -16,9 +16,11 @@ from functools import cached_property
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
-from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.step_form import StepForm
 
+POSITION, COUNT = "position", "count"
+"""Inputs [slots] that a step is given beside the model's."""
 MASK, ROWS = "attention_mask", "position_ids"
 """Inputs by the names that exporters give them."""
 _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
@@ -28,9 +30,11 @@ class Positions:
     """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
 
     def __init__(
-        self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, rules: GenerateRules
+        self, build: NodeBuilder, position: ir.Value, count: ir.Value | None, ids: ir.Value, form: StepForm
     ) -> None:
-        self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, rules
+        self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
+        self.rows: list[ir.Value] = []
+        """The positions of tokens."""
         first = build.graph[0]
         self.past = build.op("past", "ReduceMax", [position], keepdims=1)
         self.tokens = build.op("tokens", "Shape", [ids], start=1, end=2)
@@ -93,7 +97,7 @@ class Positions:
 
     def _rows(self) -> Iterator[tuple[ir.Node, ir.Value]]:
         """The nodes that add the past to the numbers of a step's tokens, each with these."""
-        lengths = _copies_of(self.past)
+        lengths = copies_of(self.past)
         for node in [node for node in self.build.graph if node.op_type == "Add"]:
             steps = [value for value in node.inputs if value is not None and _is_range(value)]
             if len(steps) == 1 and any(value in lengths for value in node.inputs):
@@ -102,12 +106,15 @@ class Positions:
     def _rows_of(self, steps: ir.Value) -> ir.Value:
         """The position of each token [slots, tokens]; `steps`: their numbers within the step."""
         build, axis = self.build, self.build.constant("axis", [1])
+        column = build.op("column", "Unsqueeze", [self.position, axis])
+        if self.count is None:
+            self.rows.append(build.op("rows", "Add", [column, steps]))
+            return self.rows[-1]
         before = build.op("before_last", "Sub", [self.count, build.constant("one", 1)])
         last = build.op("last_or_first", "Max", [before, build.constant("zero", 0)])
-        column, end = (
-            build.op(word, "Unsqueeze", [one, axis]) for word, one in (("column", self.position), ("end", last))
-        )
-        return build.op("rows", "Add", [column, build.op("steps_meant", "Min", [steps, end])])
+        end = build.op("end", "Unsqueeze", [last, axis])
+        self.rows.append(build.op("rows", "Add", [column, build.op("steps_meant", "Min", [steps, end])]))
+        return self.rows[-1]
 
     def _feed(self, inputs: dict[str | None, ir.Value]) -> None:
         """Makes the inputs that say positions."""
@@ -145,7 +152,7 @@ def _axes(node: ir.Node) -> list[int]:
     )
 
 
-def _copies_of(value: ir.Value) -> set[ir.Value]:
+def copies_of(value: ir.Value) -> set[ir.Value]:
     """The values with the one element of a value, whatever their shape."""
     found, waiting = {value}, [value]
     while waiting:

@@ -41,7 +41,8 @@ def longest(
     found: dict[str, Place] = {}
     for position in (0, record.length - 1):
         step = _Step(file, constants, place_of)
-        step.numbers[record.position] = np.full((record.slots,), position, np.int64)
+        rows = record.slots if file.manifest.is_main else record.runs
+        step.numbers[record.position] = np.full((rows,), position, np.int64)
         for name, (dtype, shape) in step.places().items():
             before = found.get(name, (dtype, shape))[1]
             if len(before) == len(shape):

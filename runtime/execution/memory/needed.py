@@ -25,7 +25,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PULL
+from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PREFILL, PULL
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span
 from ...artifact.manifest import Artifact
@@ -58,8 +58,6 @@ _LAID_OUT = 2.8
 _OF_NODE, _OF_VALUE = 16_500, 1_800
 """The bytes that sessions and the runtime hold for each node of a session, and in each plan of a step for each value of all microbatches;
 of onnxruntime 1.31."""
-_PLANS_PADDED = 2
-"""The plans of a decoder whose steps have a chunk of tokens or one."""
 _OF_TRAINING = 1_200_000
 """What the loop, the reader of batches and MPI take for themselves."""
 
@@ -78,6 +76,7 @@ class TargetMemory:
     inside: int = 0
     sessions: int = 0
     evaluation: int = 0
+    prefill: int = 0
     loading: int = 0
     unknown: int = 0
 
@@ -85,7 +84,8 @@ class TargetMemory:
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
         kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions
-        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
+        beside = self.evaluation + self.prefill
+        return kept + max(self.inputs_outputs + self.between + self.inside + beside, self.loading)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
         if averaged and record.kind == "parameter" and record.tensor in trained:
             found[CPU].optimizer += bytes
     programs = [main]
-    for name in (EVALUATE, EVALUATE_STREAMED):
+    for name in (EVALUATE, EVALUATE_STREAMED, PREFILL):
         if artifact.manifest.is_main and name in artifact.programs:
             programs.append(_Program(artifact.beside(name), rank, sizes, main.targets))
     shared = {target: SharedArena() for target in found}
@@ -148,9 +148,14 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
+            elif (
+                artifact.manifest.generation is not None
+            ):  # of both programs sessions lay the weights out for their kernels
+                one.prefill = program.session_bytes() if target == CPU else 0
+                one.prefill += program.weights().get(target, 0) + arenas.get(target, 0) + one.inside
+                one.inside, one.unknown = before, one.unknown + (program.unknown if target == CPU else 0)
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
-                training = artifact.manifest.training
                 if training is not None and training.settings.test is not None:  # else none of its steps is run
                     one.evaluation += arenas.get(target, 0) + one.inside - before
                 one.inside = before
@@ -178,8 +183,9 @@ class _Program:
         self.shapes = declared_shapes(file)
         self.bounds: dict[str, Place] = {}
         self._bound_rows()
-        if (generation := file.manifest.generation) is not None:
-            self.bounds |= longest(file, generation, self._tensors(), self._place)
+        self.generation = artifact.beside().manifest.generation
+        if self.generation is not None:
+            self.bounds |= longest(file, self.generation, self._tensors(), self._place)
         self.unknown = 0
 
     def _tensors(self) -> dict[str, TensorProto]:
@@ -238,9 +244,9 @@ class _Program:
     def session_bytes(self) -> int:
         """What sessions and the runtime hold of the file while they do not run."""
         nodes = sum(len(segment.nodes) for segment in self.distinct())
-        plans, generation = 1, self.file.manifest.generation
-        if generation is not None:
-            plans = min(generation.chunk, _PLANS_PADDED if generation.padded else MOST_PLANS)
+        plans = 1
+        if self.generation is not None and not self.generation.padded and self.file.manifest.symbols:
+            plans = min(self.generation.chunk, MOST_PLANS)
         return _OF_NODE * nodes + _OF_VALUE * len(self.types) * plans + (_OF_TRAINING if self.trains else 0)
 
     def input_output_bytes(self) -> int:
