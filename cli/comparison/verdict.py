@@ -29,7 +29,7 @@ class Case:
     scratch: Path
     mpi: bool
     devices: Mapping[str, str] = field(default_factory=dict)
-    """Those that the targets of the compiled model are asked to be."""
+    """By target of the compiled model the device that it is asked to be."""
 
     def unsharded(self, model: ir.Model | None = None) -> Path:
         """A file of the unsharded model: the user's own where it is one, else of `model`, which is loaded anew where none is given."""

@@ -49,7 +49,7 @@ class Shared:
 
 
 def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node, str] | None = None) -> list[Shared]:
-    """Those of the named weights that nodes of several modules read."""
+    """The named weights that nodes of several modules read."""
     paths = paths if paths is not None else node_paths(model)
     weights = model.graph.initializers
     of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())

@@ -91,7 +91,7 @@ def _us_between(begin: float, end: float) -> float:
 
 
 def read_trace(path: Path) -> Trace:
-    """The spans of a file that `trace_text` gave; UsageError where it is none, with the line."""
+    """The spans of a file that `trace_text` gave; UsageError where it is not a trace, with the line."""
     try:
         with open_regular(path) as file:
             lines = file.read(TRACE.bytes + 1).split(b"\n")

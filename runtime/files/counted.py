@@ -65,7 +65,7 @@ def read_json(path: str | Path, limit: Limit) -> object:
 
 
 def parse_json(text: bytes, limit: Limit) -> object:
-    """The data of a JSON text; ValueError where it is none, or has more values or digits than allowed, or is nested too deeply."""
+    """The data of a JSON text; ValueError where it is not JSON, or has more values or digits than allowed, or is nested too deeply."""
     count = sum(map(text.count, (b",", b"[", b"{")))
     if count > limit.values:
         raise ValueError(f"it has {count:,} values; at most {limit.values:,} are read")

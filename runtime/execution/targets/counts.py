@@ -31,7 +31,7 @@ class TargetCounts:
     steps: int = 0
     switches: int = 0
     device: str = ""
-    """That of the target cuda, where the rank has it."""
+    """The device of the target cuda, where the rank has it."""
     copies: dict[str, Copies] = field(default_factory=dict)
 
     def add_step(self, switches: int) -> None:
