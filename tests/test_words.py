@@ -48,7 +48,7 @@ PHRASES = {
         r"(?<!there )(?<!There )\b(?:is|are) none\b(?! of them)",
         0,
     ),
-    "'Those that ...': begin with the noun": (r"\A(?:Those|That) ", 0),
+    "'Those that ...', 'Of the ...': begin with the noun": (r"\A(?:Those|That|Of) ", 0),
     "'nobody': name who does not": (r"\bnobody\b", 4),
     "'Of X: ...': name the subject first": (r"^\s*Of [^.]*:", 5),
 }

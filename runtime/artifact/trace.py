@@ -19,7 +19,7 @@ from ..files.regular import open_regular
 SUFFIX = ".trace.json"
 STEP, COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY = "step", "compute", "update", "copy", "communication", "memory"
 CATEGORIES = (COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY)
-"""Of the actions of a step."""
+"""The categories of the actions of a step."""
 _OF_STEPS = {"Segment": COMPUTE, "Update": UPDATE, "Copy": COPY, "Memory": MEMORY}
 
 

@@ -127,7 +127,7 @@ class RankProgram:
     targets: Targets
     arenas: Arenas
     rows: CacheRows | None = None
-    """Of a prefill which row of each cache a step has."""
+    """Which row of each cache a step of a prefill has."""
 
     @property
     def rank(self) -> int:

@@ -105,7 +105,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Of all targets together."""
+        """The bytes of all targets together."""
         return sum(one.peak for one in self.targets)
 
     @property

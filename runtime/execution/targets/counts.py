@@ -26,7 +26,10 @@ class Copies:
 
 @dataclass
 class TargetCounts:
-    """Of one rank since it was loaded. A switch is a segment or an update whose target is not that of the one before it in the file."""
+    """The counts of one rank since it was loaded.
+
+    A switch is a segment or an update whose target is not that of the one before it in the file.
+    """
 
     steps: int = 0
     switches: int = 0
