@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
-from partc.compiler.cost.decoder_memory import refuse_without_room
+from partc.compiler.cost.decoder_memory import most_slots
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
@@ -196,12 +196,11 @@ def programs_of(
             continue
         done[kind] = cast(Lowered, made)
     found = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
-    step, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
-    if step is not None and step.generation is not None and prefill is not None and prefill.generation is not None:
-        refuse_without_room(step, prefill)
-        # the prefill alone knows in how many runs slots lie
-        generation = replace(step.generation, record=prefill.generation.record)
-        found[ProgramKind.STEP] = replace(step, generation=generation)
+    decode, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
+    if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
+        # the prefill knows in how many runs slots lie, and both together how many there is room for
+        record = prefill.generation.record.model_copy(update={"room": most_slots(decode, prefill)})
+        found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
     return found
 
 

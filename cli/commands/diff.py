@@ -16,7 +16,6 @@ from partc.runtime.units import count, seconds, size_text
 if TYPE_CHECKING:
     from partc.cli.difference.compare import Difference
     from partc.cli.difference.threshold import Threshold
-    from partc.runtime.artifact.manifest import Artifact
 
 _SHOWN = 20
 _TITLES = {
@@ -77,8 +76,8 @@ def command(
     partc diff main/build build
     partc diff main/build build --fail-if 'bytes>5%' --fail-if 'placement>0'
     """
-    from partc.cli.difference.compare import difference
-    from partc.cli.difference.facts import TIME, Facts, facts_of
+    from partc.cli.difference.facts import TIME
+    from partc.cli.difference.programs import common_sizes, differences
     from partc.cli.difference.threshold import exceeded
     from partc.compiler.cost.machine_file import read_machine
     from partc.runtime.artifact.manifest import open_artifact
@@ -89,12 +88,8 @@ def command(
         raise UsageError(f"--fail-if {of_time[0]}: the time of a step is not known without a machine\n  help: {help}")
     measured = None if machine is None else read_machine(machine)
     old, new = open_artifact(first, trust=True), open_artifact(second, trust=True)
-    sizes = _sizes(old, new, given)
-    found, unknown = [], 0
-    for name in dict.fromkeys([*old.programs, *new.programs]):
-        facts = [facts_of(one.beside(name), sizes, measured) if name in one.programs else Facts() for one in (old, new)]
-        found.append(difference(name, *facts))
-        unknown += max(one.unknown for one in facts)
+    sizes = common_sizes(old, new, given)
+    found, unknown = differences(old, new, sizes, measured)
     beyond = exceeded(thresholds, found)
     console.result(
         {
@@ -130,23 +125,6 @@ def command(
     for text in beyond:
         console.echo(f"exceeded: {text}", err=True)
     return 1 if beyond else 0
-
-
-def _sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict[str, int]:
-    """The sizes at which both are compared: those given, else the first artifact's typical ones; UsageError where either forbids one."""
-    from partc.cli.job.inputs import choose_sizes
-    from partc.cli.output.stats import typical_sizes
-    from partc.runtime.errors import UsageError
-
-    typical = {**typical_sizes(new.manifest), **typical_sizes(old.manifest)}
-    problems = [f"--set {name}: neither artifact has a symbol '{name}'" for name in given if name not in typical]
-    sizes = {**typical, **given}
-    for artifact in (old, new):
-        own = {name: size for name, size in sizes.items() if name in artifact.manifest.symbols}
-        problems += [f"{artifact.folder}: {text}" for text in choose_sizes(artifact.manifest.symbols, own)[1]]
-    if problems:
-        raise UsageError("\n".join([*problems, "  help: --set NAME=SIZE to a size that both artifacts allow"]))
-    return sizes
 
 
 def _tables(found: Difference, most: int | None) -> Iterator[Table]:

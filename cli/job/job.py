@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from partc.runtime import Request
 
+from partc.cli.server.settings import ServerSettings
+
 BOARD = "board"
 """The status board's file in a job's folder."""
 PROGRESS = "progress"
@@ -93,7 +95,7 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an artifact, an inference unless it has a `training` or a `generation`; paths are absolute.
+    """One run of an artifact, an inference unless it has a `training`, a `generation` or a `serving`; paths are absolute.
 
     `devices` by target the device that it is asked to be. `run_dir` is the launching process's folder with the status board and the
     process ids, None where the user's own launcher started the ranks.
@@ -103,6 +105,7 @@ class Job:
     inference: InferenceJob = InferenceJob()
     training: TrainingJob | None = None
     generation: GenerationJob | None = None
+    serving: ServerSettings | None = None
     threads: int | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     stall: float = 30.0
@@ -121,6 +124,7 @@ class Job:
         """The job that `dumps` wrote."""
         fields = text_of.loads(text)
         training, generation, inference = fields["training"], fields["generation"], fields["inference"]
+        serving = fields["serving"]
         return Job(
             **{
                 **fields,
@@ -128,5 +132,6 @@ class Job:
                 "reporting": Reporting(**fields["reporting"]),
                 "training": None if training is None else TrainingJob(**training),
                 "generation": None if generation is None else GenerationJob(**generation),
+                "serving": None if serving is None else ServerSettings(**serving),
             }
         )

@@ -199,6 +199,10 @@ def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
 
             requests = _on_all_ranks(transport, lambda: _requests(job, transport.rank))
             return run_generation(job, transport, requests, begin)
+        if job.serving is not None:
+            from partc.cli.job.serving import run_server
+
+            return run_server(job, transport)
         if job.training is None:
             return _infer(job, transport, begin)
         from partc.cli.job.training import run_training
@@ -278,6 +282,11 @@ def prepare(job: Job) -> tuple[Job, Manifest]:
 
         requests = requests_of(job.generation, manifest)
         return replace(job, generation=replace(job.generation, requests=requests)), manifest
+    if job.serving is not None:
+        from partc.cli.job.serving import reader_of
+
+        reader_of(job.serving, manifest)
+        return job, manifest
     open_job_inputs(job, manifest)
     if job.inference.output is not None:
         refuse_other(Path(job.inference.output))

@@ -116,6 +116,5 @@ def simulated(
     except ValueError as error:
         raise ArtifactError(f"{artifact.folder}: {error}\n  help: see what `partc check` says of it") from None
     firsts = [one.ranks[0] for one in classes]
-    return Simulation(
-        played, sizes, {one.rank: one for one in memory_of_ranks(artifact, sizes, firsts)}, len(unknown), files
-    )
+    memory = memory_of_ranks(artifact, sizes, firsts, {name: one.file for name, one in files.items()})
+    return Simulation(played, sizes, {one.rank: one for one in memory}, len(unknown), files)

@@ -117,11 +117,12 @@ def read_traced(path: Path, share: float = 0.5) -> Traced:
         for rank in ranks
     }
     longest = median(max(wholes[rank, step] for rank in ranks) for step in kept)
-    return Traced(str(path), spans, rest, len(ranks), len(kept), longest, share)
+    return Traced(str(path), spans, rest, trace.ranks, len(kept), longest, share)
 
 
 def _ended_steps(trace: Trace) -> list[int]:
-    """The steps that every rank has ended; of a file that was cut short not the last one of the rank where it breaks off."""
+    """The steps that every rank has ended that does anything; ranks follow each other in the file, so of one that was cut short before the
+    last rank's spans there are none, else not the last one of that rank."""
     ends: dict[int, set[int]] = defaultdict(set)
     for one in trace.spans:
         if one.category == STEP:
@@ -130,5 +131,7 @@ def _ended_steps(trace: Trace) -> list[int]:
         return []
     if not trace.whole:
         last = trace.spans[-1]
+        if last.rank < trace.ranks - 1:
+            return []
         ends[last.rank].discard(last.about["step"])
     return sorted(set.intersection(*ends.values()))

@@ -1,6 +1,6 @@
 """What a rank of a decoder that generates needs of memory, and how many slots have room in a limit.
 
-    weights    once for each of the two programs, whose sessions each lay them out for their kernels
+    weights    once, since sessions that both programs have alike are one
     caches     of all slots of the rank
     step       the most that values of a step take at once, of the larger program: those of decode grow with the slots
 
@@ -38,7 +38,7 @@ class DecoderMemory:
         shape = caches[0].value.shape if caches else None
         slots = shape[0] if shape else 1
         assert isinstance(slots, int)
-        weights = sum(_bytes(held.value) for part in (decode, prefill) for held in part.weights)
+        weights = sum(_bytes(held.value) for held in decode.weights)
         held = sum(_bytes(one.value) for one in caches)
         return cls(decode.rank, slots, weights, held, _of_step(decode), _of_step(prefill))
 
@@ -62,17 +62,16 @@ def decoder_memories(decode: Complete, prefill: Complete) -> Iterator[DecoderMem
     return (DecoderMemory.of(part, prefill.parts[part.rank]) for part, _ in decode.alike)
 
 
-def refuse_without_room(decode: Complete, prefill: Complete) -> None:
-    """CompileError where a rank needs more than the plan's `memory`, with what it needs and the most slots that fit."""
+def most_slots(decode: Complete, prefill: Complete) -> int | None:
+    """The most slots that fit into the plan's `memory`; None without one. CompileError where its slots do not, with what a rank needs."""
     rules = decode.plan.generate
     if rules is None or rules.memory is None:
-        return
+        return None
     found = [*decoder_memories(decode, prefill)]
     most = max(found, key=lambda one: one.at(one.slots))
+    room = min(one.room(rules.memory) * (rules.slots // one.slots) for one in found)
     if most.at(most.slots) <= rules.memory:
-        return
-    runs = rules.slots // most.slots
-    room = min(one.room(rules.memory) for one in found) * runs
+        return room
     step = size_text(max(most.decode, most.prefill))
     parts = f"weights {size_text(most.weights)}, caches {size_text(most.caches)}, values of a step {step}"
     fact = f"rank {most.rank} needs {size_text(most.at(most.slots), at_least=True)} of memory: {parts}"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from partc.compiler.plan.placed_options import ByteCount, PlacedOptions
-from partc.runtime.options import Refused
+from partc.compiler.plan.placed_options import PlacedOptions
+from partc.runtime.options import ByteCount, Refused
 from pydantic import Field, model_validator
 
 MOST_SLOTS, MOST_TOKENS, DEFAULT_CHUNK = 1 << 12, 1 << 24, 64

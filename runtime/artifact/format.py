@@ -151,7 +151,6 @@ BEGIN_IR = "ir/step_parallel_begin.ir"
 END_IR = "ir/step_parallel_end.ir"
 SCHEDULE = "ir/schedule.txt"
 
-
 INFER, TRAIN, EVALUATE, EVALUATE_STREAMED = "infer", "train", "evaluate", "evaluate_streamed"
 DECODE, PREFILL = "decode", "prefill"
 """Names of programs: the one of an artifact that is not trained; of one that is the step, and the loss and the metrics alone, of any batch

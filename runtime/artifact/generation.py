@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field
 class StepPorts(BaseModel):
     """Names of the programs' inputs and outputs.
 
-    A step of decode is given `tokens` [slots, 1] and `position` [slots], the number of tokens before these. It gives `next` [slots], the
-    likeliest token behind them, on all ranks, and where `logits` is not empty what each token of the vocabulary scores there, [slots,
-    vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n at most `chunk`, of which the first `count` [runs] of each sequence
-    are meant.
+    A step of decode is given `tokens` [slots, 1], of which the first `count` [slots] of each slot are meant, one or none, and `position`
+    [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
+    is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n
+    at most `chunk`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,7 +36,7 @@ class GenerationRecord(StepPorts):
     """The inputs and outputs of steps that make tokens, and how many sequences (slots) of which length the ranks keep.
 
     `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
-    most bytes that a rank may need, as the plan says it. `stop`: the tokens behind which one ends.
+    most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
     """
 
     vocabulary: int = Field(ge=1)
@@ -46,4 +46,5 @@ class GenerationRecord(StepPorts):
     runs: int = Field(1, ge=1)
     padded: bool = True
     memory: int | None = None
+    room: int | None = None
     stop: list[int] = []

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.compiler.rewrite.generation import fused_attention
@@ -100,7 +101,7 @@ def test_positions_come_from_the_past_or_as_inputs(
     decode = open_artifact(folder)
     assert decode.programs == ["decode", "prefill"]
     shapes = {port.name: port.shape for port in decode.manifest.inputs}
-    assert shapes == {"ids": [slots, 1], "position": [slots]}
+    assert shapes == {"ids": [slots, 1], "position": [slots], "count": [slots]}
     shapes = {port.name: port.shape for port in decode.beside("prefill").manifest.inputs}
     assert shapes == {"ids": [1, 5], "position": [1], "count": [1]}
     with load_local_generator(folder) as generator:
@@ -242,6 +243,24 @@ def test_logits_of_a_request_are_the_same_bits_in_any_company(
     assert {len(one) for one in found.values()} == {1}
 
 
+def test_weights_of_four_bits_are_cut_in_columns_and_in_rows_of_whole_blocks(tmp_path: Path) -> None:
+    quantizer = MatMulNBitsQuantizer(decoder(fused=True), block_size=16, is_symmetric=True)
+    quantizer.process()
+    onnx.save(quantizer.model.model, tmp_path / "model.onnx")
+    found = []
+    for layout in ("one rank", "tensor parallel"):
+        (tmp_path / "plan.yaml").write_text(f"{LAYOUTS[layout]}generate: {{slots: 2, length: 64, chunk: 8}}\n")
+        compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / layout)
+        with load_local_generator(tmp_path / layout) as generator:
+            found.append([answer.tokens for answer in generator.run(requests())])
+    assert found[0] == found[1]
+    model = open_artifact(tmp_path / "tensor parallel").model(1)
+    shapes = {tensor.name: [*tensor.dims] for tensor in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+    assert [shapes[node.input[1]] for node in products[:4]] == [[16, 2, 8], [8, 2, 8], [8, 2, 8], [32, 1, 8]]
+    assert len(products) == 13
+
+
 def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -> None:
     some = [
         Request([]),
@@ -324,6 +343,13 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
     ("keys", "fact"),
     [
         ("{slots: 0, length: 64}", "slots"),
+        ("{slots: 2, length: 64, memory: 240KB}", "write slots: 1, the most that fit"),
+        ("{slots: 2, length: 64, memory: 10KB}", "not one slot fits"),
+        ("{length: 4000}", "the table of positions 'embed.positions.weight' has 256, and 'length' is 4000"),
+        (
+            "{slots: 3, length: 64}\nranks: 2\ndataset: data_parallel",
+            "3 slots cannot be dealt out to 2 groups of ranks",
+        ),
         ("{length: 8, chunk: 9}", "a chunk of 9 tokens is longer than a sequence, 8"),
         ("{slots: 2}", "length"),
         (
@@ -335,7 +361,7 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
 )
 def test_wrong_plans_are_named(keys: str, fact: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(decoder(), tmp_path / "model.onnx")
-    (tmp_path / "plan.yaml").write_text(f"ranks: 1\ngenerate: {keys}\n")
+    (tmp_path / "plan.yaml").write_text(f"{'' if 'ranks' in keys else 'ranks: 1'}\ngenerate: {keys}\n")
     assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
     assert fact in capsys.readouterr().err
 

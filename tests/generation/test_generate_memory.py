@@ -13,6 +13,7 @@ from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.execution.memory.needed import _Program, rank_memory
+from partc.runtime.program.rank_file import read_rank_file
 
 LENGTH, CHUNK, SLOTS = 32, 4, 2
 
@@ -29,7 +30,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "rows", "tokens"), [("decode", SLOTS, 1), ("prefill", 1, CHUNK)])
 def test_no_value_is_larger_than_it_is_said(name: str, rows: int, tokens: int, build: Path) -> None:
     artifact = open_artifact(build).beside(name)
-    program, model = _Program(artifact, 0, {}), artifact.model(0)
+    generation = artifact.beside().manifest.generation
+    program, model = _Program(read_rank_file(artifact, 0), {}, generation), artifact.model(0)
     made = [value for node in model.graph.node for value in node.output]
     del model.graph.output[:]
     model.graph.output.extend(onnx.ValueInfoProto(name=value) for value in made)
@@ -37,7 +39,7 @@ def test_no_value_is_larger_than_it_is_said(name: str, rows: int, tokens: int, b
     step, largest = ReferenceEvaluator(model), dict[str, tuple[int, ...]]()
     given = {record.value: np.zeros(record.shape, np.float32) for record in artifact.manifest.state}
     given |= {"ids": np.ones((rows, tokens), np.int64)}
-    given |= {"count": np.full(1, CHUNK)} if name == "prefill" else {}
+    given |= {port.name: np.full(rows, tokens) for port in artifact.manifest.inputs if port.name == "count"}
     for position in (0, 7, LENGTH - 1):
         found = step.run(made, {**given, "position": np.full(rows, position)})
         for value, array in zip(made, found, strict=True):

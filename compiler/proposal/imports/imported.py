@@ -31,7 +31,7 @@ class Imported:
     not taken, and why.
     """
 
-    source: str
+    source: str = ""
     degrees: Mapping[str, int] = field(default_factory=dict)
     styles: tuple[TpPlanEntry, ...] = ()
     strategies: tuple[Strategy, ...] = ()

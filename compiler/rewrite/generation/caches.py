@@ -23,7 +23,7 @@ from partc.compiler.analysis.shapes import shapes
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.graph import drop_unread, name_of
+from partc.compiler.ir.graph import COPIES_DIMS, drop_unread, name_of
 from partc.compiler.ir.program import Generation, Loaded, Prepared
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
@@ -81,7 +81,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         slots=rules.slots,
         length=rules.length,
         chunk=rules.chunk,
-        runs=form.rows if form.counts else 1,
+        runs=form.runs,
         padded=work.padded,
         memory=rules.memory,
         stop=rules.stop,
@@ -126,7 +126,7 @@ class _Caches:
         scores = scores_of(self.graph, self.rules.where())
         for value in (value for node in self.graph for value in node.outputs if value is not scores):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
-        position, count = self._fed(POSITION), self._fed(COUNT) if self.form.counts else None
+        position, count = (self._fed(name) for name in (POSITION, COUNT))
         positions = Positions(self.build, position, count, self.ids, self.form)
         for pair in self.pairs:
             self._keep(pair, positions)
@@ -141,6 +141,9 @@ class _Caches:
         if self.padded:
             fuse_attention(self.build, self.heads, self.found, positions, self.form)
             drop_unread(self.graph)
+        for node in self.graph:
+            if node.op_type == "Reshape":
+                node.meta[COPIES_DIMS] = True
         return chosen
 
     def _pairs(self) -> list[_Pair]:

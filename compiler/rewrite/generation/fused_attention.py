@@ -156,7 +156,7 @@ def _is_causal(graph: ir.Graph, mask: ir.Value, positions: Positions, form: Step
 
 def _given(positions: Positions) -> tuple[ir.Value, ...]:
     """The inputs of a step of which a mask may be made."""
-    return tuple(one for one in (positions.position, positions.count, positions.ids) if one is not None)
+    return positions.position, positions.count, positions.ids
 
 
 def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -19,6 +19,7 @@ from partc.compiler.rewrite.generation.step_form import StepForm
 
 NEXT = "next_token"
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
+_PRODUCTS = ("MatMul", "MatMulNBits")
 _OF_WEIGHTS = ("Cast", "DequantizeLinear", "Identity", "Transpose")
 
 
@@ -47,23 +48,18 @@ def scores_of(graph: ir.Graph, where: str) -> ir.Value:
     return found[0]
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value | None, form: StepForm) -> NextToken:
-    """Lets the model score the last of each sequence's `count` tokens alone, its only one without a count, and takes the likeliest one
-    behind it.
-    """
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm) -> NextToken:
+    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it."""
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
     if not isinstance(vocabulary, int):
         fact = f"the last dim of '{scores.name}' is {vocabulary}"
         raise CompileError(Problem(form.rules.where(), fact, "the number of tokens of the vocabulary is known"))
     head, name, axis = _head(scores), scores.name, build.constant("axis", [1])
-    scored = scores if head is None else head.inputs[0]
-    if count is None:
-        last = build.op("last", "Squeeze", [scored, axis])
-    else:
-        before = build.op("before", "Sub", [count, build.constant("one", 1)])
-        row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
-        last = build.op("last", "GatherND", [scored, build.op("rows", "Unsqueeze", [row, axis])], batch_dims=1)
+    before = build.op("before", "Sub", [count, build.constant("one", 1)])
+    row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
+    scored, rows = scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])
+    last = build.op("last", "GatherND", [scored, rows], batch_dims=1)
     build.put(before=head)
     if head is not None:
         head.replace_input_with(0, last)
@@ -74,7 +70,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value | None, form: S
     chosen = build.op("next", "ReduceMin", [likeliest, axis], keepdims=0)
     build.put()
     if logits is not scores:
-        scores.name, logits.name, scores.shape = None, name, None
+        scores.name, logits.name, scores.shape = f"{name}_of_all", name, None
     logits.type, logits.shape = scores.type, ir.Shape([form.rows, vocabulary])
     chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([form.rows])
     graph.outputs[graph.outputs.index(scores)] = chosen
@@ -90,7 +86,7 @@ def _head(scores: ir.Value) -> ir.Node | None:
         others = [one for one in node.inputs[1:] if one is not None]
         if len(value.uses()) > (value is not scores) or not all(map(_is_weight, others)):
             return None
-        if node.op_type == "MatMul":
+        if node.op_type in _PRODUCTS:
             return node
         if node.op_type not in _ELEMENTWISE:
             return None

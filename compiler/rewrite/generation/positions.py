@@ -29,9 +29,7 @@ _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 class Positions:
     """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
 
-    def __init__(
-        self, build: NodeBuilder, position: ir.Value, count: ir.Value | None, ids: ir.Value, form: StepForm
-    ) -> None:
+    def __init__(self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, form: StepForm) -> None:
         self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
         self.rows: list[ir.Value] = []
         """The positions of tokens."""
@@ -60,9 +58,10 @@ class Positions:
         rank, name = len(shape), name_of(node.outputs[0])
         ends = (node.attributes.get_int("start", 0), node.attributes.get_int("end", rank))
         begin, end = (min(max(one + rank if one < 0 else one, 0), rank) for one in ends)
-        sizes = [
+        slots = [self.build.op("slots", "Shape", [self.ids], start=0, end=1)] if begin == 0 < end else []
+        sizes = slots + [
             self.past if dim == axis else self.build.constant(f"{name}.{dim}", [shape[dim]])
-            for dim in range(begin, end)
+            for dim in range(max(begin, 1), end)
         ]
         made = sizes[0] if len(sizes) == 1 else self.build.op("shape", "Concat", sizes, axis=0)
         self.build.put(before=node)
@@ -106,13 +105,11 @@ class Positions:
     def _rows_of(self, steps: ir.Value) -> ir.Value:
         """The position of each token [slots, tokens]; `steps`: their numbers within the step."""
         build, axis = self.build, self.build.constant("axis", [1])
-        column = build.op("column", "Unsqueeze", [self.position, axis])
-        if self.count is None:
-            self.rows.append(build.op("rows", "Add", [column, steps]))
-            return self.rows[-1]
         before = build.op("before_last", "Sub", [self.count, build.constant("one", 1)])
         last = build.op("last_or_first", "Max", [before, build.constant("zero", 0)])
-        end = build.op("end", "Unsqueeze", [last, axis])
+        column, end = (
+            build.op(word, "Unsqueeze", [one, axis]) for word, one in (("column", self.position), ("end", last))
+        )
         self.rows.append(build.op("rows", "Add", [column, build.op("steps_meant", "Min", [steps, end])]))
         return self.rows[-1]
 

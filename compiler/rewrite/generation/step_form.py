@@ -1,7 +1,9 @@
 """The two forms of a decoder's step: one token of every slot, and a chunk of a prompt of one slot.
 
-    decode     tokens [slots, 1]      position [slots]
-    prefill    tokens [runs, chunk]   position [runs]   count [runs]
+    decode     tokens [slots, 1]      position [slots]   count [slots]
+    prefill    tokens [runs, chunk]   position [runs]    count [runs]
+
+Both are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run both by the same sessions.
 
 Where slots are dealt out to ranks (data parallel) they lie in `runs`, equal ones, and a prefill takes one slot of each run: every rank
 computes a slot of its own. A rank binds the row of that slot alone of each cache, as one of a cache with one slot.
@@ -19,19 +21,20 @@ from partc.compiler.plan.generate import GenerateRules
 
 @dataclass(frozen=True)
 class StepForm:
-    """How many slots a step computes, and of each how many tokens; `counts`: whether it is told how many of these are meant."""
+    """How many slots a step computes, and the most tokens of each; `runs`: how many runs of slots there are, where that is known."""
 
     rules: GenerateRules
     rows: int
     tokens: int
-    counts: bool
+    runs: int
 
     @classmethod
     def of(cls, program: Loaded, rules: GenerateRules) -> StepForm:
         """The form of one of a plan's programs; CompileError where caches lie in other runs of slots than others do."""
         if program.kind is not ProgramKind.PREFILL:
-            return cls(rules, rules.slots, 1, False)
-        return cls(rules, _runs(program.beside[ProgramKind.STEP], rules), rules.chunk, True)
+            return cls(rules, rules.slots, 1, 1)
+        runs = _runs(program.beside[ProgramKind.STEP], rules)
+        return cls(rules, runs, rules.chunk, runs)
 
 
 def _runs(decode: Lowered, rules: GenerateRules) -> int:
