@@ -47,7 +47,7 @@ class RankFile:
 
     @cached_property
     def inputs(self) -> list[str]:
-        """The model's inputs that the rank reads; what it keeps is none of them."""
+        """The model's inputs that the rank reads; what it keeps is not among them."""
         kept = {record.value for record in self.state}
         return [value.name for value in self.model.graph.input if value.name not in kept]
 
@@ -64,7 +64,7 @@ class RankFile:
 
     @cached_property
     def outputs(self) -> list[str]:
-        """The model's outputs that are delivered to the rank; what takes the place of what it keeps is none of them."""
+        """The model's outputs that are delivered to the rank; what takes the place of what it keeps is not among them."""
         following = {record.next for record in self.state if record.next}
         return [value.name for value in self.model.graph.output if value.name not in following]
 
@@ -124,7 +124,7 @@ class RankFile:
 
     @cached_property
     def replaced_always(self) -> list[tuple[str, str]]:
-        """Those of `replaced_by_copy` that are replaced even by a step that replaces nothing else."""
+        """The pairs of `replaced_by_copy` that are replaced even by a step that replaces nothing else."""
         return [(one.value, one.next) for one in self.state if one.next and one.kind == SCALE]
 
     @cached_property
