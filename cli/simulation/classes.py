@@ -10,10 +10,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from partc.compiler.cost.machine import Link
-from partc.compiler.cost.play import Action, Class, Kind
+from partc.compiler.cost.play import Action, Begin, Class, Communicate, Receive, Send
 from partc.runtime.artifact.format import Manifest
-
-from .actions import AGREEMENT
 
 
 def classes_of(
@@ -25,8 +23,8 @@ def classes_of(
     groups = {rank: manifest.groups_of(rank) for rank in range(manifest.ranks)}
     used = {
         first: (
-            sorted({one.group for one in some if one.group}),
-            sorted({one.peer for one in some if one.peer >= 0 and not one.group}),
+            sorted({one.group for one in some if isinstance(one, Communicate) and one.group}),
+            sorted({one.peer for one in some if isinstance(one, Send | Receive) and not one.group}),
         )
         for first, some in actions.items()
     }
@@ -63,23 +61,30 @@ def classes_of(
         others: dict[int, tuple[int, ...]] = {}
         sets: dict[str, tuple[int, ...]] = {}
         for one in some:
-            if one.tag == AGREEMENT:
+            if not isinstance(one, Communicate):
+                continue
+            if isinstance(one, Send | Receive) and not one.group:
+                others[one.tag] = tuple(sorted((number[color[first]], number[color[one.peer]])))
+            elif not one.group:
                 others[one.tag] = tuple(range(len(members)))
-            elif one.group:
+            else:
                 if one.group not in sets:
                     sets[one.group] = tuple(sorted({number[color[rank]] for rank in groups[first][one.group]}))
                 others[one.tag] = sets[one.group]
-            elif one.kind in (Kind.SEND, Kind.RECEIVE):
-                others[one.tag] = tuple(sorted((number[color[first]], number[color[one.peer]])))
         if first != first_of[first]:
-            given = {one.tag: one.bytes for one in some if one.kind is Kind.BEGIN}
-            some = [_over(one, first, groups[first][one.group], link_of, given) if one.group else one for one in some]
+            given = {one.tag: one.bytes for one in some if isinstance(one, Begin)}
+            some = [
+                _over(one, first, groups[first][one.group], link_of, given)
+                if isinstance(one, Communicate) and one.group
+                else one
+                for one in some
+            ]
         made.append(Class(tuple(alike), some, others))
     return made
 
 
 def _over(
-    action: Action,
+    action: Communicate,
     rank: int,
     ranks: Sequence[int],
     link_of: Callable[[Sequence[int]], Link],
@@ -87,12 +92,12 @@ def _over(
 ) -> Action:
     """An end of a message or a collective of a rank over the link of these ranks; `given`: by tag of a collective what each gives."""
     link = link_of(ranks)
-    if action.kind in (Kind.SEND, Kind.RECEIVE):
+    if isinstance(action, Send | Receive):
         (peer,) = (one for one in ranks if one != rank)
-        side = "to" if action.kind is Kind.SEND else "from"
+        side = "to" if isinstance(action, Send) else "from"
         what = action.what.replace(f"' {side} rank {action.peer}", f"' {side} rank {peer}")
-        travel = link.send(action.bytes) if action.kind is Kind.SEND else 0.0
+        travel = link.send(action.bytes) if isinstance(action, Send) else 0.0
         return replace(action, what=what, peer=peer, travel=travel)
     seconds = link.collective(action.op, len(ranks), given[action.tag])
     beside = link.overlap * seconds
-    return replace(action, travel=beside) if action.kind is Kind.BEGIN else replace(action, seconds=seconds - beside)
+    return replace(action, travel=beside) if isinstance(action, Begin) else replace(action, seconds=seconds - beside)
