@@ -125,7 +125,7 @@ class ShardedValue:
 
     @functools.cached_property
     def _hash(self) -> int:
-        """The hash, of the first rank and the size alone: groups may have hundreds, and a looked-up group is nearly always the same object."""
+        """The hash of first rank and size alone: groups may have hundreds, and a looked-up group is nearly always the same object."""
         return hash((self.value, self.group[0], len(self.group), self.layout.cuts))
 
     @property
