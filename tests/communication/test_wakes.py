@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from partc.runtime.communication.host import rounds
@@ -38,10 +39,10 @@ def _no_wake_on_the_number(patch: pytest.MonkeyPatch) -> None:
 def _closed_before_it_is_made(patch: pytest.MonkeyPatch) -> None:
     made = rounds.HostGroup._made
 
-    def early(self: rounds.HostGroup, number: int) -> bool:
+    def early(self: rounds.HostGroup, number: int, *given: Any) -> bool:
         if all(cell[0] >= number for cell in self._cells):
             self._closed[0] = number
-        return made(self, number)
+        return made(self, number, *given)
 
     patch.setattr(rounds.HostGroup, "_made", early)
 
@@ -101,7 +102,8 @@ def test_a_round_that_an_interrupted_rank_has_left_open_is_over_for_the_others()
         numbers.point = lambda rank: None  # type: ignore[method-assign]
         parking = Parking(SimulatedWords(numbers, rank), rank, lambda rank=rank: numbers.fence(rank), None)
         others = [other for other in range(size) if other != rank]
-        group = rounds.HostGroup(cells, rank, others, parking, SimulatedCount(numbers, rank, "closed"))
+        closed = SimulatedCount(numbers, rank, "closed")
+        group = rounds.HostGroup(cells, rank, others, parking, closed, closed)
         one = rounds.Collective(group, Values(numbers, rank, 1))
         if rank == size - 1:
             with pytest.MonkeyPatch.context() as patch:
@@ -117,5 +119,5 @@ def test_a_round_that_an_interrupted_rank_has_left_open_is_over_for_the_others()
         assert one.rounds.wrong == 0
 
 
-def _interrupted(number: int) -> bool:
+def _interrupted(*given: object) -> bool:
     raise KeyboardInterrupt

@@ -38,7 +38,7 @@ class RankList:
     def __init__(self, rooms: SharedRooms, parking: Parking) -> None:
         self._rooms = rooms
         others = [place for index, place in enumerate(rooms.places) if index != rooms.own]
-        self.group = HostGroup(rooms.cells, rooms.own, others, parking, rooms.closed)
+        self.group = HostGroup(rooms.cells, rooms.own, others, parking, rooms.closed, rooms.raised)
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Collective]:
         """What begins the collective."""
@@ -68,10 +68,10 @@ class DataPlane:
         look_after = LOOK if single_host else _SHORT_LOOK
         words = FutexWords(futex, lines, address_of(lines), count, look_after)
 
-        def closed(line: memoryview, address: int) -> FutexCount:
+        def number(line: memoryview, address: int) -> FutexCount:
             return FutexCount(futex, line, address, look_after)
 
-        self._closed = closed
+        self._number = number
         self._spin: SpinTime | None = None
         if own_core:
             with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ class DataPlane:
         if self._rank not in ranks:
             return None
         places = [self._place if rank == self._rank else self.places[rank] for rank in ranks]
-        found = RankList(SharedRooms(self._segment, offset, places, self._place, self._closed), self._parking)
+        found = RankList(SharedRooms(self._segment, offset, places, self._place, self._number), self._parking)
         self._groups.append(found.group)
         self._looks[found.group] = partial(self._look_in, found.group)
         return found

@@ -14,7 +14,8 @@ which they sleep, and one call wakes these. Where all want the same (`Rounds.clo
 copy it. As each stores its arrival before it looks at the others' (`Parking.fence`), at least one of several that arrive at a time sees
 that all have come. Where two see it both close the round, with the same bytes, which each makes in memory of its own and then copies. None
 of them can be late for a later round, in which it has not arrived. A rank that is woken, or looks after its time, and finds the round
-open though all have arrived (who arrived last was interrupted) closes it for itself alone (`close_own`).
+open though all have arrived (who arrived last was interrupted) closes it for itself alone (`close_own`). Of two ranks each looks at the
+arrivals of the other, and sleeps on these.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Rounds:
 class SharedRooms:
     """Arrivals and rooms of the ranks of one list, `places` of the host; by turn the last room is that in common.
 
-    `closed` makes the number of rounds in which all have arrived of its line, and the address of that.
+    `count` makes a number on which ranks sleep of its line, and the address of that.
     """
 
     def __init__(
@@ -72,16 +73,17 @@ class SharedRooms:
         offset: int,
         places: Sequence[int],
         own: int,
-        closed: Callable[[memoryview, int], Count],
+        count: Callable[[memoryview, int], Count],
     ) -> None:
-        count = len(places)
+        ranks = len(places)
         self.places, self.own = places, places.index(own)
-        memory = segment.map(offset, self.size(count))
-        self.cells = [memory[at : at + LINE].cast("q") for at in range(0, LINE * count, LINE)]
-        self.closed = closed(memory[LINE * count : LINE * (count + 1)], address_of(memory) + LINE * count)
-        start = _after_lines(count)
+        memory = segment.map(offset, self.size(ranks))
+        lines = [memory[at : at + LINE] for at in range(0, LINE * (ranks + 1), LINE)]
+        self.cells = [line.cast("q") for line in lines[:ranks]]
+        self.closed, self.raised = (count(lines[at], address_of(memory) + LINE * at) for at in closing(ranks, self.own))
+        start = _after_lines(ranks)
         self.rooms: list[list[Bytes]] = [
-            [np.frombuffer(memory, np.uint8, ROOM, start + (at * ROOMS + turn) * ROOM) for at in range(count + 1)]
+            [np.frombuffer(memory, np.uint8, ROOM, start + (at * ROOMS + turn) * ROOM) for at in range(ranks + 1)]
             for turn in range(ROOMS)
         ]
 
@@ -89,6 +91,11 @@ class SharedRooms:
     def size(ranks: int) -> int:
         """Bytes for so many ranks."""
         return _after_lines(ranks) + (ranks + 1) * ROOMS * ROOM
+
+
+def closing(ranks: int, own: int) -> tuple[int, int]:
+    """The lines of the number of closed rounds at which a rank looks, and of that which it raises: arrivals are the first lines."""
+    return (1 - own, own) if ranks == 2 else (ranks, ranks)
 
 
 def _after_lines(ranks: int) -> int:
@@ -119,16 +126,26 @@ class Collective:
 class HostGroup:
     """One rank's end of the collectives of a list.
 
-    `cells`: arrivals by index; `own` is its own, `others` are other places. `closed`: the number of rounds in which all have arrived.
+    `cells`: arrivals by index; `own` is its own, `others` are other places. `closed`: the number of rounds in which all have arrived;
+    `raised`: that which this rank raises.
     """
 
-    def __init__(self, cells: Sequence[Cell], own: int, others: Sequence[int], parking: Parking, closed: Count) -> None:
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        own: int,
+        others: Sequence[int],
+        parking: Parking,
+        closed: Count,
+        raised: Count,
+    ) -> None:
         self._own = cells[own]
         self._cells = [cell for index, cell in enumerate(cells) if index != own]
         self._others = others
         self._parking = parking
-        self.closed = closed
+        self.closed, self._raised = closed, raised
         self._closed, self._closed_here = closed.cell, 0
+        self._are_two = len(cells) == 2
         self.begun = self.put = self.got = 0
         """Numbers of the last round that was begun, put, and got."""
         self._open: deque[tuple[int, int, Rounds]] = deque()
@@ -156,19 +173,19 @@ class HostGroup:
     def close_own(self) -> None:
         """Closes the next round for this rank alone where all have arrived in it and none has closed it."""
         number = self.got + 1
-        if self.put >= number > self._closed[0] and self._made(number):
-            self._closed_here = number
+        if self.put >= number > self._closed[0]:
+            first, _, rounds = self._open[0]
+            self._closed_here = number if self._made(number, first, rounds) else self._closed_here
 
     def wake_all(self) -> None:
         """Wakes all that sleep until a round is closed."""
-        self.closed.wake()
+        self._raised.wake()
 
-    def _made(self, number: int) -> bool:
-        """Whether all have arrived in a round; then what all want is made."""
+    def _made(self, number: int, first: int, rounds: Rounds) -> bool:
+        """Whether all have arrived in a round of a collective that began with the first; then what all want is made."""
         for cell in self._cells:
             if cell[0] < number:
                 return False
-        first, _, rounds = self._round(number)
         action = rounds.close(number - first, number % ROOMS)
         if action is not None:
             action()
@@ -193,7 +210,7 @@ class HostGroup:
     def _put(self, number: int) -> bool:
         """Puts a round, where its turn has come."""
         first, _, rounds = self._round(number)
-        if number - rounds.ahead(number - first) > self.got:
+        if self.got < number - 1 and self.got < number - rounds.ahead(number - first):
             return False
         action = rounds.put(number - first, number % ROOMS)
         if action is not None:
@@ -201,8 +218,10 @@ class HostGroup:
         self.put = number
         self._own[0] = number
         self._parking.fence()
-        if self._made(number):
+        if self._are_two:
+            self._parking.wake(self._others, self._raised)
+        elif self._made(number, first, rounds):
             self._closed[0] = number
             self._parking.fence()
-            self._parking.wake(self._others, self.closed)
+            self._parking.wake(self._others, self._raised)
         return True
