@@ -23,16 +23,18 @@ _LOSS = "loss"
 
 
 class ProgramKind(Enum):
-    """What a program does of a training; its name in the artifact."""
+    """Which of a plan's programs one is; its name in the artifact."""
 
     STEP = ""
-    """A whole step, with the update."""
+    """A whole step, with the update of a training; of a plan that generates, one token of each slot."""
     EVALUATION = "evaluate"
     """The loss and the metrics alone, of a batch of any size."""
     STREAMED_EVALUATION = "evaluate_streamed"
     """The same of a batch in the microbatches of the step, which stages run at the same time."""
     TOTALS = "totals"
     """What microbatches are given of the whole batch; it becomes part of the step."""
+    PREFILL = "prefill"
+    """A chunk of a prompt of one slot, over the caches of a step of one token."""
 
     @property
     def backward(self) -> bool:

@@ -39,7 +39,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     files = stored_tensors(folder)
     architecture = _architecture(config, folder)
     with recording(folder) as recorder:
-        from partc.compiler.frontend.torch.torch_module import export
+        from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
 
         module, buffers, widened = _built(architecture, config, folder)
         weights = taken(module, files, folder.name)
@@ -47,7 +47,8 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         where = f"{folder.name}/{CONFIG}"
         inputs, outputs = flatten_cache(module, where) if cache else (usual_inputs(module, None, where), [])
         names = DimNames({}, set(), position_symbols(module, inputs))
-        model = export(module, inputs, None, names, outputs, where, recorder)
+        opset = OPSET_WITH_CACHE if cache else OPSET
+        model = export(module, inputs, None, names, outputs, where, recorder, opset)
     for name, value in model.graph.initializers.items():
         if name in weights.tensors:
             value.const_value = weights.tensors[name]
