@@ -164,11 +164,12 @@ class HostGroup:
 
     def advance(self) -> None:
         """Gets and puts the rounds that it can."""
-        while True:
+        more = True
+        while more:
             if self.got < self.put and (self._closed[0] > self.got or self._closed_here > self.got):
                 self._get(self.got + 1)
-            elif self.put == self.begun or not self._put(self.put + 1):
-                return
+            else:
+                more = self.put < self.begun and self._put(self.put + 1)
 
     def close_own(self) -> None:
         """Closes the next round for this rank alone where all have arrived in it and none has closed it."""
