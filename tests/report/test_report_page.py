@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
+from machines import machine
 from partc.cli.main import invoke
 from partc.cli.report.page import page_text
+from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model
 from report_case import ROOT, lenet
 
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here, in which the page is tried")
+SIZES = ("--set", "batch=2", "--set", "seq=16")
 HOSTILE = "</script><b id='hostile'>&quot;\"'\n"
 
 
@@ -31,6 +34,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     gpt = ROOT / "samples" / "gpt"
     compile_model(gpt / "model.py", gpt / "stages.yaml", folder / "gpt")
+    (folder / "machine.yaml").write_text(machine_text(machine()))
     before, after = lenet(folder, "before"), lenet(folder, "after", ("fc3: 2", "fc3: 1"))
     streamed, trace = ROOT / "samples" / "lenet" / "pipeline.yaml", folder / "x.trace.json"
     compile_model(ROOT / "samples" / "lenet" / "model.py", streamed, folder / "streamed")
@@ -38,11 +42,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert invoke([*map(str, run), "--profile", str(trace), "-o", str(folder / "y.npz")]) == 0
     for arguments in (
         [folder / "streamed", "--trace", trace, "--set", "batch=8", "-o", folder / "streamed.html"],
-        [folder / "gpt", "-o", folder / "gpt.html"],
+        [folder / "gpt", "--machine", folder / "machine.yaml", *SIZES, "-o", folder / "gpt.html"],
         [after, "--against", before, "-o", folder / "lenets.html"],
     ):
         assert invoke(["report", *map(str, arguments)]) == 0
     return folder
+
+
+def show(browser: Browser, page: Path, hash: str = "") -> None:
+    """Opens a page, until it is drawn."""
+    browser.open(page.as_uri() + hash, "document.documentElement?.dataset.drawn === 'yes'")
 
 
 def box(name: str) -> str:
@@ -50,7 +59,7 @@ def box(name: str) -> str:
 
 
 def test_a_module_opens_down_to_its_nodes(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     page = (pages / "gpt.html").as_uri()
     assert (browser.requests, browser.errors) == ([page], [])
     assert browser.evaluate("document.querySelectorAll('#summary .card').length") == 6
@@ -72,7 +81,7 @@ def test_a_module_opens_down_to_its_nodes(browser: Browser, pages: Path) -> None
 
 
 def test_a_transfer_leads_to_its_nodes(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     rows = browser.evaluate("document.querySelectorAll('#transfers .rows .row').length")
     assert rows == browser.evaluate("shown.data.communication.length") > 5
     browser.evaluate("document.querySelector('.filter').focus()")
@@ -91,7 +100,7 @@ def test_a_transfer_leads_to_its_nodes(browser: Browser, pages: Path) -> None:
 
 
 def test_search_and_keys(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     browser.press("/", "/")
     browser.write("3.mlp")
     assert browser.evaluate("document.querySelector('#found [aria-selected=true]').innerText") == "module layers.3.mlp"
@@ -103,13 +112,13 @@ def test_search_and_keys(browser: Browser, pages: Path) -> None:
     browser.evaluate("document.getElementById('search').value = ''; document.getElementById('search').focus()")
     browser.write("no such thing")
     assert browser.evaluate("document.getElementById('found').innerText") == "nothing has this in its name"
-    browser.open(pages / "gpt.html", "#node=layers.0.attention.Softmax")
+    show(browser, pages / "gpt.html", "#node=layers.0.attention.Softmax")
     assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "layers.0.attention.Softmax"
     assert browser.errors == []
 
 
 def test_by_ranks_each_class_is_a_box(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     browser.evaluate(
         "(() => { const s = document.querySelector('#graph select'); s.value = 'ranks'; s.dispatchEvent(new Event('change')); })()"
     )
@@ -120,7 +129,7 @@ def test_by_ranks_each_class_is_a_box(browser: Browser, pages: Path) -> None:
 
 
 def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "lenets.html")
+    show(browser, pages / "lenets.html")
     changes = browser.evaluate("document.getElementById('changes').innerText")
     assert "-20.0 %" in changes
     assert "message relu.Relu_3: 1 to 2" in changes
@@ -129,16 +138,19 @@ def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
     ]
     sent = "document.querySelectorAll('#summary .card .value')[3].innerText"
     assert browser.evaluate(sent) == "6.66 KiB"
+    browser.click(box("fc3.Gemm"))
     browser.evaluate(
         "(() => { const s = document.getElementById('side'); s.value = 1; s.dispatchEvent(new Event('change')); })()"
     )
     assert browser.evaluate(sent) == "6.99 KiB"
+    assert "placement: 2 became 1" in browser.evaluate("document.querySelector('.panel').innerText")
+    assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc3.Gemm"
     assert browser.errors == []
 
 
 def test_a_pipeline_over_time(browser: Browser, pages: Path) -> None:
     """The tasks of its schedule, the curve of its memory, and a measured step above the simulated one."""
-    browser.open(pages / "streamed.html")
+    show(browser, pages / "streamed.html")
     tasks = "[...document.querySelectorAll('.task text')].map((one) => one.textContent)"
     rows = browser.evaluate("shown.data.schedule.homes.map((one) => one.row).join(' ')")
     assert browser.evaluate(tasks) == rows.split()
@@ -160,17 +172,28 @@ def test_a_pipeline_over_time(browser: Browser, pages: Path) -> None:
     assert browser.errors == []
 
 
+def test_a_step_on_a_machine_alone(browser: Browser, pages: Path) -> None:
+    show(browser, pages / "gpt.html")
+    shown = browser.evaluate("document.getElementById('timeline').innerText")
+    assert "simulated on the machine: a step takes" in shown
+    assert "measured" not in shown
+    assert "null" not in browser.evaluate("document.body.innerText")
+    assert browser.errors == []
+
+
 def test_sizes_and_colours(browser: Browser, pages: Path) -> None:
     grounds = set()
     for width, theme in ((800, "dark"), (1920, "light")):
         browser.resize(width, 800)
         browser.theme(theme)
-        browser.open(pages / "lenets.html")
+        show(browser, pages / "lenets.html")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(grounds) == 2
+    browser.click(box("fc1.Gemm"))
     browser.click("#theme")
     assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc1.Gemm"
     browser.resize(1280, 800)
     assert browser.errors == []
 
@@ -204,7 +227,7 @@ def test_many_nodes_are_drawn_at_once(browser: Browser, pages: Path) -> None:
         "memory": [{"kept": 1, "between": [], "inside": [], "what": [], "most": 0, "values": [], "others": 0}],
     }
     (pages / "many.html").write_text(page_text(HOSTILE, {"artifacts": [artifact], "difference": None}))
-    browser.open(pages / "many.html")
+    show(browser, pages / "many.html")
     assert browser.errors == []
     assert not browser.evaluate("!!document.getElementById('hostile')")
     assert 1 < browser.evaluate("document.querySelectorAll('.box').length") <= 60

@@ -67,18 +67,24 @@ _OF_TRAINING = 1_200_000
 
 
 @dataclass
-class TargetMemory:
-    """Bytes of a rank on one of its targets. `unknown`: how many values it leaves out, whose size only a run tells."""
+class StateMemory:
+    """Bytes that a rank has on one of its targets from step to step."""
 
     target: str
     weights: int = 0
     parameters: int = 0
     optimizer: int = 0
     caches: int = 0
+    sessions: int = 0
+
+
+@dataclass
+class TargetMemory(StateMemory):
+    """The same with what a step takes beside it. `unknown`: how many values it leaves out, whose size only a run tells."""
+
     inputs_outputs: int = 0
     between: int = 0
     inside: int = 0
-    sessions: int = 0
     evaluation: int = 0
     loading: int = 0
     unknown: int = 0
@@ -101,7 +107,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Of all targets together."""
+        """The bytes of all targets together."""
         return sum(one.peak for one in self.targets)
 
     @property
