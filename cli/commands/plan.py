@@ -14,6 +14,8 @@ from partc.runtime.units import parse_seconds
 
 if TYPE_CHECKING:
     from partc.cli.simulation.search import Found
+    from partc.compiler.proposal.degrees import Degrees
+    from partc.compiler.proposal.imports.imported import Imported
 
 
 def _bytes(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -66,6 +68,13 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     type=click.Path(path_type=Path, dir_okay=False),
     help="Machine file, of `partc measure`: what --ranks is searched for; --stages are of equal time there.",
 )
+@click.option(
+    "--from",
+    "files",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    help="Begin with the plan of another system: torch, Hugging Face, Megatron-LM, MindSpore.",
+)
 @click.option("--target", type=click.Choice(["auto"]), help="Propose which nodes of a rank its GPU and its CPU run.")
 @click.option(
     "--device-memory", callback=_bytes, metavar="SIZE", help="Memory of a rank's GPU for --target, such as 8GB."
@@ -91,6 +100,7 @@ def command(
     length: int | None,
     slots: int | None,
     machine: Path | None,
+    files: tuple[Path, ...],
     target: str | None,
     device_memory: int | None,
     given: Path | None,
@@ -104,6 +114,9 @@ def command(
 
     With --generate it makes tokens with a decoder that has past and present as inputs and outputs: `partc generate` then continues prompts.
 
+    With --from it begins with a file of another system: a .py with a `parallelize_plan` of torch.distributed, a `tp_plan` of transformers
+    (config.json, or patterns with words), arguments of Megatron-LM, strategy files of MindSpore. What has no counterpart is listed.
+
     With --target auto it says what runs on the rank's GPU, and what on the CPU: what has no kernel for GPUs, tables of which a step reads
     little, and what does not fit in --device-memory. --plan begins with a plan that exists, such as one that trains.
 
@@ -112,6 +125,8 @@ def command(
     partc plan model.onnx --dp 2 --tp 4 -o plan.yaml
     partc plan model.onnx --ranks 16 --memory 8GB --machine machine.yaml --batch 64 --plan train.yaml -o plan.yaml
     partc plan decoder.onnx --tp 2 --generate 4096 --slots 8 -o plan.yaml
+    partc plan model.py --from pretrain.sh -o plan.yaml
+    partc plan model.onnx --from strategy_0.json --from strategy_1.json -o plan.yaml
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
     from partc.cli.simulation.search import Options, searched
@@ -119,9 +134,12 @@ def command(
     from partc.compiler.frontend import load
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
+    from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.edited_plan import with_targets
     from partc.compiler.proposal.generation import Generation
-    from partc.compiler.proposal.propose import Degrees, propose
+    from partc.compiler.proposal.imports.read import read_imported
+    from partc.compiler.proposal.imports.strategies import plan_of_strategies
+    from partc.compiler.proposal.propose import propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
     from partc.compiler.search.candidate import Fixed
@@ -155,12 +173,18 @@ def command(
         raise UsageError("--plan has a 'generate' of its own, or none\n  help: write it there, or leave out --plan")
     generation = None if length is None else Generation(length, slots or degrees.dp)
     device = Device(device_memory) if target is not None else None
+    imported = None
+    if files:
+        imported = read_imported(files)
+        degrees = _degrees(degrees, imported)
     source, name = load(model, cache=length is not None), model.absolute().name
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
-    elif degrees.ranks > 1 or device is not None or generation is not None:
+    elif imported is not None and imported.strategies:
+        text = plan_of_strategies(source, name, imported)
+    elif degrees.ranks > 1 or device is not None or generation is not None or imported is not None:
         measured = None if machine is None else read_machine(machine)
-        text, missing = propose(source, name, degrees, device, measured, generation)
+        text, missing = propose(source, name, degrees, device, measured, generation, imported)
         for line in missing:
             console.echo(f"warning: not recognized: {line}", err=True)
     else:
@@ -172,6 +196,24 @@ def command(
     write_text(out, text)
     console.echo(f"wrote {out}")
     return 0
+
+
+def _degrees(given: Degrees, imported: Imported) -> Degrees:
+    """The degrees of the command, else those of the files. UsageError where the two differ, or styles come without a degree."""
+    from partc.compiler.proposal.degrees import Degrees
+    from partc.runtime.errors import UsageError
+
+    found = {name: imported.degrees.get(name, 1) for name in ("tp", "dp", "stages")}
+    for name, of_file in found.items():
+        asked = getattr(given, name)
+        if asked > 1 and (imported.strategies or of_file not in (1, asked)):
+            said = f"{name} {of_file}" if of_file > 1 else "strategies with shards of their own"
+            raise UsageError(f"--{name} {asked}: {imported.source} has {said}\n  help: leave out --{name}")
+        found[name] = max(asked, of_file)
+    if imported.styles and found["tp"] == 1:
+        fact = f"{imported.source} says what is sharded, and not over how many ranks"
+        raise UsageError(f"{fact}\n  help: add --tp, such as --tp 4")
+    return Degrees(**found)
 
 
 def _write_found(found: Found, out: Path | None) -> int:

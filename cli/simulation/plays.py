@@ -19,7 +19,7 @@ from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
 from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.program import Complete
-from partc.compiler.proposal.propose import Degrees
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search

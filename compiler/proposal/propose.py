@@ -24,13 +24,15 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
-from partc.compiler.proposal.starting_plan import Ports, Proposed, key, starting_plan
+from partc.compiler.proposal.starting_plan import Ports, Proposed, key, loss_line, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.proposal.tp_plan import read_tp_plan
+from partc.compiler.proposal.tp_plan import matching_entries, read_tp_plan
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.values.budget import bytes_at, largest_first
@@ -42,35 +44,6 @@ _FILE = "plan.yaml"
 _AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """How many ranks share a layer, how many have a part of the batch each, how many stages there are."""
-
-    tp: int = 1
-    dp: int = 1
-    stages: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.dp * self.stages
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The axes of more than one rank."""
-        axes = {"pp": self.stages, "dp": self.dp, "tp": self.tp}
-        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
-
-    @property
-    def mesh_line(self) -> str:
-        """`mesh: {dp: 2, tp: 4}`, or nothing."""
-        return f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in self.mesh.items())}}}" if self.mesh else ""
-
-    @property
-    def frame(self) -> str:
-        """A plan that has the ranks and places nothing on them."""
-        return f"ranks: {self.ranks}\n{self.mesh_line}\n"
-
-
 def propose(
     source: Source,
     name: str,
@@ -78,22 +51,28 @@ def propose(
     device: Device | None = None,
     machine: Machine | None = None,
     generation: Generation | None = None,
+    imported: Imported | None = None,
 ) -> tuple[str, list[str]]:
     """The text of a plan, and what could not be proposed.
 
     With `device` it has targets, with `generation` it makes tokens; stages are weighed on a `machine`, if given.
 
-    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it.
+    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it; one
+    that is `imported` is followed wherever it holds.
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
     """
-    batch = batch_of(source, degrees.dp) if generation is None else Batch()
+    imported = imported or Imported()
+    batch = batch_of(source, degrees.dp * imported.microbatches) if generation is None else Batch()
     frame = degrees.frame
     program = run_passes(start(*parsed(source, frame, name)), shapes)
     stages = balanced_stages(program, degrees.stages, machine) if degrees.stages > 1 else []
-    work = Work(source, name, degrees, batch, program, stages, device, generation)
+    work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:
         return work.proposed(None).texts
     apart, paths = taken_apart(source, frame, name), program.paths.values()
+    if imported.styles:
+        entries = matching_entries(apart, imported.styles)
+        return work.proposed(tensor_parallel(apart, paths, degrees.tp, read_tp_plan(apart, entries))).texts
     own = tensor_parallel(apart, paths, degrees.tp)
     if not source.declared.tp_plan:
         return work.proposed(own).texts
@@ -111,13 +90,23 @@ def propose(
 class TakenOver:
     """What a proposal has besides its own: lines at its head, whole sections, and whether one of them is `train`.
 
-    `listed`: whether the plan lists outputs and modules as comments.
+    `listed`: whether the plan lists outputs and modules as comments. `source` names the file that it is from, of which `left` is not taken.
     """
 
     head: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     trains: bool = False
     listed: bool = True
+    source: str = ""
+    left: tuple[str, ...] = ()
+
+
+def _of_imported(source: Source, imported: Imported) -> TakenOver:
+    sections = [one for one in (imported.pipeline, imported.precision) if one]
+    if imported.training:
+        lines = (loss_line(source.model.graph), *imported.training)
+        sections += ["", "train:", *(f"  {line}" for line in lines)]
+    return TakenOver((), tuple(sections), bool(imported.training), True, imported.source, imported.left)
 
 
 @dataclass(frozen=True)
@@ -198,7 +187,7 @@ class Work:
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
             what = ("generation",) if made else ()
             if device is None:
-                head = tuple(_head(degrees, done, cut, stages, missing, told, *what))
+                head = tuple(_head(degrees, done, cut, stages, missing, told, more, *what))
 
                 def headed(
                     lines: tuple[str, ...], text: Callable[..., str] = text, head: tuple[str, ...] = head
@@ -211,7 +200,7 @@ class Work:
                 return step_program(*parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = tuple(_head(degrees, done, cut, stages, missing, told, "targets", *what))
+            head = tuple(_head(degrees, done, cut, stages, missing, told, more, "targets", *what))
             return Proposal(text(head, targets), missing, sent, done)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
@@ -334,6 +323,7 @@ def _head(
     stages: list[Stage],
     missing: list[str],
     told: str,
+    more: TakenOver,
     *others: str,
 ) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what `told` says of another proposal, what it leaves out."""
@@ -343,7 +333,8 @@ def _head(
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
         *others,
     ]
-    yield f"# Proposed by `partc plan`: {', '.join(parts) or 'one rank'}."
+    of = f" from {more.source}" if more.source else ""
+    yield f"# Proposed by `partc plan`{of}: {', '.join(parts) or 'one rank'}."
     counts = collections.Counter(event.op_type for event in done.events)
     listed = ", ".join(f"{number} {op}" for op, number in sorted(counts.items()))
     yield f"# Communication in a step: {listed or 'none'}."
@@ -355,9 +346,11 @@ def _head(
         yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
     if told:
         yield f"# {told}"
-    if cut is not None and cut.not_taken:
-        yield "# Of the model's tp_plan not taken as it stands:"
-        yield from (f"#   {line}" for line in cut.not_taken)
+    not_taken = (*more.left, *(cut.not_taken if cut is not None else ()))
+    if not_taken:
+        of = more.source or "the model's tp_plan"
+        yield f"# Of {of} not taken as it stands:"
+        yield from (f"#   {line}" for line in not_taken)
     if cut is not None and cut.whole:
         yield "# Not sharded by tp, so replicated on its ranks:"
         yield from (f"#   {line}" for line in cut.whole)

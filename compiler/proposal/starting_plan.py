@@ -167,14 +167,17 @@ def _is_loss(graph: ir.Graph) -> bool:
     return bool(graph.outputs) and graph.outputs[0].shape is not None and graph.outputs[0].shape.rank() == 0
 
 
-def _training(graph: ir.Graph) -> Iterator[str]:
-    """A loss of the first output, which is itself the loss where it is one number."""
-    first = graph.outputs[0] if graph.outputs else None
-    name = key(name_of(first)) if first is not None else "logits"
+def loss_line(graph: ir.Graph) -> str:
+    """`loss:` of the first output, which is itself the loss where it is one number."""
+    name = key(name_of(graph.outputs[0])) if graph.outputs else "logits"
     if _is_loss(graph):
-        yield f"loss: {name}"
-    else:
-        yield f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
+        return f"loss: {name}"
+    return f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
+
+
+def _training(graph: ir.Graph) -> Iterator[str]:
+    """The lines of a training to begin with."""
+    yield loss_line(graph)
     yield "optimizer: {type: adamw, lr: 0.001}"
     yield "batch: 32"
 

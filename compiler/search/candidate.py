@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from partc.compiler.proposal.propose import Degrees
+from partc.compiler.proposal.degrees import Degrees
 
 MOST_MICROBATCHES = 64
 """More are in no candidate: each is written into the programs of its ranks."""

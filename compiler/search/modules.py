@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from partc.compiler.proposal.propose import Degrees
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.blocks import Block, Way, chain_of
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.chain import Chain, shortest, within

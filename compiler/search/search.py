@@ -18,9 +18,10 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Typed
 from partc.compiler.pipeline import run_passes
 from partc.compiler.proposal.batch import Batch, batch_of
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.linked import Linked, linked_dims
 from partc.compiler.proposal.names import template
-from partc.compiler.proposal.propose import Degrees, Proposal, TakenOver, Work, parsed, taken_apart
+from partc.compiler.proposal.propose import Proposal, TakenOver, Work, parsed, taken_apart
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel

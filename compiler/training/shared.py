@@ -23,6 +23,7 @@ from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, trainable_names
 from partc.runtime.spellings import first_free, numbered
+from partc.runtime.units import first_of
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 _NAMED = 3
@@ -41,16 +42,14 @@ class Shared:
 
     def text(self, own: bool) -> str:
         """The line for the user; `own`: each module gets its own copy."""
-        modules = ", ".join(self.modules[:_NAMED])
-        more = f" and {len(self.modules) - _NAMED} more" if len(self.modules) > _NAMED else ""
-        read = f"'{self.name}' is read by {modules}{more}"
+        read = f"'{self.name}' is read by {first_of(self.modules, _NAMED)}"
         if own:
             return f"{read}, and repeats one number: each has a parameter of its own"
         return f"{read}: they share one parameter"
 
 
 def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node, str] | None = None) -> list[Shared]:
-    """Those of the named weights that nodes of several modules read."""
+    """The named weights that nodes of several modules read."""
     paths = paths if paths is not None else node_paths(model)
     weights = model.graph.initializers
     of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())

@@ -51,11 +51,11 @@ class ValueTable:
     """The stated shapes of the values in slots."""
     storage: Mapping[str, Storage]
     flat_places: Mapping[str, tuple[str, int]]
-    """Of a value in a flat buffer the buffer, and the element at which the value begins."""
+    """By value in a flat buffer the buffer, and the element at which the value begins."""
     live_ranges: Mapping[str, LiveRange]
-    """Of values in a flat buffer that of the buffer."""
+    """By value its live range; that of the buffer for a value in a flat buffer."""
     targets: Mapping[str, str] = field(default_factory=dict)
-    """Of values that do not lie on the host (`locations.py`)."""
+    """By value that does not lie on the host its target (`locations.py`)."""
 
     def dtype(self, name: str) -> Dtype:
         """The element type of a dense value."""

@@ -16,7 +16,7 @@ from partc.cli.simulation.search import Found, Options, searched
 from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.propose import Degrees
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
 from partc.runtime.units import parse_bytes
 from proposal_case import Graph, source
