@@ -10,7 +10,7 @@ from partc.runtime.units import count, size_text
 
 
 def slot_lines(manifest: Manifest) -> Iterator[str]:
-    """Lines about the rank that keeps most; empty where the artifact makes no tokens, or for another program than its main one."""
+    """Lines for the rank that keeps most; none for an artifact that makes no tokens, or for another program than its main one."""
     record = manifest.generation
     if record is None:
         return

@@ -55,9 +55,10 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
     of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())
     taken = {*weights, *(name_of(value) for value in model.graph.inputs)}
     taken |= {operand_name(value) for node in model.graph for value in node.outputs}
+    order = {node: place for place, node in enumerate(paths)}
     found = []
     for name in names:
-        readers = _readers(weights[name], paths) if name in weights else {}
+        readers = _readers(weights[name], paths, order) if name in weights else {}
         if len(readers) < 2:
             continue
         own = [name]
@@ -107,7 +108,7 @@ def give_own(
 def split(model: ir.Model, one: Shared, paths: Mapping[ir.Node, str]) -> None:
     """Gives every module but the first a copy of a weight."""
     value = model.graph.initializers[one.name]
-    readers = _readers(value, paths)
+    readers = _readers(value, paths, {node: place for place, node in enumerate(paths)})
     for module, name in zip(one.modules[1:], one.names[1:], strict=True):
         copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
         copy.meta.update(value.meta)
@@ -153,9 +154,12 @@ def _matrix(value: ir.Value | None) -> Numbers | None:
     return array if (np.diagonal(array)[:_BEGIN] != array[0, 0]).any() else None
 
 
-def _readers(value: ir.Value, paths: Mapping[ir.Node, str]) -> dict[str, list[tuple[ir.Node, int]]]:
-    """Maps each module to the (node, operand) pairs that read a weight; empty if a body reads it. A node outside of modules is a module."""
-    order = {node: place for place, node in enumerate(paths)}
+def _readers(
+    value: ir.Value, paths: Mapping[ir.Node, str], order: Mapping[ir.Node, int]
+) -> dict[str, list[tuple[ir.Node, int]]]:
+    """Maps each module to the (node, operand) pairs that read a weight; empty if a body reads it. A node outside of modules is a module.
+
+    `order`: the place of each node."""
     uses = [(use.node, use.idx) for use in value.uses()]
     if any(node not in order for node, _ in uses):
         return {}

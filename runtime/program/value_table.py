@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from partc.runtime.artifact.tasks.calls import declared
 from partc.runtime.artifact.tensors.dtypes import Dtype, dense
 
 from ..artifact.dim_expression import symbols_in
@@ -222,10 +221,4 @@ def _known(shape: Shape, manifest: Manifest, bound: frozenset[str]) -> bool:
 
 def declared_shapes(file: RankFile) -> dict[str, Shape]:
     """The shapes that a rank file declares; None for a value with a dim that is left open."""
-    found: dict[str, Shape] = {}
-    for name, value in declared(file.model, file.where):
-        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
-            dims = value.type.tensor_type.shape.dim
-            stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
-            found[name] = stated if all(dim != "" for dim in stated) else None
-    return found
+    return dict(file.declared_shapes)

@@ -86,7 +86,6 @@ class TargetMemory(StateMemory):
     between: int = 0
     inside: int = 0
     evaluation: int = 0
-    prefill: int = 0
     loading: int = 0
     unknown: int = 0
 
@@ -94,8 +93,7 @@ class TargetMemory(StateMemory):
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
         kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions
-        beside = self.evaluation + self.prefill
-        return kept + max(self.inputs_outputs + self.between + self.inside + beside, self.loading)
+        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
 
 
 @dataclass(frozen=True)
@@ -162,10 +160,12 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
-            elif generation is not None:  # the sessions of both programs lay the weights out for their kernels
-                one.prefill = program.session_bytes() if target == CPU else 0
-                one.prefill += program.weights().get(target, 0) + arenas.get(target, 0) + one.inside
-                one.inside, one.unknown = before, one.unknown + (program.unknown if target == CPU else 0)
+            elif program.file.manifest.name == PREFILL:  # steps of either in turn, over the same weights
+                one.between += arenas.get(target, 0)
+                one.inside, one.unknown = (
+                    max(one.inside, before),
+                    one.unknown + (program.unknown if target == CPU else 0),
+                )
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
                 if training is not None and training.settings.test is not None:  # else none of its steps is run
