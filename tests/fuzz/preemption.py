@@ -1,7 +1,7 @@
-"""Trainings on MPI ranks, by default 4, that get SIGTERM at random moments and go on by `--resume auto`: each ends in time with a whole checkpoint, and
+"""Trainings on MPI ranks that get SIGTERM at random moments and go on by `--resume auto`: each ends in time with a whole checkpoint, and
 the result has every byte of one that was never disturbed.
 
-python tests/fuzz/preemption.py --signals 100 --seed 1 [--background]
+python tests/fuzz/preemption.py --signals 100 --seed 1 [--background] [--ranks 2]
 """
 
 from __future__ import annotations
