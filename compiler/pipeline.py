@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
+from partc.compiler.cost.decoder_memory import most_slots
 from partc.compiler.emit.annotated import write_annotated
 from partc.compiler.emit.dump import begin_text
 from partc.compiler.emit.emit import emit, refuse_to_replace
@@ -95,6 +96,7 @@ LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.STEP, PASSES[-1]),
     (ProgramKind.EVALUATION, PASSES[-1]),
     (ProgramKind.STREAMED_EVALUATION, PASSES[-1]),
+    (ProgramKind.PREFILL, PASSES[-1]),
 )
 """How far each program of a plan goes before the next one begins or goes on: the others are over the tensors of the step's, and a step in
 microbatches has the totals in its rows."""
@@ -163,22 +165,25 @@ def programs_of(
 ) -> dict[ProgramKind, Complete]:
     """By kind the programs of a plan that are written, after their `LEGS`; arguments as of `start` and `run_passes`.
 
-    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation as a whole.
+    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation, or the prefill, as a whole.
     """
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in LEGS:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
         if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
             continue
-        if kind is ProgramKind.STREAMED_EVALUATION and _sums_means(done[ProgramKind.STEP]):
-            _note_not_streamed(done, "the loss is a sum over ranks of means, which an evaluation has not")
-            continue
+        if kind is ProgramKind.STREAMED_EVALUATION:
+            training = done[ProgramKind.STEP].training
+            if training is not None and training.rules.loss.per_rank_mean:
+                _note_not_streamed(done, "the loss is a sum over ranks of means, which an evaluation has not")
+                continue
         first: Loaded
         if kind in done:
             first = replace(done[kind], beside=beside)
         else:
-            first = start(source, plan, name, configuration, kind=kind, strict=is_step and strict, beside=beside)
-        if kind is ProgramKind.EVALUATION:
+            strictly = strict and kind in (ProgramKind.STEP, ProgramKind.PREFILL)
+            first = start(source, plan, name, configuration, kind=kind, strict=strictly, beside=beside)
+        if kind in (ProgramKind.EVALUATION, ProgramKind.PREFILL):
             watch(kind.name.lower())
         told = (after, watch) if is_step else ()
         behind = lower if kind in done else None
@@ -190,22 +195,25 @@ def programs_of(
             _note_not_streamed(done, *(problem.fact for problem in error.problems))
             continue
         done[kind] = cast(Lowered, made)
-    return {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+    found = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+    decode, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
+    if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
+        # the prefill knows in how many runs slots lie, and both together how many there is room for
+        record = prefill.generation.record.model_copy(update={"room": most_slots(decode, prefill)})
+        found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
+    return found
 
 
 def _has(step: Lowered, kind: ProgramKind) -> bool:
     """Whether the plan of a step has a program of this kind, too."""
+    if kind is ProgramKind.PREFILL:
+        return step.generation is not None
     training = step.training
     if training is None or kind is ProgramKind.EVALUATION:
         return training is not None
     if kind is ProgramKind.TOTALS:
         return bool(training.records.totals)
     return isinstance(step, Scheduled) and step.working_groups > 1
-
-
-def _sums_means(step: Lowered) -> bool:
-    """Whether the step's loss, and its totals, are of means of ranks, which an evaluation has not."""
-    return step.training is not None and step.training.rules.loss.per_rank_mean
 
 
 def _note_not_streamed(done: dict[ProgramKind, Lowered], *facts: str) -> None:

@@ -12,9 +12,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from partc.runtime.units import FORMS, parse_bytes
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 _SHOWN = 80
@@ -217,3 +226,24 @@ def _refused(one: ErrorDetails) -> Refused:
 
 def _number(bound: float) -> str:
     return str(int(bound)) if isinstance(bound, float) and bound.is_integer() and abs(bound) < _EXACT else f"{bound}"
+
+
+def _bytes(value: object) -> int | None:
+    law = f"a size is {FORMS}"
+    if value is None:
+        return None
+    if isinstance(value, int) and is_integer(value):
+        if value < 0:
+            raise Refused(f"the size {value} is negative", law)
+        return value
+    found = parse_bytes(value) if isinstance(value, str) else None
+    if found is None:
+        raise Refused(f"expected a size in bytes, but got {shown(value)}", law)
+    return found
+
+
+ByteText: TypeAlias = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*([KMGT]i?)?B$")]
+ByteCount: TypeAlias = Annotated[
+    int | None, PlainValidator(_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | ByteText | None)
+]
+"""A size in bytes, as a key has it: a number, or a text such as 4GB; None: none is said."""

@@ -67,6 +67,7 @@ def command(
     import time
 
     from partc.cli.output.compile_progress import CompileWatch
+    from partc.cli.output.slots import slot_lines
     from partc.compiler.garbage_collection import uncollected
 
     with uncollected():
@@ -102,6 +103,8 @@ def command(
         console.echo(trained_line(report))
         for line in (*shared_lines(report), *table_lines(report), *evaluation_lines(report.manifest)):
             console.echo(line)
+    for line in slot_lines(report.manifest):
+        console.echo(line)
     if report.exported:
         cache = ["--cache"] if report.manifest.generation is not None else []
         once = shlex.join(["partc", "export", str(model), *cache, "-o", f"{model.absolute().stem}.onnx"])

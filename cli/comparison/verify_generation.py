@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -97,7 +96,7 @@ class _Unsharded:
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        path = _file(case)
+        path = case.unsharded()
         try:
             self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:
@@ -129,28 +128,12 @@ class _Unsharded:
         return Reference(_whole(found.tokens, count), found.margins + [1.0] * (count - len(found.margins)))
 
     def _empty(self, name: str) -> Array:
-        """A past of one sequence without a token."""
-        dims, axis = self._given[name].shape, self._axis(name)
-        return self._typed(name, np.zeros([1, *(0 if dim == axis else dims[dim] for dim in range(1, len(dims)))]))
-
-    def _axis(self, name: str) -> int:
-        """The dim along which a cache grows: the dynamic one behind the first."""
-        return next(dim for dim, size in enumerate(self._given[name].shape) if dim and not isinstance(size, int))
+        """A past of one sequence without a token: the cache grows along the dynamic dim behind the first."""
+        sizes = self._given[name].shape[1:]
+        grows = next(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
+        return self._typed(name, np.zeros([1, *sizes[:grows], 0, *sizes[grows + 1 :]]))
 
     def _typed(self, name: str, array: Array) -> Array:
         kind = dense(self._given[name].type)
         assert kind is not None
         return array.astype(kind.numpy)
-
-
-def _file(case: Case) -> Path:
-    """A file of the model as it was loaded: the user's own where it is one."""
-    if case.model.suffix == ".onnx":
-        return case.model
-    import onnx_ir as ir
-    from partc.compiler.frontend import load
-    from partc.compiler.rewrite.unrolled import unrolled
-
-    path = case.scratch / "whole.onnx"
-    ir.save(unrolled(load(case.model).model, dict(case.report.program.plan.mesh)), path, external_data="whole.data")
-    return path

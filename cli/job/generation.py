@@ -1,11 +1,11 @@
 """One rank of `partc generate`: reads the prompts, makes their tokens with the other ranks, and on rank 0 shows them as they come.
 
-Text needs a tokenizer: the file `tokenizer.json` of a model, read by the package `tokenizers`. Without one prompts and answers are numbers.
+Text needs a tokenizer (`cli/text/`). Without one prompts and answers are numbers.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import sys
 import time
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.cli.job.job import GenerationJob, Job
 from partc.cli.output import console
+from partc.cli.text.tokenizer import TextStream, open_tokenizer
 from partc.runtime.errors import ArtifactError, InputError, UsageError
 from partc.runtime.files import counted
 from partc.runtime.files.replace import refuse_other, replacing
@@ -31,10 +32,12 @@ _KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 """Keys of a request that a line of the prompts' file may have beside its prompt."""
 
 
-def requests_of(job: GenerationJob, manifest: Manifest) -> list[Request]:
-    """The requests of a job, checked; PartcError with everything that is wrong with them."""
+def requests_of(job: GenerationJob, manifest: Manifest) -> Sequence[Request]:
+    """The requests of a job, read and checked, where they are not yet; PartcError with everything that is wrong with them."""
     from partc.runtime.generation.request import refuse_unfit
 
+    if job.requests is not None:
+        return job.requests
     if manifest.generation is None:
         fact = "the artifact makes no tokens"
         raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
@@ -46,14 +49,12 @@ def requests_of(job: GenerationJob, manifest: Manifest) -> list[Request]:
     return found
 
 
-def run_generation(job: Job, transport: Transport) -> int:
-    """This rank's part of the job; the exit code."""
-    from partc.runtime import load_generator
-    from partc.runtime.artifact.manifest import open_artifact
+def run_generation(job: Job, transport: Transport, requests: Sequence[Request], begin: float) -> int:
+    """This rank's part of the job, with the `requests` that rank 0 has read; the exit code."""
+    from partc.runtime import Request, load_generator
 
-    assert job.generation is not None
-    begin = time.perf_counter()
-    requests = requests_of(job.generation, open_artifact(job.folder, trust=True).manifest)
+    text = json.dumps([dataclasses.asdict(one) for one in requests]) if transport.rank == 0 else ""
+    requests = [Request(**one) for one in json.loads(transport.all_gather_text(text)[0])]
     on_error = "abort" if job.run_dir is None else "raise"
     options = {"threads": job.threads, "trust": job.trust, "devices": job.devices, "on_error": on_error}
     with load_generator(job.folder, transport, **options) as generator:
@@ -79,11 +80,11 @@ def _make(job: Job, generator: Generator, requests: Sequence[Request], shows: bo
     """Makes all tokens; of the ranks one shows them."""
     assert job.generation is not None
     loaded, started = time.perf_counter() - begin, time.perf_counter()
-    shown = _Shown(job, job.generation, requests)
+    shown = _Shown(job, job.generation, requests) if shows else None
     for made in generator.each(requests):
-        if shows:
+        if shown is not None:
             shown.add(made)
-    if shows:
+    if shown is not None:
         shown.end(loaded, time.perf_counter() - started)
 
 
@@ -98,8 +99,8 @@ class _Shown:
     finished: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tokenizer = _tokenizer(self.asked.tokenizer)
-        self.stream = self.tokenizer and _Stream(self.tokenizer)
+        self.tokenizer = open_tokenizer(self.asked.tokenizer)
+        self.stream = self.tokenizer and TextStream(self.tokenizer)
 
     def add(self, made: NewToken) -> None:
         """Takes a token, and shows it."""
@@ -112,6 +113,8 @@ class _Shown:
         if len(self.requests) == 1:
             gap = " " if tokens[1:] else ""
             text = f"{gap}{made.token}" if self.stream is None else self.stream.add(made.token)
+            if self.stream is not None and made.finish:
+                text += self.stream.end()
             console.echo(text, nl=bool(made.finish))
             sys.stdout.flush()
         elif made.finish:
@@ -140,19 +143,6 @@ class _Shown:
         tokens = self.tokens[number]
         text = {} if self.tokenizer is None else {"text": self.tokenizer.decode(tokens)}
         return {"request": number, **text, "ids": tokens, "finish": self.finished[number]}
-
-
-class _Stream:
-    """Text out of tokens as they come: letters of several tokens are held back until they are whole."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
-
-    def add(self, token: int) -> str:
-        """What a token adds."""
-        return self._stream.step(self._tokenizer, token) or ""
 
 
 def _from_file(job: GenerationJob) -> list[Request]:
@@ -187,7 +177,7 @@ def _request(job: GenerationJob, entry: dict[str, Any], where: str) -> Request:
         raise InputError(f"{fact}\n  help: the keys are {known}")
     ids = entry.get("ids")
     if ids is None:
-        tokenizer = _tokenizer(job.tokenizer)
+        tokenizer = open_tokenizer(job.tokenizer)
         if tokenizer is None:
             raise UsageError(
                 f"{where}: text needs a tokenizer\n  help: give --tokenizer tokenizer.json, or the prompt's --ids"
@@ -207,18 +197,3 @@ def _is_of(key: str, value: object) -> bool:
     if key == "stop":
         return isinstance(value, list) and all(type(one) is int for one in value)
     return type(value) in ((int, float) if key in ("temperature", "top_p") else (int,))
-
-
-@functools.cache
-def _tokenizer(path: str | None) -> Any:
-    """The tokenizer of a file; None where none is given."""
-    if path is None:
-        return None
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UsageError('--tokenizer needs the package tokenizers\n  help: pip install "partc[text]"') from None
-    try:
-        return Tokenizer.from_file(path)
-    except Exception as error:  # what tokenizers raises has no class of its own
-        raise InputError(f"{path}: is not a tokenizer: {error}\n  help: give the tokenizer.json of the model") from None

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json as text_of
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from partc.runtime import Request
+
+from partc.cli.server.settings import ServerSettings
 
 BOARD = "board"
 """The status board's file in a job's folder."""
@@ -62,7 +67,8 @@ class InferenceJob:
 class GenerationJob:
     """The command line of `partc generate`: prompts as `texts` or `ids`, or a `file` of them; `output` is the file of the answers, if any.
 
-    `options` are those of each `Request`.
+    `options` are those of each `Request`. `requests` are what the prompts ask for, where this process has read them; ranks that it starts
+    have them from rank 0.
     """
 
     texts: tuple[str, ...] = ()
@@ -71,6 +77,7 @@ class GenerationJob:
     tokenizer: str | None = None
     output: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    requests: Sequence[Request] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an artifact, an inference unless it has a `training` or a `generation`; paths are absolute.
+    """One run of an artifact, an inference unless it has a `training`, a `generation` or a `serving`; paths are absolute.
 
     `devices` by target the device that it is asked to be. `run_dir` is the launching process's folder with the status board and the
     process ids, None where the user's own launcher started the ranks.
@@ -98,6 +105,7 @@ class Job:
     inference: InferenceJob = InferenceJob()
     training: TrainingJob | None = None
     generation: GenerationJob | None = None
+    serving: ServerSettings | None = None
     threads: int | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     stall: float = 30.0
@@ -107,14 +115,16 @@ class Job:
     reporting: Reporting = Reporting()
 
     def dumps(self) -> str:
-        """The job as one line of JSON."""
-        return text_of.dumps(dataclasses.asdict(self))
+        """The job as one line of JSON, without the requests of a generation."""
+        generation = None if self.generation is None else dataclasses.replace(self.generation, requests=None)
+        return text_of.dumps(dataclasses.asdict(dataclasses.replace(self, generation=generation)))
 
     @staticmethod
     def loads(text: str) -> Job:
         """The job that `dumps` wrote."""
         fields = text_of.loads(text)
         training, generation, inference = fields["training"], fields["generation"], fields["inference"]
+        serving = fields["serving"]
         return Job(
             **{
                 **fields,
@@ -122,5 +132,6 @@ class Job:
                 "reporting": Reporting(**fields["reporting"]),
                 "training": None if training is None else TrainingJob(**training),
                 "generation": None if generation is None else GenerationJob(**generation),
+                "serving": None if serving is None else ServerSettings(**serving),
             }
         )

@@ -129,6 +129,14 @@ def group_query_attention(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule,
         out.shape = ir.Shape(dims)
 
 
+def matmul_n_bits(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
+    """As many columns as the attribute says; the engine has no rule."""
+    source, columns = node.inputs[0], node.attributes.get_int("N", 0)
+    if source is not None:
+        shape = None if source.shape is None else ir.Shape([*source.shape.dims[:-1], columns])
+        ctx.set_shape_and_dtype(node.outputs[0], shape, source.dtype)
+
+
 CORRECTIONS: dict[tuple[str, str], Correction] = {
     **{("", op): broadcast for op in sorted(BROADCASTING | {"MatMul"})},
     **{("", op): pool for op in ("AveragePool", "LpPool", "MaxPool")},
@@ -150,6 +158,7 @@ CORRECTIONS: dict[tuple[str, str], Correction] = {
     ("", "Unique"): unique,
     ("", "Upsample"): resize,
     ("com.microsoft", "GroupQueryAttention"): group_query_attention,
+    ("com.microsoft", "MatMulNBits"): matmul_n_bits,
 }
 
 LIKE: dict[tuple[str, str], tuple[str, str]] = {

@@ -76,7 +76,7 @@ def manifest_of(
         rank_files=list(rank_files) if len(set(rank_files)) < len(rank_files) else [],
         state=_state(program, names),
         training=_training(program),
-        generation=program.generation,
+        generation=program.generation.record if program.generation is not None else None,
         files=dict(sorted(files.items())),
         model=model,
         plan=sources["plan"],
@@ -85,8 +85,9 @@ def manifest_of(
 
 def program_name(program: Complete) -> str:
     """What the program is called in the artifact."""
-    kind = program.kind if program.training is not None else None
-    return fmt.INFER if kind is None else kind.value or fmt.TRAIN
+    if program.training is None and program.generation is None:
+        return fmt.INFER
+    return program.kind.value or (fmt.TRAIN if program.training is not None else fmt.DECODE)
 
 
 def _training(program: Complete) -> fmt.TrainingRecord | None:

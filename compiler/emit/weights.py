@@ -6,10 +6,8 @@ the order of `safetensors` itself (wider items first, then by name), and the hea
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
 from partc.runtime.artifact.format import FileRecord, weights_file
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
-from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, header_bytes
+from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, RunningSums, header_bytes
 from partc.runtime.files.regular import open_regular
 from partc.runtime.files.writers import new_raw_file
 
@@ -56,11 +54,12 @@ def is_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def write_weights(
-    folder: Path, weights_of: Mapping[int, Sequence[RankTensor]], names: Names, program: str = ""
+    folder: Path, weights_of: Mapping[int, Sequence[RankTensor]], names: Names, program: str = "", bare: bool = False
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
-    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact.
+    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact. `bare`: files have
+    their header alone, and a hole where the data would be.
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
@@ -69,7 +68,7 @@ def write_weights(
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
-        written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
+        written = {file: writers.submit(_write_file, folder, file, weights, bare) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
     locations = {
         stored(one): results[weights_file(rank, program)][1][names[one.value]]
@@ -80,23 +79,25 @@ def write_weights(
 
 
 def _write_file(
-    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]]
+    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]], bare: bool
 ) -> tuple[FileRecord, dict[str, Location]]:
     ordered = sorted(weights, key=lambda item: (-item[1].dtype.bitwidth, item[0]))
     rows = [(name, *_in_format(tensor), tensor.nbytes) for name, tensor, _ in ordered]
     prefix = header_bytes(rows, {name: text for name, _, text in ordered}, _PAGE)
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    sums = _Sums(prefix)
+    running = RunningSums(prefix)
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
-        for _, tensor, _ in ordered:
+        if bare:
+            out.truncate(len(prefix) + sum(tensor.nbytes for _, tensor, _ in ordered))
+        for _, tensor, _ in ordered if not bare else ():
             if isinstance(tensor, ir.ExternalTensor):
-                hashed = hasher.submit(_sum_range, sums, tensor)
+                hashed = hasher.submit(_sum_range, running, tensor)
                 _copy_range(tensor, out)
             else:
                 data = _bytes_of(tensor)
-                hashed = hasher.submit(sums.update, data)
+                hashed = hasher.submit(running.update, data)
                 _write_all(out, data)
             hashed.result()
     locations: dict[str, Location] = {}
@@ -104,7 +105,8 @@ def _write_file(
     for name, tensor, _ in ordered:
         locations[name] = Location(file, end, tensor.nbytes)
         end += tensor.nbytes
-    return FileRecord(bytes=end, sha256=sums.sha256.hexdigest(), crc32=f"{sums.crc32:08x}"), locations
+    sums = running.sums()
+    return FileRecord(bytes=end, sha256=sums.sha256, crc32=sums.crc32), locations
 
 
 def _in_format(tensor: ir.TensorProtocol) -> tuple[str, Sequence[int]]:
@@ -122,19 +124,7 @@ def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
     return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
 
 
-class _Sums:
-    """The checksums of a file while it is written."""
-
-    def __init__(self, begin: bytes) -> None:
-        self.sha256 = hashlib.sha256(begin)
-        self.crc32 = zlib.crc32(begin)
-
-    def update(self, data: memoryview) -> None:
-        self.sha256.update(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-
-
-def _sum_range(sums: _Sums, tensor: ir.ExternalTensor) -> None:
+def _sum_range(sums: RunningSums, tensor: ir.ExternalTensor) -> None:
     """Reads the tensor's bytes through one small buffer, which stays in the cache, and adds them to the sums."""
     buffer = memoryview(bytearray(_CHUNK))
     left = tensor.nbytes

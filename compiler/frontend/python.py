@@ -168,7 +168,7 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
             declared = specs(all_inputs(by_name, _where_inputs(file)), names, _where_inputs(file))
             return trace(built, declared, _output_names(file), where)
     if _is_torch_module(built):
-        from partc.compiler.frontend.torch.torch_module import export
+        from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
 
         dynamic_shapes = file.globals.get("dynamic_shapes")
         outputs = _output_names(file)
@@ -177,8 +177,8 @@ def _model(built: object, inputs: object, names: DimNames, file: UserFile, recor
             names.symbols.update(position_symbols(built, inputs))
         elif is_of_transformers(built):
             inputs = _of_transformers(built, inputs, names, file)
-        given = _required(inputs, file)
-        return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), recorder)
+        given, opset = _required(inputs, file), OPSET_WITH_CACHE if cache else OPSET
+        return export(built, given, dynamic_shapes, names, outputs, _where_inputs(file), recorder, opset)
     kind = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
     help_ = f"make an instance of it: {built.__name__}()" if isinstance(built, type) else f"a model is {_KINDS}"
     what = "model" if "model" in file.globals else "what build returns"

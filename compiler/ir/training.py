@@ -23,16 +23,18 @@ _LOSS = "loss"
 
 
 class ProgramKind(Enum):
-    """What a program does of a training; its name in the artifact."""
+    """Which of a plan's programs one is; its name in the artifact."""
 
     STEP = ""
-    """A whole step, with the update."""
+    """A whole step, with the update of a training; of a plan that generates, one token of each slot."""
     EVALUATION = "evaluate"
     """The loss and the metrics alone, of a batch of any size."""
     STREAMED_EVALUATION = "evaluate_streamed"
     """The same of a batch in the microbatches of the step, which stages run at the same time."""
     TOTALS = "totals"
     """What microbatches are given of the whole batch; it becomes part of the step."""
+    PREFILL = "prefill"
+    """A chunk of a prompt of one slot, over the caches of a step of one token."""
 
     @property
     def backward(self) -> bool:
@@ -103,7 +105,7 @@ class Training:
     parameters: Mapping[ir.Value, ParameterOptions]
     """The trainable weights, frozen ones too."""
     statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
-    """Those that a node replaces itself, with what it makes."""
+    """The running statistics, with the value by which a node replaces each; None where none does."""
     metrics: tuple[str, ...] = ()
     denominators: Mapping[str, str] = field(default_factory=dict)
     """By the loss or metric that is a mean of what records have unevenly the output that says what it is divided by."""

@@ -89,7 +89,7 @@ def repeatable(
 def worth_repeating(
     program: Annotated, candidates: list[ir.Node], inferred: Inferred, floating: Mapping[ir.Node, str]
 ) -> list[ir.Node]:
-    """Of nodes whose readers are placed, those that the law repeats on every group that reads them."""
+    """The nodes, among candidates whose readers are placed, that the law repeats on every group that reads them."""
     weighed = _Weighed(program, candidates, inferred, floating)
     said = following(program)
     return [node for node in candidates if weighed.repeats(node) or node in said]
@@ -106,8 +106,8 @@ def following(program: Annotated) -> set[ir.Node]:
 def _of_positions(program: Annotated) -> Iterator[ir.Node]:
     """The nodes of a decoder that read positions, sizes and constants, but neither a cache nor a large weight."""
     assert program.generation is not None
-    graph, given = program.model.graph, (program.generation.position, program.generation.count)
-    ready = {value for value in graph.inputs if value.name in given}
+    graph, record = program.model.graph, program.generation.record
+    ready = {value for value in graph.inputs if value.name in (record.position, record.count)}
     ready |= {
         value for value in graph.initializers.values() if value not in program.caches and not is_large_weight(value)
     }

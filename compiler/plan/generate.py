@@ -1,6 +1,6 @@
 """`generate` of a plan: a decoder with past and present keeps its caches, and makes tokens.
 
-generate: {slots: 8, length: 4096, chunk: 64, stop: [2]}
+generate: {slots: 8, length: 4096, chunk: 64, memory: 4GB, stop: [2]}
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from partc.compiler.plan.placed_options import PlacedOptions
-from partc.runtime.options import Refused
+from partc.runtime.options import ByteCount, Refused
 from pydantic import Field, model_validator
 
 MOST_SLOTS, MOST_TOKENS, DEFAULT_CHUNK = 1 << 12, 1 << 24, 64
@@ -30,6 +30,10 @@ class GenerateRules(PlacedOptions):
     sampling: bool = Field(
         True,
         description="Whether rank 0 gets the logits of each new token, to draw from them; without it only the likeliest can be taken.",
+    )
+    memory: ByteCount = Field(
+        None,
+        description="The most that a rank may need, 4GB or a number of bytes, of weights, caches and the values of a step; null: no limit.",
     )
     stop: list[int] = Field([], description="The tokens behind which a sequence ends; it has them.")
 

@@ -19,11 +19,11 @@ from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
 from partc.compiler.plan.precision import PrecisionRules, low_type
 from partc.compiler.plan.rules import FULL_BATCH
-from partc.compiler.plan.sharding import ByteCount, ShardingForm
+from partc.compiler.plan.sharding import ShardingForm
 from partc.compiler.plan.target import TargetName
 from partc.compiler.plan.training.rules import TrainRules
 from partc.runtime.artifact.format import MOST_RANKS
-from partc.runtime.options import Options, Refused, Remedy, is_integer, or_empty, shown
+from partc.runtime.options import ByteCount, Options, Refused, Remedy, is_integer, or_empty, shown
 from pydantic import (
     AfterValidator,
     BeforeValidator,

@@ -13,7 +13,6 @@ from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.plan.shard_spec import DimSpec, ShardSpec, dim_spec, one_spelling
 from partc.compiler.plan.styles import MEANINGS, PLAIN, STYLES, Style
 from partc.runtime.options import Options, Refused, is_integer, or_empty, shown
-from partc.runtime.units import FORMS, parse_bytes
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -169,24 +168,6 @@ def _styled(value: object) -> object:
     return {"style": _style_name(value)}
 
 
-def _bytes(value: object) -> int | None:
-    law = f"a size is {FORMS}"
-    if value is None:
-        return None
-    if isinstance(value, int) and is_integer(value):
-        if value < 0:
-            raise Refused(f"the size {value} is negative", law)
-        return value
-    found = parse_bytes(value) if isinstance(value, str) else None
-    if found is None:
-        raise Refused(f"expected a size in bytes, but got {shown(value)}", law)
-    return found
-
-
 ShardingForm: TypeAlias = Annotated[
     ShardingEntry, BeforeValidator(_styled, json_schema_input_type=ShardingEntry | Style)
-]
-ByteText: TypeAlias = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*([KMGT]i?)?B$")]
-ByteCount: TypeAlias = Annotated[
-    int | None, PlainValidator(_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | ByteText | None)
 ]

@@ -39,6 +39,8 @@ from partc.compiler.sharding.seeding.styles import parameter_factor, source_of, 
 
 MOST_PARTS = 8
 """A Split into more, of which nothing is said, takes something else apart: heads, positions."""
+_PARTS = "partc.parts"
+"""Key of a tensor's meta: its parts that are weights of their own, by dim, begin and end."""
 _EAGER = 1 << 16
 
 Parts = tuple[int, list[ir.Value]]
@@ -101,7 +103,7 @@ class _Unpacking(Rewriting[Typed]):
         operand = node.inputs[k]
         assert operand is not None
         at = (own.inputs[k] or "").index(letter)
-        source = source_of(operand, at, self.known.__contains__)
+        source = source_of(operand, at)
         size = source[0].shape[source[1]] if source is not None and source[0].shape is not None else None
         if source is None or not isinstance(size, int) or len(list(source[0].uses())) > 1:
             if said is not None:
@@ -316,7 +318,10 @@ def _ends(parts: Sequence[ir.Value], dim: int) -> list[Fraction]:
 
 
 def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: ir.Value) -> ir.TensorProtocol:
-    """A part of a tensor; of a large one it is read when it is written."""
+    """A part of a tensor, the same one for each of a plan's programs; of a large one it is read when it is written."""
+    known: dict[tuple[int, int, int], ir.TensorProtocol] = getattr(tensor, "meta", {}).setdefault(_PARTS, {})
+    if (dim, begin, end) in known:
+        return known[dim, begin, end]
 
     def shard() -> ir.TensorProtocol:
         shards = (slice(None),) * dim + (slice(begin, end),)
@@ -324,5 +329,9 @@ def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: i
 
     assert part.shape is not None
     if tensor.nbytes <= _EAGER:
-        return shard()
-    return ir.LazyTensor(shard, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False)
+        found = known[dim, begin, end] = shard()
+    else:
+        found = known[dim, begin, end] = ir.LazyTensor(
+            shard, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False
+        )
+    return found

@@ -185,6 +185,12 @@ class _Laws:
     def _indivisible(
         self, where: str, subject: str, value: ir.Value, dim: int, size: int | str | None, shards: int
     ) -> Problem:
+        rules = self.program.plan.generate
+        if rules is not None and dim == 0 and size == rules.slots and value.is_graph_input():
+            fact = f"{size} slots cannot be dealt out to {shards} groups of ranks"
+            near = [one for one in (size // shards * shards, (size // shards + 1) * shards) if one]
+            help_ = f"write slots: {' or '.join(map(str, near))}"
+            return Problem(rules.where("slots"), fact, f"{size} is not divisible by {shards}", help_)
         fact = f"{subject}: cannot cut '{value.name}' dim {dim} ({'unknown' if size is None else size}) into {shards}"
         if size is None:
             return Problem(where, fact, *how_lost(self.program, value, dim))

@@ -1,17 +1,26 @@
-"""What an artifact says of making tokens: which inputs and outputs they are, and how many sequences of which length its ranks keep."""
+"""What an artifact says of making tokens: which inputs and outputs they are, and how many sequences of which length its ranks keep.
+
+Two programs run over the same caches. `decode`, the main one, makes one token of every slot. `prefill` reads a chunk of a prompt of one
+slot: of one of each of `runs` equal runs, where slots are dealt out to ranks. In its files a cache has `runs` slots in place of all of
+them, one on each rank, and a step binds there the row of the slot that it is told.
+
+The law of rows: a row of a step reads and writes the row of its own slot alone. It writes from the slot's position on, and what lies there
+is not read before a later step of that slot has written it again: so a row without a part in a step (a free slot, or one whose prompt is
+being read while others decode; a run without a prompt) is given its slot's position and any token, and changes nothing that is ever read.
+"""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class GenerationRecord(BaseModel):
-    """Names of the program's inputs and outputs, and how many sequences (slots) of which length its ranks keep.
+class StepPorts(BaseModel):
+    """Names of the programs' inputs and outputs.
 
-    A step is given `tokens` [slots, n], n at most `chunk`, of which the first `count` [slots] of each sequence are meant, and `position`
+    A step of decode is given `tokens` [slots, 1], of which the first `count` [slots] of each slot are meant, one or none, and `position`
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
-    is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. `length`: the most tokens of a sequence.
-    `padded`: whether a step may have tokens that are not meant. `stop`: the tokens behind which one ends.
+    is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n
+    at most `chunk`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -21,9 +30,21 @@ class GenerationRecord(BaseModel):
     count: str
     next: str
     logits: str = ""
+
+
+class GenerationRecord(StepPorts):
+    """The inputs and outputs of steps that make tokens, and how many sequences (slots) of which length the ranks keep.
+
+    `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
+    most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
+    """
+
     vocabulary: int = Field(ge=1)
     slots: int = Field(ge=1)
     length: int = Field(ge=2)
     chunk: int = Field(ge=1)
+    runs: int = Field(1, ge=1)
     padded: bool = True
+    memory: int | None = None
+    room: int | None = None
     stop: list[int] = []

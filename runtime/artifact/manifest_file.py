@@ -7,7 +7,8 @@
 
 Only the first wrong record of a list is reported: a short list of empty ones would make a thousand times as many messages.
 
-The first program is the main one. Its rank files have the first values of the state, and it alone replaces anything of it.
+The first program is the main one. Its rank files have the first values of the state, and it alone replaces anything of it, but for caches:
+these a prefill replaces, too, of which its records have the slots that it computes alone (`generation.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pydantic import AfterValidator, FailFast, Field
 
 from ..files.counted import MOST_PROGRAMS
 from .format import (
+    CACHE,
     MOST_RANKS,
+    PREFILL,
     ArtifactRecord,
     Collective,
     FileRecord,
@@ -95,7 +98,8 @@ class ManifestFile(Record):
             symbols={**self.symbols, **own.symbols},
             groups={**self.groups, **own.groups},
             state=[
-                StateRecord.model_construct(**dict(one), next=following) for one, following in self._following(own.kept)
+                StateRecord.model_construct(**dict(one), next=following)
+                for one, following in self._following(own.kept, "" if is_main else name)
             ],
             training=self.training if is_main else None,
             generation=self.generation if is_main else None,
@@ -103,12 +107,14 @@ class ManifestFile(Record):
             **{key: getattr(own, key) for key in _OWN},
         )
 
-    def _following(self, kept: Mapping[str, str | list[str]]) -> Iterator[tuple[TensorRecord, str]]:
-        """The records of the state that a program keeps, each with the output that takes its place."""
+    def _following(self, kept: Mapping[str, str | list[str]], name: str) -> Iterator[tuple[TensorRecord, str]]:
+        """The records of the state that a program keeps, as it has them, each with the output that takes its place."""
         turn: Counter[str] = Counter()
+        rows = self.generation.runs if name == PREFILL and self.generation is not None else None
         for one in self.state:
             if (names := kept.get(one.value)) is not None:
-                yield one, names if isinstance(names, str) else names[turn[one.value]]
+                of_rows = {"shape": [rows, *one.shape[1:]]} if rows is not None and one.kind == CACHE else {}
+                yield one.model_copy(update=of_rows), names if isinstance(names, str) else names[turn[one.value]]
                 turn[one.value] += 1
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,9 @@ class LocalProgram:
         ]
         self._sound = True
         """Whether no message or failure of an earlier call is left."""
+        self._main = self
+        self._others: list[LocalProgram] = []
+        """The other programs of the artifact that were loaded beside this one."""
         with turn.taken(PROGRAM, "loading"):
             self._all([partial(self._connect, program) for program in self._ranks])
 
@@ -75,28 +79,44 @@ class LocalProgram:
             found = self._all([partial(program, given) for program in self._ranks])
             return {port.name: joined_output(port, found) for port in self.outputs if port.ranks}
 
+    def beside(self, name: str) -> LocalProgram:
+        """Another program of the artifact over the same state, such as `prefill` of one that makes tokens; it ends with this one."""
+        with self.turn.taken(PROGRAM, "loading"):
+            found = copy.copy(self)
+            found._ranks = self._all([partial(program.beside, name) for program in self._ranks])
+            found.manifest = found._ranks[0].manifest
+            self._others.append(found)
+            return found
+
+    def at_slots(self, slots: Sequence[int]) -> None:
+        """As `Program.at_slots`, on all ranks."""
+        for program in self._ranks:
+            program.at_slots(slots)
+
     def _admits(self, thread: int) -> bool:
         """Whether a thread may call one of the ranks: their own, and who has the turn of all."""
         return thread in self._threads.identifiers or self.turn.has(thread)
 
     def _all(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """What all ranks return. Where ranks fail, the first cause is raised, and the program can be called again."""
-        if not self._sound:
+        main = self._main
+        if not main._sound:
             self._threads.await_idle()  # of a call that was interrupted, which may have been anywhere
-            self._recover()
-        self._sound = False
+            main._recover()
+        main._sound = False
         try:
             found = self._threads.run(jobs, after=self._world.reset)
         except BaseException:
             if self._threads.idle:
-                self._recover()
+                main._recover()
             raise
-        self._sound = True
+        main._sound = True
         return found
 
     def _recover(self) -> None:
         """Forgets what a call has left, by the ranks' own threads: another Ctrl-C leaves none of their locks taken."""
-        self._threads.run([program.recover for program in self._ranks], after=self._world.reset)
+        for one in (self, *self._others):
+            self._threads.run([program.recover for program in one._ranks], after=self._world.reset)
         self._sound = True
 
     def _connect(self, program: Program) -> None:
@@ -113,6 +133,9 @@ class LocalProgram:
         with self.turn.taken(PROGRAM, "close()", ending=True):
             self.turn.ended = CLOSED
             self._threads.close()
+            for other in self._others:
+                for program in other._ranks:
+                    program.release()
             for program in self._ranks:
                 program.close()
 

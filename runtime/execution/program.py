@@ -10,7 +10,7 @@ and leaves the program usable. A failure inside a step ends it on all ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 import numpy as np
 from partc.runtime.artifact.tensors.tensor import Value
 
-from ..artifact.format import Manifest, Port
+from ..artifact.format import PREFILL, Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message
-from ..communication.transport import Transport, Vector
+from ..communication.transport import Agreements, Transport, Vector
 from ..devices.devices import Asked, devices_from
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
@@ -195,6 +195,13 @@ class Program:
         other._connect()
         return other
 
+    def at_slots(self, slots: Sequence[int]) -> None:
+        """Let the next steps of a prefill compute these slots, one of each run of them; the same ones on all ranks."""
+        if self._program.rows is None:
+            fact = f"the program '{self.manifest.name}' computes all slots"
+            raise UsageError(f"{fact}\n  help: choose slots of the program '{PREFILL}'")
+        self._program.rows.choose(slots)
+
     def release(self) -> None:
         """Give back sessions and buffers, and leave the ranks' connection to whom it belongs; after the call under way."""
         self._end(self._give_back)
@@ -214,11 +221,22 @@ class Program:
             self._program.targets.workers.close()
             self._program.targets.workers = None
         self._program.replacement.updates.clear()
+        self._settings.shared.clear()
 
     @one_at_a_time(PROGRAM)
     def maxima(self, numbers: Vector) -> Vector:
         """The element-wise maxima of all ranks' whole numbers; collective."""
         return self._transport.all_reduce_max(numbers)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._transport.size
+
+    @one_at_a_time(PROGRAM)
+    def agreements(self) -> Agreements:
+        """Agreements of all ranks beside those of steps; collective."""
+        return self._transport.agreements()
 
     @one_at_a_time(PROGRAM)
     def any_rank(self, flag: bool) -> bool:

@@ -15,7 +15,7 @@ from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, element
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from ..artifact.format import CACHE, CUDA, Shape
+from ..artifact.format import CUDA, Shape
 from ..artifact.manifest import Artifact, open_artifact
 from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
 from ..devices.devices import Devices
@@ -42,6 +42,7 @@ from ..program.value_table import (
 from ..updates.fusion import FusedUpdate, RowUpdate
 from ..updates.row_updater import RowUpdater
 from ..updates.updater import Updater
+from .memory.cache_rows import CacheRows
 from .memory.layout import lay_out
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder
@@ -114,7 +115,6 @@ class Arenas:
 class RankProgram:
     """Steps, sessions and values of one rank."""
 
-    rank: int
     steps: list[Step]
     runners: dict[int, Runner]
     values: ValueTable
@@ -126,6 +126,13 @@ class RankProgram:
     messages: Messages
     targets: Targets
     arenas: Arenas
+    rows: CacheRows | None = None
+    """Which row of each cache a step of a prefill has."""
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return self.binder.rank
 
     def last_uses(self) -> dict[int, list[str]]:
         """By step the values with memory of their own that nothing reads after it."""
@@ -190,8 +197,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     check_results(file, shapes, promises)
     # of several sessions idle threads of one that spin would take the cores from the next
     several = sum(isinstance(step, Segment) for step in file.steps) > 1
-    grows = any(record.kind == CACHE for record in file.state)
-    settings = replace(settings, spinning=settings.spinning and not several, keeps=bool(file.state), grows=grows)
+    spinning, keeps = settings.spinning and not several, bool(file.state)
+    settings = replace(settings, spinning=spinning, keeps=keeps, grows=file.grows)
     used = used_targets(file.steps, settings.devices)
     refuse_missing(settings.devices, used, str(artifact.folder))
     targets = locations(file, settings.devices, state.targets if state is not None else None)
@@ -213,12 +220,13 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     else:
         check_same(state, file.state, file.where)
     in_place = {record.next: state.tensors[record.value] for record in file.updated_in_place}
+    rows = CacheRows.of(file, state)
+    of_rows = rows.places() if rows is not None else {}
     program = RankProgram(
-        rank=rank,
         steps=file.steps,
         runners=runners,
         values=values,
-        constants={**{name: value for name, (_, value) in weights.items()}, **state.tensors, **in_place},
+        constants={**{name: value for name, (_, value) in weights.items()}, **state.tensors, **in_place, **of_rows},
         outputs=file.outputs,
         binder=binder,
         state=state,
@@ -234,6 +242,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
             TargetCounts(device=str(settings.devices.cuda) if CUDA in used else ""),
         ),
         arenas=Arenas(memories),
+        rows=rows,
     )
     program.in_place()
     return program

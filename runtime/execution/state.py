@@ -1,6 +1,7 @@
-"""What a rank keeps from step to step, in memory: parameters, what the optimizer keeps of them, and running statistics.
+"""What a rank keeps from step to step, in memory: parameters, what the optimizer keeps of them, running statistics, a decoder's caches.
 
-Tensors that one update runs over follow each other in memory. A training program and the evaluation of the same model share one state.
+Tensors that one update runs over follow each other in memory. A training program and the evaluation of the same model share one state, and
+so do the two programs of a decoder, of which a prefill has one slot's row of each cache at a time (`row`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.artifact.tensors.law import fill
 from partc.runtime.artifact.tensors.tensor import Tensor
 
-from ..artifact.format import CUDA, Law, StateRecord
+from ..artifact.format import CACHE, CUDA, Law, StateRecord
 from ..devices.device_memory import DeviceMemory, Placed, Remote, move, new_place, part
 from ..errors import ArtifactError
 from ..program.flat_buffers import FlatBuffer
@@ -46,6 +47,12 @@ class State:
             write(record, array)
             if isinstance(tensor, Remote):
                 move(Tensor.of(array, tensor.dtype), tensor)
+
+    def row(self, record: StateRecord, slot: int) -> Placed:
+        """The row of one of this rank's slots of a cache, as a cache with one slot; nothing is copied."""
+        whole = self.tensors[record.value]
+        shape = (1, *whole.shape[1:])
+        return part(whole, slot * whole.dtype.bytes_of(shape), whole.dtype, shape)
 
     @property
     def targets(self) -> dict[str, str]:
@@ -94,14 +101,21 @@ def check_same(state: State, records: Iterable[StateRecord], where: str) -> None
     """A program may use the state of another one only if both keep the same tensors in the same way."""
     known = {record.value: record for record in state.records}
     problems = [
-        f"{where}: '{record.value}' is not kept as {record.shape}, {record.type} by the program that trains"
+        f"{where}: '{record.value}' is not kept as {record.shape}, {record.type} by the main program"
         for record in records
         if (other := known.get(record.value)) is None
-        or (other.tensor, other.type, other.shape) != (record.tensor, record.type, record.shape)
+        or (other.tensor, other.type) != (record.tensor, record.type)
+        or not (other.shape == record.shape or _is_row(record, other, state.rank))
         or other.box(state.rank) != record.box(state.rank)
     ]
     if problems:
         raise ArtifactError("\n".join([*problems, "  help: compile again"]))
+
+
+def _is_row(record: StateRecord, whole: StateRecord, rank: int) -> bool:
+    """Whether a program has one slot on a rank of a cache that another one has whole."""
+    of_cache = record.kind == whole.kind == CACHE and record.shape[1:] == whole.shape[1:]
+    return of_cache and record.local_shape(rank)[0] == 1
 
 
 def fill_first(record: StateRecord, rank: int, array: Array) -> None:

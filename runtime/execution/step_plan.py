@@ -100,6 +100,9 @@ class StepPlan:
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
+        self.slot = program.rows.slot if program.rows is not None else 0
+        """Whose rows of caches are bound, where a step has those of one slot."""
+        self.cells.update(program.rows.places() if program.rows is not None else {})
         self.places: dict[int, int] = {}
         self.beside = beside_messages(program.steps, at_once)
         self.runs = {run[-1]: run for run in copy_runs(program.steps)}
@@ -119,7 +122,11 @@ class StepPlan:
         refuse_meeting(self)
 
     def take(self, inputs: Mapping[str, Value]) -> None:
-        """Bind the inputs of a step."""
+        """Bind the inputs of a step, and the rows of caches that it has."""
+        if (rows := self.program.rows) is not None and rows.slot != self.slot:
+            self.cells.update(rows.places())
+            self.sessions.bind_rows()
+            self.slot = rows.slot
         if self.freed is not None:
             self.freed.renew()
         self.cells.update(inputs)

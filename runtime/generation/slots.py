@@ -1,26 +1,38 @@
 """Which sequences run in which slots, and what each step is given: the same on all ranks, since it follows from requests and tokens alone.
 
-A step is either a chunk, of `chunk` tokens of each prompt that is not read yet, or one token of each sequence that is made. Both
-take turns while there are sequences of both kinds: a long prompt holds the others up by one chunk a token. A slot that has no part in a
-step is given no token: what the step writes there lies behind the slot's position, where nothing reads.
+A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each sequence that is made.
+Both take turns while there are sequences of both kinds: prompts hold the others up by one chunk a token, however many there are. Prompts
+are read one after the other, in the order of their requests; where slots lie in several runs, one of each run in a step.
+
+A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
+slot's next step writes it again.
+
+Requests join and are cancelled between steps; each has a number, by which its tokens are known:
+
+    slots.admit(7, Request([1, 306]))       # it waits for a slot
+    while (step := slots.next()) is not None:
+        for token in slots.take(chosen_by(step)): ...
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array
 
 from ..artifact.generation import GenerationRecord
-from .request import Answer, Finish, Request
+from .request import Finish, Request
 
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token of a request, by the request's number, and whether it ends its sequence."""
+    """A token of a request, by the request's number, and whether it ends its sequence.
+
+    Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
+    """
 
     request: int
     token: int
@@ -33,7 +45,7 @@ class _Sequence:
 
     number: int
     request: Request
-    answer: Answer
+    tokens: list[int] = field(default_factory=list)
     position: int = 0
 
     @property
@@ -44,78 +56,120 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is given: `tokens` [slots, n], and by slot how many of them are meant, and how many are there before."""
+    """What a step is given: `tokens` [rows, n], and by row how many of them are meant, and how many are there before.
+
+    `slots`: by row of a prefill its slot; None of a decode, whose rows are all slots.
+    """
 
     tokens: Array
     count: Array
     position: Array
+    slots: Sequence[int] | None = None
 
 
 class Slots:
-    """The sequences of an artifact's slots, and the requests that wait for one."""
+    """The sequences of an artifact's slots, and the requests that wait for one, in the order in which they came."""
 
-    def __init__(self, record: GenerationRecord, requests: Sequence[Request]) -> None:
+    def __init__(self, record: GenerationRecord) -> None:
         self.record = record
-        self.answers = [Answer() for _ in requests]
-        self._waiting = deque(enumerate(requests))
+        self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence | None] = [None] * record.slots
         self._stop = frozenset(record.stop)
-        self._taking: dict[int, int] = {}
-        """By slot that has a part in the step under way the number of its tokens there."""
+        self._taking: dict[int, tuple[int, int]] = {}
+        """By row that has a part in the step under way its slot, and the number of its tokens there."""
         self._last_was_chunk = False
 
+    @property
+    def used(self) -> int:
+        """How many slots have a sequence."""
+        return sum(one is not None for one in self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
+
+    def admit(self, number: int, request: Request) -> None:
+        """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
+        self._waiting.append(_Sequence(number, request))
+
+    def cancel(self, number: int) -> None:
+        """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
+        self._waiting = deque(one for one in self._waiting if one.number != number)
+        self._running = [None if one is None or one.number == number else one for one in self._running]
+
     def next(self) -> Step | None:
-        """The next step; None where every request is answered."""
+        """The next step; None where no request is left."""
         for slot, running in enumerate(self._running):
             if running is None and self._waiting:
-                number, request = self._waiting.popleft()
-                self._running[slot] = _Sequence(number, request, self.answers[number])
+                self._running[slot] = self._waiting.popleft()
         there = {slot: one for slot, one in enumerate(self._running) if one is not None}
         if not there:
             return None
         reading = {slot: one for slot, one in there.items() if one.left}
         making = {slot: one for slot, one in there.items() if not one.left}
         self._last_was_chunk = bool(reading) and not (making and self._last_was_chunk)
-        return self._step(reading if self._last_was_chunk else making, there)
+        return self._prefill(reading) if self._last_was_chunk else self._decode(making)
 
     def take(self, chosen: Sequence[int]) -> Iterator[NewToken]:
-        """The tokens that the step under way has made; `chosen` has one by slot, of which those without a part mean nothing."""
-        for slot, count in self._taking.items():
+        """The tokens that the step under way has made; `chosen` has one by row, of which those without a part mean nothing."""
+        for row, (slot, count) in self._taking.items():
             one = self._running[slot]
             assert one is not None
             one.position += count
-            if one.left:
+            token = int(chosen[row])
+            if one.left and token < self.record.vocabulary:
                 continue
-            token = int(chosen[slot])
-            one.answer.tokens.append(token)
-            if token in self._stop or token in one.request.stop:
-                one.answer.finish = "stop"
-            elif len(one.answer.tokens) == one.request.max_tokens:
-                one.answer.finish = "length"
-            if one.answer.finish:
+            finish: Finish = ""
+            one.tokens.append(token)
+            if token >= self.record.vocabulary:
+                finish = "error"
+            elif token in self._stop or token in one.request.stop:
+                finish = "stop"
+            elif len(one.tokens) == one.request.max_tokens:
+                finish = "length"
+            if finish:
                 self._running[slot] = None
-            yield NewToken(one.number, token, one.answer.finish)
+            yield NewToken(one.number, token, finish)
+
+    def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
+        """The slots with a part in the step under way of which a number of at least `least` is chosen."""
+        return [slot for row, (slot, _) in self._taking.items() if chosen[row] >= least]
 
     def drawing(self) -> Mapping[int, tuple[Request, int]]:
-        """By slot whose next token the step under way draws its request, and the number of that token."""
+        """By row whose next token is drawn behind the step under way its request, and the number of that token."""
         found: dict[int, tuple[Request, int]] = {}
-        for slot, count in self._taking.items():
+        for row, (slot, count) in self._taking.items():
             one = self._running[slot]
             if one is not None and one.request.temperature and count >= one.left:
-                found[slot] = one.request, len(one.answer.tokens)
+                found[row] = one.request, len(one.tokens)
         return found
 
-    def _step(self, part: Mapping[int, _Sequence], there: Mapping[int, _Sequence]) -> Step:
-        width = self.record.chunk if self._last_was_chunk else 1
-        if not self.record.padded:
-            width = min([width, *(one.left or 1 for one in part.values())])
-        tokens = np.zeros((self.record.slots, width), np.int64)
-        count, position = np.zeros(self.record.slots, np.int64), np.zeros(self.record.slots, np.int64)
-        for slot, one in there.items():
-            position[slot] = one.position
+    def _prefill(self, reading: Mapping[int, _Sequence]) -> Step:
+        """A chunk of the earliest prompt of each run of slots."""
+        record = self.record
+        size = record.slots // record.runs
+        slots = [run * size for run in range(record.runs)]
         self._taking = {}
-        for slot, one in part.items():
-            known = one.request.prompt[one.position : one.position + width] if one.left else one.answer.tokens[-1:]
-            tokens[slot, : len(known)] = known
-            self._taking[slot] = count[slot] = len(known)
-        return Step(tokens, count, position)
+        for slot, one in sorted(reading.items(), key=lambda pair: pair[1].number):
+            if (run := slot // size) not in self._taking:
+                slots[run] = slot
+                self._taking[run] = slot, min(one.left, record.chunk)
+        width = record.chunk if record.padded else max(count for _, count in self._taking.values())
+        tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
+        for row, (slot, size) in self._taking.items():
+            one = reading[slot]
+            tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
+        return Step(tokens, count, self._positions()[slots], slots)
+
+    def _decode(self, making: Mapping[int, _Sequence]) -> Step:
+        """A token of each sequence that is made."""
+        tokens, count = np.zeros((self.record.slots, 1), np.int64), np.zeros(self.record.slots, np.int64)
+        for slot, one in making.items():
+            tokens[slot], count[slot] = one.tokens[-1], 1
+        self._taking = {slot: (slot, 1) for slot in making}
+        return Step(tokens, count, self._positions())
+
+    def _positions(self) -> Array:
+        """By slot how many tokens are there; 0 of a free one."""
+        return np.array([0 if one is None else one.position for one in self._running], np.int64)

@@ -67,7 +67,7 @@ class _Segmenter:
     zeros: str = ""
     """What the last compute node makes, where that is a constant of a shape."""
     target: str = ""
-    """That of the last compute node."""
+    """The target of the last compute node."""
     alone: bool = False
     """Whether the open segment is one of one thread."""
     guard: str = ""
@@ -80,8 +80,9 @@ class _Segmenter:
 
     def wait(self, names: Iterable[str]) -> None:
         waited = [name for name in dict.fromkeys(names) if name in self.pending]
-        if waited:
-            self.close()
+        if not waited:
+            return
+        self.close()
         found = dict.fromkeys(self.pending[name] for name in waited)
         self.steps.extend(found)
         for name in [name for name, step in self.pending.items() if step in found]:

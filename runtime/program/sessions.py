@@ -7,6 +7,7 @@ the source name that people know.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class Settings:
     devices: Devices = field(default_factory=Devices)
     keeps: bool = False
     grows: bool = False
+    shared: dict[bytes, Session] = field(default_factory=dict, compare=False)
+    """Sessions of a decoder's programs by what they run: what both do alike is one session, which has its weights once."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,9 @@ class Builder:
         if segment.target and not device.is_host:
             entries[NO_FALLBACK] = "1"
         data = model.SerializeToString()
+        key = hashlib.sha256(b"%d %s " % (threads, str(device).encode()) + data).digest() if settings.grows else b""
+        if key in settings.shared:
+            return settings.shared[key]
         try:
             session = new_session(data, threads, device, entries, settings.keeps, settings.grows)
         except Exception as error:
@@ -159,6 +165,8 @@ class Builder:
             ) from None
         if not device.is_host and not segment.target:
             refuse_moved_to_host(self.where, device, session, model)
+        if key:
+            settings.shared[key] = session
         return session
 
     def _model(self, segment: Segment) -> ModelProto:
@@ -175,12 +183,19 @@ class Builder:
         for one, name in segment.operands:
             if name not in self.types:
                 raise ArtifactError(f"{self.where}: the type of '{name}' is not known\n  help: compile again")
-            graph.input.add(name=one, type=self.protos.get(name) or type_proto(self.types[name]))
+            graph.input.add(name=one, type=self._declared(name) or type_proto(self.types[name]))
         for one, name in segment.results:
-            graph.output.add(name=one, type=self.protos.get(name))
+            graph.output.add(name=one, type=self._declared(name))
         if self.settings.devices.of(segment.target).is_host:
             compute_in_float32(model)
         return model
+
+    def _declared(self, name: str) -> TypeProto | None:
+        """The type of a value at an end of a session; without a shape where programs of other sizes may have the session, too."""
+        found = self.protos.get(name)
+        if found is None or not self.settings.grows:
+            return found
+        return type_proto(text) if (text := type_text(found)) else found
 
 
 def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dict[str, str]:

@@ -3,8 +3,6 @@
 Its weights have the names of that model's, so what is trained there is used here. `generate.yaml` keeps the past on the ranks.
 """
 
-import math
-
 from model import CONTEXT, GPT, HEADS, LAYERS, WIDTH, Attention, Block
 from partc.compiler import Input, Symbol
 
@@ -17,9 +15,7 @@ class CachedAttention(Attention):
         by_head = op.Reshape(self.project(op, x), op.Constant(value_ints=[0, 0, sizes.heads, 3 * sizes.head_width]))
         q, k, v = op.Split(op.Transpose(by_head, perm=[0, 2, 1, 3]), axis=-1, num_outputs=3, _outputs=3)
         k, v = op.Concat(past_k, k, axis=2), op.Concat(past_v, v, axis=2)
-        scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), 1.0 / math.sqrt(sizes.head_width))
-        shares = op.Softmax(op.Where(visible, scores, -1e9), axis=-1)
-        mixed = op.Transpose(op.MatMul(shares, v), perm=[0, 2, 1, 3])
+        mixed = op.Transpose(op.Attention(q, k, v, visible), perm=[0, 2, 1, 3])
         return self.out(op, op.Reshape(mixed, op.Constant(value_ints=[0, 0, sizes.width]))), k, v
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from partc.cli.main import invoke
 from transformers.cache_utils import DynamicCache
 
 VOCABULARY = 212
@@ -30,6 +31,8 @@ FORMS: Mapping[str, tuple[str, ...]] = {
     "both": ("position_ids", "attention_mask"),
 }
 """By form the inputs beside the tokens and the past."""
+FOLDER = "folder"
+"""The form of a folder that transformers has saved, as `partc export --cache` writes it; the opset is partc's."""
 
 
 def model(name: str, layers: int = 2, width: int = 64, heads: int = 4, vocabulary: int = VOCABULARY) -> Any:
@@ -68,7 +71,10 @@ def model(name: str, layers: int = 2, width: int = 64, heads: int = 4, vocabular
 def exported(name: str, opset: int, form: str, folder: Path, **size: int) -> Path:
     """The file of a model in a form; written where it is not there yet."""
     path = folder / f"{name}-{opset}-{form}{''.join(f'-{key}{value}' for key, value in size.items())}.onnx"
-    if not path.exists():
+    if form == FOLDER and not path.exists():
+        model(name, **size).save_pretrained(folder / f"{name}-folder")
+        invoke(["export", str(folder / f"{name}-folder"), "--cache", "-o", str(path)])
+    elif not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         export(model(name, **size), path, opset, FORMS[form])
     return path

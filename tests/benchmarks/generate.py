@@ -1,7 +1,9 @@
 """Decoders of transformers generate with partc, in several layouts, as transformers itself does; and what a token costs.
 
-    python tests/benchmarks/generate.py [--models llama,gpt2] [--opsets 18,23] [--forms plain,both] [--files FOLDER]
+    python tests/benchmarks/generate.py [--models llama,gpt2] [--opsets 18,23] [--forms plain,both,folder] [--files FOLDER]
     python tests/benchmarks/generate.py --cost [--lengths 64,2048] [--turns 5]
+    python tests/benchmarks/generate.py --slots 8 [--lengths 2048] [--turns 5]
+    python tests/benchmarks/generate.py --capacities 512,16384 [--lengths 256] [--turns 5]
 
 A row for each model and layout: how many tokens of several requests, of unequal lengths and made at once, are those of transformers' greedy
 `generate`; how many ties there were (the two best logits closer than 1e-4, after which the reference's token is taken); and the bytes that
@@ -9,6 +11,9 @@ a step of one token sends, the sum over its events of the bytes to a rank. Plans
 
 `--cost` prints medians of CPU milliseconds a token of one rank, by the number of tokens before it, beside onnxruntime running the file with
 a past that grows, and beside transformers' own steps, in turns; sides have one thread. Files are exported once and stay in the folder.
+
+`--slots` prints the same of several sequences at once, beside the form in which attention is not fused, and beside onnxruntime with one
+sequence after the other. `--capacities` prints milliseconds of a step by the `length` of the plan, which a step is not to grow with.
 """
 
 from __future__ import annotations
@@ -18,13 +23,14 @@ import os
 import statistics
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
-import sympy
 import torch
 from click.testing import CliRunner
 from exported_decoders import MODELS, VOCABULARY, exported, model
@@ -33,8 +39,10 @@ from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.pipeline import analyse
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.propose import propose
+from partc.compiler.rewrite.generation import caches
 from partc.runtime import Generator, Request, load_local_generator
 
 LAYOUTS = {
@@ -56,13 +64,22 @@ def main() -> None:
     parser.add_argument("--forms", default="plain")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "partc-decoders")
     parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--capacities")
     parser.add_argument("--lengths", default="64,2048")
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    lengths = [int(one) for one in options.lengths.split(",")]
+    if options.slots:
+        costs_of_slots(options.files, options.slots, lengths, options.turns)
+        return
+    if options.capacities:
+        costs_by_capacity(options.files, [int(one) for one in options.capacities.split(",")], lengths, options.turns)
+        return
     if options.cost:
-        costs(options.files, [int(one) for one in options.lengths.split(",")], options.turns)
+        costs(options.files, lengths, options.turns)
         return
     print(f"{'model':8} {'opset':5} {'form':5} {'layout':16} {'equal':>9} {'ties':>5}  bytes of a step")
     for name in options.models.split(","):
@@ -111,11 +128,12 @@ def told(path: Path, layout: str, wanted: Reference) -> str:
 
 def built(path: Path, folder: Path, degrees: Degrees, generation: Generation, more: str) -> tuple[Path, str]:
     """The artifact by the plan that is proposed, and what the proposal says that a step sends."""
+    folder.mkdir(exist_ok=True)
     text, _ = propose(load(path), path.name, degrees, generation=generation)
     (folder / "plan.yaml").write_text(text.replace("generate: {", f"generate: {{{more}, "))
     compile_model(path, folder / "plan.yaml", folder / "build")
     events = analyse(path, folder / "plan.yaml").events
-    sent = sum(int(sympy.sympify(str(event.bytes)).subs("tokens", 1)) for event in events)
+    sent = sum(int(str(event.bytes)) for event in events)
     return (
         folder / "build",
         f"{sent:5}, {next(line for line in text.splitlines() if 'Communication in a step' in line)[26:-1]}",
@@ -145,11 +163,87 @@ def compared(generator: Generator, wanted: Reference) -> tuple[int, int, int]:
     return equal, ties, wrong
 
 
+SIZE = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 4096}
+
+
+def prompts_of(count: int, length: int) -> list[list[int]]:
+    """Random prompts of a length."""
+    return [np.random.default_rng(seed).integers(2, 4096, length).tolist() for seed in range(count)]
+
+
+def costs_of_slots(files: Path, slots: int, lengths: Sequence[int], turns: int) -> None:
+    """What a token costs where several sequences are made at once."""
+    path = exported("llama", 23, "plain", files, **SIZE)
+    generation = Generation(max(lengths) + 128, slots)
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        generators = {}
+        for form in ("fused", "not fused"):
+            with unittest.mock.patch.object(
+                caches, "fuse_attention", caches.fuse_attention if form == "fused" else leave
+            ):
+                build, _ = built(path, Path(place) / form, Degrees(), generation, "sampling: false, chunk: 512")
+            generators[form] = stack.enter_context(load_local_generator(build, threads=1))
+        for length in lengths:
+            prompts = prompts_of(slots, length)
+            steps = {form: by_slots(generator, prompts) for form, generator in generators.items()}
+            took = {form: measured(step, turns) for form, step in steps.items()}
+            alone = [
+                by_file(path, prompt) for prompt in prompts[:2]
+            ]  # a session each, of which one after the other makes tokens
+            for one in alone:
+                next(one)
+            took["onnxruntime, one after the other"] = [slots * cost for one in alone for cost in measured(one, turns)]
+            row = ", ".join(f"{form} {statistics.median(times) / slots:.2f}" for form, times in took.items())
+            print(f"{slots} slots, {length} tokens before: CPU ms a token: {row}", flush=True)
+
+
+def leave(*given: object) -> None:
+    """In place of the rewrite to the fused op."""
+
+
+def costs_by_capacity(files: Path, capacities: Sequence[int], lengths: Sequence[int], turns: int) -> None:
+    """What a step costs by the length of the caches, of which as many entries are valid."""
+    path = exported("llama", 23, "plain", files, **SIZE)
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        steps = {}
+        for capacity in capacities:
+            build, _ = built(
+                path, Path(place) / str(capacity), Degrees(), Generation(capacity, 4), "sampling: false, chunk: 256"
+            )
+            generator = stack.enter_context(load_local_generator(build, threads=1))
+            steps[capacity] = by_slots(generator, prompts_of(4, lengths[0]))
+        took: dict[int, list[float]] = {capacity: [] for capacity in capacities}
+        for _ in range(4 * turns):  # in turns, as the machine has others
+            for capacity, step in steps.items():
+                took[capacity] += measured(step, 1)
+        row = ", ".join(f"{capacity}: {statistics.median(times):.2f}" for capacity, times in took.items())
+        print(f"4 slots, {lengths[0]} tokens before: CPU ms a step by length of the caches: {row}", flush=True)
+
+
+def by_slots(generator: Generator, prompts: Sequence[list[int]]) -> Iterator[None]:
+    """Steps that make one token of each prompt; all prompts are read before the first."""
+    begun, made = set[int](), 0
+    for one in generator.each([Request(prompt, max_tokens=128) for prompt in prompts]):
+        made += one.request in begun and len(begun) == len(prompts)
+        begun.add(one.request)
+        if made and made % len(prompts) == 0:
+            yield
+
+
+def measured(steps: Iterator[object], turns: int) -> list[float]:
+    """CPU milliseconds of steps, but for the first."""
+    took = []
+    for turn in range(1 + 3 * turns):
+        begin = time.process_time()
+        next(steps)
+        took += [1e3 * (time.process_time() - begin)] * (turn > 0)
+    return took
+
+
 def costs(files: Path, lengths: Sequence[int], turns: int) -> None:
     """The table of what a token costs, of a model of 4 layers of width 512."""
-    size = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 4096}
     for name, opset in (("llama", 23), ("llama", 18)):
-        path, whole = exported(name, opset, "plain", files, **size), model(name, **size)
+        path, whole = exported(name, opset, "plain", files, **SIZE), model(name, **SIZE)
         with tempfile.TemporaryDirectory() as place:
             build, _ = built(path, Path(place), Degrees(), Generation(max(lengths) + 128, 1), "sampling: false")
             with load_local_generator(build, threads=1) as generator:

@@ -12,6 +12,7 @@ from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.runtime import Request, load_local_generator
+from partc.runtime.artifact.manifest import open_artifact
 
 torch = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip(
@@ -28,7 +29,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, head_dim=6, eos_token_id=None,
+        vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, head_dim=8, eos_token_id=None,
         num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -37,6 +38,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_generates_as_transformers_does(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
     compile_model(llama, tmp_path / "plan.yaml", tmp_path / "build")
+    for program in ("decode", "prefill"):
+        kinds = [node.op_type for node in open_artifact(tmp_path / "build", program=program).model(0).graph.node]
+        assert kinds.count("GroupQueryAttention") == 2
     with load_local_generator(tmp_path / "build", threads=1) as generator:
         made = [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
     whole = transformers.LlamaForCausalLM.from_pretrained(llama, local_files_only=True)
@@ -52,7 +56,7 @@ def test_an_export_with_its_cache_has_past_and_present(llama: Path, tmp_path: Pa
     names = [f"{layer}_{side}" for layer in range(2) for side in ("key", "value")]
     assert [value.name for value in graph.inputs] == ["input_ids", *(f"past_{name}" for name in names)]
     assert [value.name for value in graph.outputs] == ["logits", *(f"present_{name}" for name in names)]
-    assert {str(value.shape) for value in graph.inputs[1:]} == {"[batch,1,past,6]"}
+    assert {str(value.shape) for value in graph.inputs[1:]} == {"[batch,1,past,8]"}
     assert "model.layers.1.self_attn.k_proj.weight" in graph.initializers
 
 

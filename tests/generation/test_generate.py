@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.compiler.rewrite.generation import fused_attention
@@ -97,7 +98,12 @@ def test_positions_come_from_the_past_or_as_inputs(
     compiled: Compiled, wanted: list[list[int]], slots: int, inputs: tuple[str, ...]
 ) -> None:
     folder = compiled(keys=f"slots: {slots}, length: 64, chunk: 5", inputs=inputs)
-    assert {port.name for port in open_artifact(folder).manifest.inputs} == {"ids", "position", "count"}
+    decode = open_artifact(folder)
+    assert decode.programs == ["decode", "prefill"]
+    shapes = {port.name: port.shape for port in decode.manifest.inputs}
+    assert shapes == {"ids": [slots, 1], "position": [slots], "count": [slots]}
+    shapes = {port.name: port.shape for port in decode.beside("prefill").manifest.inputs}
+    assert shapes == {"ids": [1, 5], "position": [1], "count": [1]}
     with load_local_generator(folder) as generator:
         assert [answer.tokens for answer in generator.run(requests())] == wanted
 
@@ -115,31 +121,30 @@ def test_one_length_for_all_sequences_fits_one_slot_alone(
     assert "position_ids" in told
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tensor parallel", "tensor parallel stages"])
-def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "slots"), [("one rank", 1), ("one rank", 3), *((one, 4) for one in [*LAYOUTS][1:])])
+def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled, layout: str, slots: int) -> None:
     model = Unsharded(decoder(fused=True))
-    folder = compiled(layout, "length: 64, chunk: 8", fused=True)
-    kinds = [
-        node.op_type
-        for rank in range(open_artifact(folder).manifest.ranks)
-        for node in open_artifact(folder).model(rank).graph.node
-    ]
-    assert kinds.count("GroupQueryAttention") == 2 * (1 if layout == "one rank" else 2)
-    assert not {"Attention", "TensorScatter"} & {*kinds}
+    folder = compiled(layout, f"slots: {slots}, length: 64, chunk: 8", fused=True)
+    for program in ("decode", "prefill"):
+        artifact = open_artifact(folder, program=program)
+        kinds = [node.op_type for rank in range(artifact.manifest.ranks) for node in artifact.model(rank).graph.node]
+        assert kinds.count("GroupQueryAttention") == 2 * (2 if layout.startswith(("tensor", "data")) else 1)
+        assert not {"Attention", "TensorScatter"} & {*kinds}
     checked = check(folder)
-    assert (checked.violations, checked.copied) == ([], 0)
-    assert checked.in_place == 2 * kinds.count("GroupQueryAttention")
+    assert (checked.violations, checked.state.copied) == ([], 0)
+    assert checked.state.in_place == 2 * kinds.count("GroupQueryAttention")
     with load_local_generator(folder) as generator:
         found = [answer.tokens for answer in generator.run(requests())]
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
 
 
-@pytest.mark.parametrize(("slots", "window"), [(1, 5), (1, 63), (3, 0), (3, 5)])
-def test_attention_of_another_mask_or_several_slots_stays(compiled: Compiled, slots: int, window: int) -> None:
+@pytest.mark.parametrize(("slots", "window"), [(1, 5), (1, 63), (3, 5)])
+def test_attention_of_another_mask_stays(compiled: Compiled, slots: int, window: int) -> None:
     """A window of 63 differs from causal at the last positions alone: the proof looks at each."""
     model = Unsharded(decoder(fused=True, window=window))
     folder = compiled("one rank", f"slots: {slots}, length: 64, chunk: 8", fused=True, window=window)
-    assert "Attention" in {node.op_type for node in open_artifact(folder).model(0).graph.node}
+    for program in ("decode", "prefill"):
+        assert "Attention" in {node.op_type for node in open_artifact(folder, program=program).model(0).graph.node}
     with load_local_generator(folder) as generator:
         found = [answer.tokens for answer in generator.run(requests())]
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
@@ -155,17 +160,21 @@ def test_of_many_positions_the_proof_looks_at_the_last(tmp_path: Path, monkeypat
         assert {node.op_type for node in nodes} & {"Attention", "GroupQueryAttention"} == {kind}
 
 
-def test_a_step_sends_nothing_that_grows_with_what_is_kept(compiled: Compiled) -> None:
-    manifest = open_artifact(compiled("tensor parallel", "slots: 2, length: 200, chunk: 8")).manifest
+@pytest.mark.parametrize(("program", "tokens", "scored"), [("decode", 2, 2), ("prefill", 8, 1)])
+def test_a_step_sends_nothing_that_grows_with_what_is_kept(
+    compiled: Compiled, program: str, tokens: int, scored: int
+) -> None:
+    """`tokens` of all its slots together, of which `scored` are, the last of each."""
+    folder = compiled("tensor parallel", "slots: 2, length: 200, chunk: 8")
+    manifest = open_artifact(folder, program=program).manifest
     assert [one.op for one in manifest.collectives if one.value != "logits"] == [
         "AllReduce"
     ] * 6  # two a layer, and two for the token
     sizes = {one.value: one.bytes for one in manifest.collectives}
-    assert {sizes.pop("next_token"), sizes.pop("generate.top")} == {"16", "8"}
-    assert sizes.pop("logits") == str(2 * VOCABULARY // 2 * 4)
-    row = 2 * HEADS * SIZE * 4
-    # The last sum of the last layer is that of the one token of each sequence that is scored.
-    assert sorted(sizes.values()) == [str(row), *[f"{row}*tokens"] * 3]
+    assert {sizes.pop("next_token"), sizes.pop("generate.top")} == {str(8 * scored), str(4 * scored)}
+    assert sizes.pop("logits") == str(scored * VOCABULARY // 2 * 4)
+    row = HEADS * SIZE * 4
+    assert sorted(map(int, sizes.values())) == [row * scored, *[row * tokens] * 3]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -178,7 +187,7 @@ def test_caches_lie_where_they_are_written_and_are_appended_to_in_place(compiled
     held = sum(np.prod(record.local_shape(rank)) for record in caches for rank in record.ranks)
     assert held == 4 * 2 * HEADS * (64 + 8 - 1) * SIZE  # each rank its own, nothing twice
     checked = check(folder)
-    assert (checked.in_place, checked.copied) == (sum(len(record.ranks) for record in caches), 0)
+    assert (checked.state.in_place, checked.state.copied) == (sum(len(record.ranks) for record in caches), 0)
 
 
 def test_a_sequence_may_fill_its_slot_and_ends_where_it_is_to_stop(compiled: Compiled) -> None:
@@ -207,6 +216,49 @@ def test_what_is_drawn_does_not_depend_on_slots_neighbours_or_layout(compiled: C
         assert found[0] != generator.run([Request(PROMPTS[0], max_tokens=9, temperature=0.9, seed=99)])[0].tokens
     with load_local_generator(compiled("tensor parallel stages")) as generator:
         assert [answer.tokens for answer in generator.run(some[::-1])][::-1] == found
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tensor parallel stages", "data parallel"])
+def test_logits_of_a_request_are_the_same_bits_in_any_company(
+    compiled: Compiled, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits: dict[tuple[int, int], bytes] = {}
+
+    def likeliest(logits: np.ndarray[Any, Any], request: Request, number: int) -> int:
+        bits[request.seed, number] = logits.tobytes()
+        return int(logits.argmax())
+
+    monkeypatch.setattr("partc.runtime.generation.generator.draw", likeliest)
+    some = [Request(prompt, max_tokens=12, temperature=1.0, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    # alone; all at once; in reversed order; behind others, in another slot that is not empty
+    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some]]
+    found: dict[tuple[int, int], set[bytes]] = {}
+    with load_local_generator(compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True)) as generator:
+        for company in companies:
+            bits.clear()
+            generator.run(company)
+            for key, one in bits.items():
+                found.setdefault(key, set()).add(one)
+    assert len(found) == 12 * len(some)
+    assert {len(one) for one in found.values()} == {1}
+
+
+def test_weights_of_four_bits_are_cut_in_columns_and_in_rows_of_whole_blocks(tmp_path: Path) -> None:
+    quantizer = MatMulNBitsQuantizer(decoder(fused=True), block_size=16, is_symmetric=True)
+    quantizer.process()
+    onnx.save(quantizer.model.model, tmp_path / "model.onnx")
+    found = []
+    for layout in ("one rank", "tensor parallel"):
+        (tmp_path / "plan.yaml").write_text(f"{LAYOUTS[layout]}generate: {{slots: 2, length: 64, chunk: 8}}\n")
+        compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / layout)
+        with load_local_generator(tmp_path / layout) as generator:
+            found.append([answer.tokens for answer in generator.run(requests())])
+    assert found[0] == found[1]
+    model = open_artifact(tmp_path / "tensor parallel").model(1)
+    shapes = {tensor.name: [*tensor.dims] for tensor in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+    assert [shapes[node.input[1]] for node in products[:4]] == [[16, 2, 8], [8, 2, 8], [8, 2, 8], [32, 1, 8]]
+    assert len(products) == 13
 
 
 def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -> None:
@@ -291,6 +343,13 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
     ("keys", "fact"),
     [
         ("{slots: 0, length: 64}", "slots"),
+        ("{slots: 2, length: 64, memory: 240KB}", "write slots: 1, the most that fit"),
+        ("{slots: 2, length: 64, memory: 10KB}", "not one slot fits"),
+        ("{length: 4000}", "the table of positions 'embed.positions.weight' has 256, and 'length' is 4000"),
+        (
+            "{slots: 3, length: 64}\nranks: 2\ndataset: data_parallel",
+            "3 slots cannot be dealt out to 2 groups of ranks",
+        ),
         ("{length: 8, chunk: 9}", "a chunk of 9 tokens is longer than a sequence, 8"),
         ("{slots: 2}", "length"),
         (
@@ -302,7 +361,7 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
 )
 def test_wrong_plans_are_named(keys: str, fact: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(decoder(), tmp_path / "model.onnx")
-    (tmp_path / "plan.yaml").write_text(f"ranks: 1\ngenerate: {keys}\n")
+    (tmp_path / "plan.yaml").write_text(f"{'' if 'ranks' in keys else 'ranks: 1'}\ngenerate: {keys}\n")
     assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
     assert fact in capsys.readouterr().err
 

@@ -13,6 +13,10 @@ def _ints(shape: tuple[int, ...], dtype: type, low: int = 0, high: int = 50) -> 
     return RNG.integers(low, high, shape).astype(dtype)
 
 
+def _bits(size: int) -> dict[str, int]:
+    return {"K": size, "N": 18, "bits": 4, "block_size": 16}
+
+
 BIAS = "a product of terms goes with a bias that is in terms too, and what a layer adds is not"
 AXES = "axes that only a run tells might be any"
 PARAMETERS = "scales and shifts are parameters, which are not in terms"
@@ -136,6 +140,24 @@ PRODUCTS = [
     case("Einsum", [(6, 12), (18,), (6, 18)], {"equation": "ab,c,ac->bc"}),
     case("Einsum", [(6, 12)], {"equation": "ij->"}),
     case("Einsum", [(6, 12)], {"equation": "ij->ji"}),
+    *(
+        case(
+            "MatMulNBits", [source, _ints((18, blocks, 8), np.uint8, 0, 256), *more], _bits(16 * blocks), domain=CONTRIB
+        )
+        for source, blocks, more in (
+            ((6, 96), 6, [(18, 6)]),
+            ((6, 6, 192), 12, [(18, 12), _ints((18, 6), np.uint8, 0, 256)]),  # zero points packed, two blocks a byte
+            ((6, 96), 6, [(18, 6), (18, 6)]),
+            ((6, 96), 6, [(108,), _ints((54,), np.uint8, 0, 256)]),
+        )
+    ),
+    case(
+        "MatMulNBits",
+        [(6, 96), _ints((18, 6, 8), np.uint8, 0, 256), (18, 6), None, None],
+        _bits(96),
+        constants={5: RNG.random(18, np.float32)},
+        domain=CONTRIB,
+    ),
     case("MatMulInteger", [_ints((6, 12), np.uint8), _ints((12, 18), np.uint8)]),
     case("MatMulInteger", [_ints((6, 6, 12), np.uint8), _ints((12, 18), np.int8), np.uint8(3), _ints((18,), np.int8)]),
     case(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface import settings
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +31,10 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
     shapes = _shapes(module, where)
     names = [f"{layer}_{side}" for layer in range(len(shapes)) for side in _SIDES]
     inputs = {"input_ids": Input(["batch", "sequence"], "int64")}
+    kind = str(next(module.parameters()).dtype).removeprefix("torch.")
     for layer, pair in enumerate(shapes):
         for side, (heads, size) in zip(_SIDES, pair, strict=True):
-            inputs[f"past_{layer}_{side}"] = Input(["batch", heads, PAST, size], _kind(module))
+            inputs[f"past_{layer}_{side}"] = Input(["batch", heads, PAST, size], kind)
     whole, argument = module.forward, _argument(module)
 
     def forward(**given: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -63,6 +65,11 @@ def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
         raise CompileError(Problem(where, fact, law, "use a model such as LlamaForCausalLM, or leave out 'generate'"))
     device = next((tensor.device for tensor in module.parameters()), None)
     cache: Any = DynamicCache()
+    settings.settle(module, "experts")
+    padding, module.config.pad_token_id = (
+        getattr(module.config, "pad_token_id", None),
+        None,
+    )  # else it looks at tokens for it
     try:
         with torch.no_grad(), quiet():
             ids = torch.ones(1, 2, dtype=torch.int64, device=device)
@@ -73,6 +80,8 @@ def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
         raise CompileError(
             Problem(where, fact, law, "export it in a module of your own, with past and present")
         ) from error
+    finally:
+        module.config.pad_token_id = padding
     if not found or any(len(shape) != 4 or shape[2] != 2 for pair in found for shape in pair):
         help_ = "export it in a module of your own, with past and present"
         raise CompileError(Problem(where, f"the cache of {kind} has the shapes {found[:1]}", law, help_))
@@ -82,7 +91,3 @@ def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
 def _argument(module: Any) -> str:
     """The argument of its forward that takes a cache; the second is its name in older versions."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
-
-
-def _kind(module: Any) -> str:
-    return str(next(module.parameters()).dtype).removeprefix("torch.")

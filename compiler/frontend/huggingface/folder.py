@@ -25,6 +25,7 @@ from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.source import Known, Source, nothing
 from partc.compiler.ir.declared import Declared
 from partc.compiler.plan.pattern import nearest
+from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     files = stored_tensors(folder)
     architecture = _architecture(config, folder)
     with recording(folder) as recorder:
-        from partc.compiler.frontend.torch.torch_module import export
+        from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
 
         module, buffers, widened = _built(architecture, config, folder)
         weights = taken(module, files, folder.name)
@@ -47,7 +48,8 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         where = f"{folder.name}/{CONFIG}"
         inputs, outputs = flatten_cache(module, where) if cache else (usual_inputs(module, None, where), [])
         names = DimNames({}, set(), position_symbols(module, inputs))
-        model = export(module, inputs, None, names, outputs, where, recorder)
+        opset = OPSET_WITH_CACHE if cache else OPSET
+        model = export(module, inputs, None, names, outputs, where, recorder, opset)
     for name, value in model.graph.initializers.items():
         if name in weights.tensors:
             value.const_value = weights.tensors[name]
@@ -55,8 +57,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
             value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
     told = []
     if unread := weights.unread:
-        some = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
-        told.append(f"{folder.name}: {type(module).__name__} does not read {some}")
+        told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(unread)}")
     if widened:
         remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
         told.append(

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 OPSET = 21
 """What rules are written for and training converts to. From 23 on torch writes attention and rotary embeddings as single ops, of
 which onnxruntime refuses what the standard's broadcasting allows: tables of one record for a dynamic batch."""
+OPSET_WITH_CACHE = 23
+"""For a decoder that keeps its cache: attention as one op becomes onnxruntime's fused one, and each sequence has a table of its own."""
 
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
 _OTHERWISE = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
@@ -53,6 +55,7 @@ def export(
     outputs: Sequence[str],
     where: str,
     recorder: Recorder,
+    opset: int = OPSET,
 ) -> ir.Model:
     """The module's model. An input is an example tensor, its dims named by `dynamic_shapes`, or whatever `specs` takes.
 
@@ -76,7 +79,7 @@ def export(
     else:
         shapes = {name: dict(dims[name]) for name in tensors}
         arguments = {"args": (), "kwargs": dict(tensors), "dynamic_shapes": shapes}
-    program, called = _by_torch(module, arguments, where, recorder)
+    program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
@@ -105,7 +108,7 @@ def _by_torch(
     """
     import torch
 
-    options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": OPSET}
+    options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
     tried: set[str] = set()
     settings.prepare(module)
     while True:

@@ -5,9 +5,9 @@
     Range(0, tokens) + that         ->  a row for each sequence, by its own position
     position_ids, attention_mask    ->  made of the position, where the model has them as inputs
 
-A cache has the plan's `slots` as its first dim and its `length` where it grew, so no step has another shape; how many entries are valid is
-an input, `position` [slots], the number of tokens before those that a step is given. What lies behind a sequence's position is never read:
-the mask of the model ends there.
+A cache has the slots that a step computes as its first dim, and the plan's `length` where it grew, so no step has another shape; how many
+entries are valid is an input, `position` [slots], the number of tokens before those that a step is given. What lies behind a sequence's
+position is never read: the mask of the model ends there. A plan has two programs over the same caches (`step_form.py`).
 
 The law. A cache is an input whose readers are one Concat, as its first operand, which gives an output of the graph, and Shapes. All of them
 grow along one dim by as many entries as the step has tokens.
@@ -23,22 +23,21 @@ from partc.compiler.analysis.shapes import shapes
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
-from partc.compiler.ir.graph import drop_unread, name_of
-from partc.compiler.ir.program import Loaded, Prepared
-from partc.compiler.plan.generate import GenerateRules
+from partc.compiler.ir.graph import COPIES_DIMS, drop_unread, name_of
+from partc.compiler.ir.program import Generation, Loaded, Prepared
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
+from partc.compiler.rewrite.generation.limits import refuse_beyond_positions
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
-from partc.compiler.rewrite.generation.positions import MASK, ROWS, Positions
+from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions
+from partc.compiler.rewrite.generation.step_form import StepForm
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
 from partc.runtime.artifact.generation import GenerationRecord
 
-POSITION, COUNT = "position", "count"
-"""Inputs [slots] that a step is given beside the model's."""
 _OPSET = 24
 """The first one with TensorScatter."""
 _PATH, _TOKENS = "generate", "tokens"
@@ -58,14 +57,17 @@ def caches_as_state(program: Loaded) -> Loaded:
     if cuts(program.plan, program.declared):  # while the length of the past is still a dim that an input has
         program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
     model = program.model
-    work = _Caches(model, rules, program.name)
+    form = StepForm.of(program, rules)
+    work = _Caches(model, form, program.name)
     chosen = work.rewrite()
+    refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
-    said = dims.symbols.get(work.tokens)
-    own = Symbol() if said is None else said.symbol
-    chunk = replace(own, max=min(own.max or rules.chunk, rules.chunk))
     symbols = {name: one for name, one in dims.symbols.items() if name not in work.fixed}
-    symbols[work.tokens] = SymbolRule(chunk, rules.where() if said is None else said.where)
+    if work.tokens not in work.fixed:
+        said = dims.symbols.get(work.tokens)
+        own = Symbol() if said is None else said.symbol
+        most = replace(own, max=min(own.max or form.tokens, form.tokens))
+        symbols[work.tokens] = SymbolRule(most, rules.where() if said is None else said.where)
     everyone = OutputRule(literal_pattern(NEXT), tuple(range(program.plan.ranks)), rules.where())
     outputs = (*program.plan.outputs, everyone)
     plan = replace(program.plan, dims=replace(dims, symbols=symbols), outputs=outputs)
@@ -78,11 +80,13 @@ def caches_as_state(program: Loaded) -> Loaded:
         vocabulary=chosen.vocabulary,
         slots=rules.slots,
         length=rules.length,
-        chunk=chunk.max,
+        chunk=rules.chunk,
+        runs=form.runs,
         padded=work.padded,
+        memory=rules.memory,
         stop=rules.stop,
     )
-    return replace(program, model=model, plan=plan, paths=node_paths(model), caches=work.found, generation=record)
+    return replace(program, model=model, plan=plan, paths=node_paths(model), generation=Generation(work.found, record))
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,11 @@ class _Pair:
 
 class _Caches:
     """One rewrite. `ids`: the tokens of a step; `tokens`: the name of their dim; `fixed`: the names of dims that are numbers from now on.
-    `found`: by cache what takes its place after a step.
+    `padded`: whether a step always has as many tokens; `rows`: their positions. `found`: by cache what takes its place after a step.
     """
 
-    def __init__(self, model: ir.Model, rules: GenerateRules, name: str) -> None:
-        self.graph, self.rules, self.name = model.graph, rules, name
+    def __init__(self, model: ir.Model, form: StepForm, name: str) -> None:
+        self.graph, self.form, self.rules, self.name = model.graph, form, form.rules, name
         self.heads = head_counts(model)
         self.build = NodeBuilder(self.graph, _PATH)
         self.pairs = self._pairs()
@@ -122,20 +126,24 @@ class _Caches:
         scores = scores_of(self.graph, self.rules.where())
         for value in (value for node in self.graph for value in node.outputs if value is not scores):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
-        self.ids.shape = ir.Shape([self.rules.slots, self.tokens])
-        assert scores.shape is not None
-        scores.shape = ir.Shape([self.rules.slots, self.tokens, scores.shape[2]])
         position, count = (self._fed(name) for name in (POSITION, COUNT))
-        positions = Positions(self.build, position, count, self.ids, self.rules)
+        positions = Positions(self.build, position, count, self.ids, self.form)
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()
-        chosen = choose(self.build, scores, count, self.rules)
+        chosen = choose(self.build, scores, count, self.form)
         drop_unread(self.graph)
-        self.padded = not positions.one_length
-        if self.padded and self.rules.slots == 1:
-            fuse_attention(self.build, self.heads, self.found, positions, self.rules)
+        self.padded, self.rows = not positions.one_length, positions.rows
+        if self.padded or self.form.tokens == 1:
+            self.fixed.add(self.tokens)
+        tokens = self.form.tokens if self.tokens in self.fixed else self.tokens
+        self.ids.shape = ir.Shape([self.form.rows, tokens])
+        if self.padded:
+            fuse_attention(self.build, self.heads, self.found, positions, self.form)
             drop_unread(self.graph)
+        for node in self.graph:
+            if node.op_type == "Reshape":
+                node.meta[COPIES_DIMS] = True
         return chosen
 
     def _pairs(self) -> list[_Pair]:
@@ -188,7 +196,7 @@ class _Caches:
             law = f"a step is given '{POSITION}' and '{COUNT}' beside the model's inputs"
             help_ = "rename the input where the model is exported"
             raise CompileError(Problem(self.name, f"the model has an input '{name}'", law, help_))
-        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([self.rules.slots]))
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([self.form.rows]))
         self.graph.inputs.append(value)
         return value
 
@@ -219,7 +227,7 @@ class _Caches:
     def _shape(self, pair: _Pair) -> tuple[int, ...]:
         """The shape of a cache. A step writes a whole chunk, also where fewer tokens are meant: behind the last one is room for that."""
         dims = [*(pair.past.shape or ())]
-        dims[0], dims[pair.axis] = self.rules.slots, self.rules.length + self.rules.chunk - 1
+        dims[0], dims[pair.axis] = self.form.rows, self.rules.length + self.rules.chunk - 1
         if unknown := [str(dim) for dim in dims if not isinstance(dim, int)]:
             fact = f"'{pair.past.name}' has the dim {unknown[0]}, which is neither the batch nor the one along which it grows"
             raise CompileError(Problem(self.name, fact, help=f"export the model with a number for {unknown[0]}"))

@@ -1,12 +1,12 @@
-"""Attention over a cache by onnxruntime's fused op, where the mask is proven causal and there is one slot: it reads valid entries alone,
-writes the new ones in place, and repeats no heads. Of several sequences its kernel takes one token each, and a chunk is more.
+"""Attention over a cache by onnxruntime's fused op, where the mask is proven causal: it reads valid entries alone, writes the new ones in
+place, and repeats no heads. Its kernel takes one token of each of several sequences, or several of one: the two forms of a step.
 
     Attention(q, repeated(Slice(TensorScatter(cache_k, k, ..))), ..., mask)
         ->  GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
 
 The proof. A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every
-position that a step can have, one token wide and a chunk wide, and compared with causal. Of more than `MOST` positions those are taken
-that lie evenly apart, the last one among them: a window shows there first.
+position that a step can have, which is any for one token and a multiple of the chunk for a chunk, and compared with causal. Of more
+than `MOST` positions those are taken that lie evenly apart, the last one among them: a window shows there first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.ir.graph import take_out
-from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
-from partc.compiler.rewrite.generation.positions import Positions
+from partc.compiler.rewrite.generation.positions import COUNT, Positions
+from partc.compiler.rewrite.generation.step_form import StepForm
 
 MOST = 8192
 _OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _AWAY = -1e4
 """What is added to scores that do not count is at most this."""
 
@@ -57,7 +58,7 @@ def fuse_attention(
     heads: Mapping[ir.Node, int],
     found: dict[ir.Value, ir.Value],
     positions: Positions,
-    rules: GenerateRules,
+    form: StepForm,
 ) -> None:
     """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place."""
     known: dict[ir.Value, bool] = {}
@@ -67,7 +68,7 @@ def fuse_attention(
         if mask is None or None in reads or any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]):
             continue
         if mask not in known:
-            known[mask] = _is_causal(build.graph, mask, positions, rules)
+            known[mask] = _is_causal(build.graph, mask, positions, form)
         keys, values = (one for one in reads if one is not None)
         if known[mask] and keys.append.inputs[0] is not None and not node.attributes.get_int("is_causal", 0):
             _fuse(build, node, count, (keys, values), found, positions)
@@ -80,13 +81,20 @@ def _read(node: ir.Node, k: int) -> _Read | None:
         if producer.op_type == "TensorScatter":
             kinds = [one.op_type for one in between]
             right = kinds in (["Slice"], ["Reshape", "Expand", "Unsqueeze", "Slice"])
-            shape = producer.inputs[0].shape if producer.inputs[0] is not None else None
-            of_heads = shape is not None and len(shape) == 4 and producer.attributes.get_int("axis", -2) % 4 == 2
+            right = right and _is_taken(producer.inputs[0]) and producer.attributes.get_int("axis", -2) % 4 == 2
             repeats_heads = len(between) == 1 or _constant(between[2].inputs[1]) == [2]
-            return _Read(producer, tuple(between)) if right and of_heads and repeats_heads else None
+            return _Read(producer, tuple(between)) if right and repeats_heads else None
         between.append(producer)
         value = producer.inputs[0]
     return None
+
+
+def _is_taken(cache: ir.Value | None) -> bool:
+    """Whether the fused op's kernel takes a cache: of its types, and of heads whose size is whole eights."""
+    if cache is None or cache.shape is None or len(cache.shape) != 4 or cache.dtype not in _TYPES:
+        return False
+    size = cache.shape[3]
+    return isinstance(size, int) and size % 8 == 0
 
 
 def _fuse(
@@ -125,28 +133,30 @@ def _fuse(
             take_out(build.graph, one)
 
 
-def _is_causal(graph: ir.Graph, mask: ir.Value, positions: Positions, rules: GenerateRules) -> bool:
+def _is_causal(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm) -> bool:
     """Whether a mask lets each token see those up to itself, and no other, at every position that a step can have."""
-    nodes = _makers(graph, mask, (positions.position, positions.count, positions.ids))
+    nodes = _makers(graph, mask, _given(positions))
     if nodes is None:
         return False
-    run = _evaluator(graph, nodes, mask, positions)
-    ends = [(1, [*range(rules.length)]), (rules.chunk, [*range(0, rules.length, rules.chunk)])]
-    for width, every in ends:
-        for some in _batches(every[:: -(len(every) // MOST + 1)], rules.slots):
-            found = run(some, width)
-            seen = found if found.dtype == np.bool_ else found == 0
-            if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
-                return False
-            entries, tokens = np.arange(max(some) + width), np.arange(width)
-            wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
-            if (
-                seen.ndim != 4
-                or seen.shape[-1] != len(entries)
-                or not (np.broadcast_to(seen, wanted.shape) == wanted).all()
-            ):
-                return False
+    run, width = _evaluator(graph, nodes, mask, positions), form.tokens
+    every = range(0, form.rules.length, width)
+    for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
+        found = run(some, width)
+        seen = found if found.dtype == np.bool_ else found == 0
+        if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
+            return False
+        entries, tokens = np.arange(max(some) + width), np.arange(width)
+        wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
+        if seen.ndim != 4 or seen.shape[-1] != len(entries):
+            return False
+        if seen.shape[0] not in (1, form.rows) or not (np.broadcast_to(seen, wanted.shape) == wanted).all():
+            return False
     return True
+
+
+def _given(positions: Positions) -> tuple[ir.Value, ...]:
+    """The inputs of a step of which a mask may be made."""
+    return positions.position, positions.count, positions.ids
 
 
 def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -183,7 +193,7 @@ def _evaluator(
     import onnxruntime
     from onnx import TensorProto, helper
 
-    given = (positions.position, positions.count, positions.ids)
+    given = _given(positions)
     read = {operand for node in nodes for operand in node.inputs if operand is not None}
     inputs = [helper.make_tensor_value_info(str(one.name), TensorProto.INT64, None) for one in given if one in read]
     constants = []
@@ -207,7 +217,7 @@ def _evaluator(
         count = len(some)
         feeds = {
             str(positions.position.name): np.asarray(some, np.int64),
-            str(positions.count.name): np.full(count, width, np.int64),
+            COUNT: np.full(count, width, np.int64),
             str(positions.ids.name): np.zeros((count, width), np.int64),
         }
         found: npt.NDArray[Any] = session.run(None, {name: array for name, array in feeds.items() if name in names})[0]

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.step_form import StepForm
 
 NEXT = "next_token"
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
+_PRODUCTS = ("MatMul", "MatMulNBits")
 _OF_WEIGHTS = ("Cast", "DequantizeLinear", "Identity", "Transpose")
 
 
@@ -47,22 +48,18 @@ def scores_of(graph: ir.Graph, where: str) -> ir.Value:
     return found[0]
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, rules: GenerateRules) -> NextToken:
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm) -> NextToken:
     """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it."""
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
     if not isinstance(vocabulary, int):
         fact = f"the last dim of '{scores.name}' is {vocabulary}"
-        raise CompileError(Problem(rules.where(), fact, "the number of tokens of the vocabulary is known"))
+        raise CompileError(Problem(form.rules.where(), fact, "the number of tokens of the vocabulary is known"))
     head, name, axis = _head(scores), scores.name, build.constant("axis", [1])
     before = build.op("before", "Sub", [count, build.constant("one", 1)])
     row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
-    last = build.op(
-        "last",
-        "GatherND",
-        [scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])],
-        batch_dims=1,
-    )
+    scored, rows = scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])
+    last = build.op("last", "GatherND", [scored, rows], batch_dims=1)
     build.put(before=head)
     if head is not None:
         head.replace_input_with(0, last)
@@ -73,11 +70,11 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, rules: Generat
     chosen = build.op("next", "ReduceMin", [likeliest, axis], keepdims=0)
     build.put()
     if logits is not scores:
-        scores.name, logits.name = None, name
-    logits.type, logits.shape = scores.type, ir.Shape([rules.slots, vocabulary])
-    chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([rules.slots])
+        scores.name, logits.name, scores.shape = f"{name}_of_all", name, None
+    logits.type, logits.shape = scores.type, ir.Shape([form.rows, vocabulary])
+    chosen.name, chosen.type, chosen.shape = NEXT, ir.TensorType(ir.DataType.INT64), ir.Shape([form.rows])
     graph.outputs[graph.outputs.index(scores)] = chosen
-    if rules.sampling:
+    if form.rules.sampling:
         graph.outputs.append(logits)
     return NextToken(chosen, logits, vocabulary)
 
@@ -89,7 +86,7 @@ def _head(scores: ir.Value) -> ir.Node | None:
         others = [one for one in node.inputs[1:] if one is not None]
         if len(value.uses()) > (value is not scores) or not all(map(_is_weight, others)):
             return None
-        if node.op_type == "MatMul":
+        if node.op_type in _PRODUCTS:
             return node
         if node.op_type not in _ELEMENTWISE:
             return None

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
+
+
+@functools.lru_cache(maxsize=256)
+def _tensor(name: str, shape: tuple[int, ...], data: bytes) -> ir.TensorProtocol:
+    """One tensor for the programs of a plan, so that it is stored once."""
+    return ir.tensor(np.frombuffer(data, np.int64).reshape(shape), name=name)
 
 
 class NodeBuilder:
@@ -54,7 +61,8 @@ class NodeBuilder:
         if name not in self.graph.initializers:
             array = np.asarray(numbers, np.int64)
             kind, shape = ir.TensorType(ir.DataType.INT64), ir.Shape(array.shape)
-            value = ir.Value(name=name, type=kind, shape=shape, const_value=ir.tensor(array, name=name))
+            tensor = _tensor(name, array.shape, array.tobytes())
+            value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
             self.graph.register_initializer(value)
         return self.graph.initializers[name]
 

@@ -16,9 +16,11 @@ from functools import cached_property
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
-from partc.compiler.plan.generate import GenerateRules
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+from partc.compiler.rewrite.generation.step_form import StepForm
 
+POSITION, COUNT = "position", "count"
+"""Inputs [slots] that a step is given beside the model's."""
 MASK, ROWS = "attention_mask", "position_ids"
 """Inputs by the names that exporters give them."""
 _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
@@ -27,10 +29,10 @@ _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 class Positions:
     """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
 
-    def __init__(
-        self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, rules: GenerateRules
-    ) -> None:
-        self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, rules
+    def __init__(self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, form: StepForm) -> None:
+        self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
+        self.rows: list[ir.Value] = []
+        """The positions of tokens."""
         first = build.graph[0]
         self.past = build.op("past", "ReduceMax", [position], keepdims=1)
         self.tokens = build.op("tokens", "Shape", [ids], start=1, end=2)
@@ -56,9 +58,10 @@ class Positions:
         rank, name = len(shape), name_of(node.outputs[0])
         ends = (node.attributes.get_int("start", 0), node.attributes.get_int("end", rank))
         begin, end = (min(max(one + rank if one < 0 else one, 0), rank) for one in ends)
-        sizes = [
+        slots = [self.build.op("slots", "Shape", [self.ids], start=0, end=1)] if begin == 0 < end else []
+        sizes = slots + [
             self.past if dim == axis else self.build.constant(f"{name}.{dim}", [shape[dim]])
-            for dim in range(begin, end)
+            for dim in range(max(begin, 1), end)
         ]
         made = sizes[0] if len(sizes) == 1 else self.build.op("shape", "Concat", sizes, axis=0)
         self.build.put(before=node)
@@ -93,7 +96,7 @@ class Positions:
 
     def _rows(self) -> Iterator[tuple[ir.Node, ir.Value]]:
         """The nodes that add the past to the numbers of a step's tokens, each with these."""
-        lengths = _copies_of(self.past)
+        lengths = copies_of(self.past)
         for node in [node for node in self.build.graph if node.op_type == "Add"]:
             steps = [value for value in node.inputs if value is not None and _is_range(value)]
             if len(steps) == 1 and any(value in lengths for value in node.inputs):
@@ -107,7 +110,8 @@ class Positions:
         column, end = (
             build.op(word, "Unsqueeze", [one, axis]) for word, one in (("column", self.position), ("end", last))
         )
-        return build.op("rows", "Add", [column, build.op("steps_meant", "Min", [steps, end])])
+        self.rows.append(build.op("rows", "Add", [column, build.op("steps_meant", "Min", [steps, end])]))
+        return self.rows[-1]
 
     def _feed(self, inputs: dict[str | None, ir.Value]) -> None:
         """Makes the inputs that say positions."""
@@ -145,7 +149,7 @@ def _axes(node: ir.Node) -> list[int]:
     )
 
 
-def _copies_of(value: ir.Value) -> set[ir.Value]:
+def copies_of(value: ir.Value) -> set[ir.Value]:
     """The values with the one element of a value, whatever their shape."""
     found, waiting = {value}, [value]
     while waiting:

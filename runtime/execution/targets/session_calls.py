@@ -13,7 +13,7 @@ from partc.runtime.artifact.tensors.tensor import Tensor
 from ...devices.device_memory import Cell, Placed, Remote, move, new_place
 from ...devices.devices import Device
 from ...program.copy_runs import merged
-from ...program.ort import Binding
+from ...program.ort import Bind, Binding
 from ...program.session_values import as_feed, as_tensor, bind_tensor, check_promise, from_ort
 from ...program.sessions import Runner
 from ...program.steps import Copy
@@ -37,6 +37,16 @@ class SessionCalls:
         self.program, self.values, self.cells = program, program.values, cells
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
         self.bindings: dict[int, Binding] = {}
+        self.rows: list[tuple[Bind, str, str]] = []
+        """What binds the rows of caches that a step has of one slot, by which name of the session, and their own."""
+
+    def bind_rows(self) -> None:
+        """Binds the rows of caches anew, since they are another slot's."""
+        for bind, formal, name in self.rows:
+            bind_tensor(bind, formal, self.place(name))
+
+    def _is_row(self, name: str) -> bool:
+        return self.program.rows is not None and name in self.program.rows.records
 
     def place(self, name: str) -> Placed:
         """A dense value, wherever it lies."""
@@ -65,11 +75,13 @@ class SessionCalls:
                 self.read_input(name, binding, one)
             else:
                 bind_tensor(binding.bind_input, one, self.place(name))
+                self.rows += [(binding.bind_input, one, name)] * self._is_row(name)
         for one, name in outputs:
             if name in loose:
                 self._bind_loose(binding, one, name)
             else:
                 bind_tensor(binding.bind_output, one, self.place(name))
+                self.rows += [(binding.bind_output, one, name)] * self._is_row(name)
         if anew or loose:
             return partial(self._run_loose, runner, binding, frozenset(anew), frozenset(loose))
         return partial(runner.session.run_with_iobinding, binding)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import shaped
+from partc.compiler.ir.graph import COPIES_DIMS
 from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, shards_of
 from partc.compiler.ops.node import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, operand, opset_of
 from partc.compiler.ops.registry import op
@@ -185,6 +187,13 @@ def _(local: Local) -> None:
     known = local_dims(local, local.outputs[0])
     given = constant_ints(local.node, 1)
     kept = "0" if not local.node.attributes.get_int("allowzero", 0) else ""
+    if COPIES_DIMS in local.node.meta and known is not None and None not in known:
+        opened = given is not None and -1 in given
+        numbers = [-1 if opened and given[k] == -1 else dim for k, dim in enumerate(known)]  # type: ignore[index]
+        copied = _staying(local)
+        target = integers(local, "target", [*[0] * copied, *(dim or 0 for dim in numbers[copied:])])
+        local.same([local.inputs[0], target], allowzero=None)
+        return
     if known is not None and known.count(None) <= 1:
         target = integers(local, "target", [dim if isinstance(dim, int) else -1 for dim in known])
     elif given is not None and not (kept and _moved_zero(local, given)):
@@ -194,6 +203,13 @@ def _(local: Local) -> None:
     else:
         target = _divided_target(local, shards, zero_copies=bool(kept))
     local.same([local.inputs[0], target])
+
+
+def _staying(local: Local) -> int:
+    """How many dims from the first one on are those of the input, by number, name and shards."""
+    sides = [local.global_shapes.get(name) or () for name in (local.inputs[0], local.outputs[0])]
+    pairs = zip(*sides, *_paired(local), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[2] == pair[3], pairs))
 
 
 def _moved_zero(local: Local, target: Sequence[int]) -> bool:

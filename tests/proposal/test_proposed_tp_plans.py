@@ -17,7 +17,8 @@ from partc.compiler.frontend.huggingface.tp_plan import tp_plan
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.propose import propose
 from partc.runtime import load_local
 
 torch = pytest.importorskip("torch")

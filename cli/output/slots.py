@@ -1,0 +1,27 @@
+"""Lines about the slots of an artifact that makes tokens: what their caches take of a rank, and how many fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partc.runtime.artifact.format import CACHE, Manifest
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.units import count, size_text
+
+
+def slot_lines(manifest: Manifest) -> Iterator[str]:
+    """Of the rank that keeps most; none of an artifact that makes no tokens, or of another program than its main one."""
+    record = manifest.generation
+    if record is None:
+        return
+    kept: dict[int, int] = {}
+    for one in manifest.state:
+        if one.kind == CACHE and (kind := dense(one.type)) is not None:
+            for rank in one.ranks:
+                kept[rank] = kept.get(rank, 0) + kind.bytes_of(one.local_shape(rank))
+    most = max(kept.values(), default=0)
+    size = size_text(most * record.runs // record.slots)
+    text = f"{count(record.slots, 'slot')} of {record.length} tokens: caches of {size_text(most)} on a rank, {size} for each of its slots"
+    if record.memory is not None and record.room is not None:
+        text += f"; 'memory' of {size_text(record.memory)} has room for {count(record.room, 'slot')}"
+    yield text

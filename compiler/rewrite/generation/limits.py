@@ -1,0 +1,40 @@
+"""What a decoder has positions for: a `length` beyond them is refused, before a step reads behind a table's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.declared import Declared
+from partc.compiler.ir.graph import name_of
+from partc.compiler.plan.generate import GenerateRules
+from partc.compiler.rewrite.generation.positions import copies_of
+
+
+def refuse_beyond_positions(
+    graph: ir.Graph, rows: Iterable[ir.Value], tokens: str, declared: Declared, rules: GenerateRules
+) -> None:
+    """CompileError where the tables that `rows`, the positions of tokens, look up are shorter than the plan's `length`, or the most
+    `tokens` that the model declares are fewer.
+    """
+    said = declared.symbols.get(tokens)
+    limits = [(said.max, f"the model has {said.max} positions")] if said is not None and said.max is not None else []
+    limits += [(size, f"the table of positions '{name}' has {size}") for name, size in _tables(graph, rows)]
+    size, fact = min(limits, default=(rules.length, ""))
+    if size < rules.length:
+        fact, law = f"{fact}, and 'length' is {rules.length}", "each token of a sequence has a position of its own"
+        raise CompileError(Problem(rules.where("length"), fact, law, f"write length: {size} or less"))
+
+
+def _tables(graph: ir.Graph, rows: Iterable[ir.Value]) -> Iterator[tuple[str, int]]:
+    """The weights of which rows are looked up by positions, each with their number."""
+    indices = {copy for value in rows for copy in copies_of(value)}
+    for node in graph:
+        if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0 or node.inputs[1] not in indices:
+            continue
+        table = node.inputs[0]
+        if table is not None and table.is_initializer() and table.shape is not None and len(table.shape) > 1:
+            size = table.shape[0]
+            if isinstance(size, int):
+                yield name_of(table), size

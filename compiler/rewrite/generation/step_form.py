@@ -1,0 +1,50 @@
+"""The two forms of a decoder's step: one token of every slot, and a chunk of a prompt of one slot.
+
+    decode     tokens [slots, 1]      position [slots]   count [slots]
+    prefill    tokens [runs, chunk]   position [runs]    count [runs]
+
+Both are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run both by the same sessions.
+
+Where slots are dealt out to ranks (data parallel) they lie in `runs`, equal ones, and a prefill takes one slot of each run: every rank
+computes a slot of its own. A rank binds the row of that slot alone of each cache, as one of a cache with one slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Loaded, Lowered
+from partc.compiler.ir.training import ProgramKind
+from partc.compiler.plan.generate import GenerateRules
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """How many slots a step computes, and the most tokens of each; `runs`: how many runs of slots there are, where that is known."""
+
+    rules: GenerateRules
+    rows: int
+    tokens: int
+    runs: int
+
+    @classmethod
+    def of(cls, program: Loaded, rules: GenerateRules) -> StepForm:
+        """The form of one of a plan's programs; CompileError where caches lie in other runs of slots than others do."""
+        if program.kind is not ProgramKind.PREFILL:
+            return cls(rules, rules.slots, 1, 1)
+        runs = _runs(program.beside[ProgramKind.STEP], rules)
+        return cls(rules, runs, rules.chunk, runs)
+
+
+def _runs(decode: Lowered, rules: GenerateRules) -> int:
+    """In how many runs the slots of the caches lie."""
+    found = {
+        one.version.layout.shards[0]: one.tensor for part, _ in decode.alike for one in part.kept if one.kind == "cache"
+    }
+    if len(found) > 1:
+        (one, first), (two, second), *_ = sorted(found.items())
+        fact = f"the slots of '{first}' lie in {one} runs, and those of '{second}' in {two}"
+        help_ = "shard the batch of all layers alike, or leave it whole"
+        raise CompileError(Problem(rules.where("slots"), fact, "a prompt is read where its slot lies", help_))
+    return next(iter(found), 1)

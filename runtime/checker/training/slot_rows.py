@@ -1,0 +1,139 @@
+"""Proves that slots keep apart: a row of a step of a decoder reads and writes its own slot's row of each cache alone.
+
+Tokens and caches have slots as their first dim. From there they are followed through each rank's file, as long as that dim is kept: an op
+that picks, joins, reorders or reduces along it brings one slot's numbers to another one, and is a violation.
+
+    k = MatMul(h, w)               keeps rows
+    k = Gather(h, order), axis 0   brings rows to others: a violation
+    m = ReduceMax(h), axis 0       likewise
+
+Where a Reshape, a Transpose or an op that is not known here moves the first dim, a value is not followed further. Of positions the largest
+may be taken: it is how far all slots read, and masks end at each one's own.
+
+A prefill has one slot of each rank: the row that it is told, of caches that have one row in its files (`state.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from onnx import ModelProto, NodeProto, numpy_helper
+from partc.runtime.artifact.format import CACHE, DECODE, DOMAIN, PREFILL, Manifest
+from partc.runtime.artifact.graph.onnx_graph import integer_of, node_title
+from partc.runtime.checker.subject import Subject
+from partc.runtime.errors import Violation
+
+# fmt: off
+_KEEPS = frozenset((
+    "Abs", "Add", "And", "Attention", "Cast", "CastLike", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp", "Gelu", "Greater",
+    "GreaterOrEqual", "GroupQueryAttention", "Identity", "IsNaN", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
+    "MatMulNBits", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Reciprocal", "Relu", "RotaryEmbedding", "Round",
+    "Sigmoid", "Sin", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "TensorScatter", "Where", "Xor",
+))
+# fmt: on
+"""Ops whose first output has the first dim of each operand that has as many dims."""
+_ALONG = {
+    "Softmax": -1,
+    "LogSoftmax": -1,
+    "CumSum": None,
+    "TopK": -1,
+    "ArgMax": 0,
+    "ArgMin": 0,
+    "Concat": None,
+    "Split": 0,
+}
+"""Ops along one axis, with the one where none is given; None: by an operand or always given."""
+_AXES = frozenset(
+    {"ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare"}
+)
+_AGAIN = "compile the model again"
+
+
+def check_slots(subject: Subject) -> Iterator[Violation]:
+    """Every node by which one slot's numbers come to another one; of a program of a decoder alone."""
+    manifest = subject.manifest
+    if manifest.name not in (DECODE, PREFILL) or not any(one.kind == CACHE for one in manifest.state):
+        return
+    for file, (rank, *_) in manifest.by_file(subject.models).items():
+        yield from _File(file, rank, subject.models[rank], manifest).mixed()
+
+
+class _File:
+    """One rank file. `dealt`: whether slots are dealt out to ranks: then a Slice may take those of a rank."""
+
+    def __init__(self, file: str, rank: int, model: ModelProto, manifest: Manifest) -> None:
+        self.file, self.graph = file, model.graph
+        self.constants = {one.name: one for one in model.graph.initializer}
+        self.caches = [one for one in manifest.state if one.kind == CACHE]
+        self.dealt = any(one.shard(holder)[0][2] > 1 for one in self.caches for holder in one.ranks[:1])
+        self.ids = {port.name for port in manifest.inputs if len(port.shape or ()) == 2}
+        self.positions = {port.name for port in manifest.inputs} - self.ids
+
+    def mixed(self) -> Iterator[Violation]:
+        """The nodes that mix slots."""
+        graph, given = self.graph, self.ids | {one.value for one in self.caches}
+        rows = {port.name for port in graph.input if port.name in given | self.positions}
+        numbers = rows & self.positions
+        for node in graph.node:
+            if rows.isdisjoint(node.input):
+                continue
+            of_positions = numbers.issuperset(rows.intersection(node.input))
+            what = self._mixes(node, rows)
+            if what == "reduces" and of_positions:
+                continue
+            if what:
+                fact = (
+                    f"it {what} along the first dim of '{next(name for name in node.input if name in rows)}', the slots"
+                )
+                law = "a row of a step reads and writes the cache of its own slot alone"
+                yield Violation(self.file, f"{fact}; {law}", node_title(node), help=_AGAIN)
+            elif self._keeps(node, rows):
+                rows.update(filter(None, node.output))
+                numbers.update(filter(None, node.output if of_positions else ()))
+
+    def _mixes(self, node: NodeProto, rows: set[str]) -> str:
+        """What a node does along the first dim of a value that has slots there, in words; empty where it does nothing."""
+        kind, data = node.op_type, node.input[0] if node.input else ""
+        if node.domain == DOMAIN or (kind != "Concat" and data not in rows):
+            return ""
+        if kind in ("Gather", "GatherElements") and integer_of(node, "axis", 0) == 0:
+            return "picks"
+        if kind == "GatherND" and integer_of(node, "batch_dims", 0) == 0:
+            return "picks"
+        if kind == "Slice" and not self.dealt and 0 in self._numbers(node, 3, range(len(self._numbers(node, 1)))):
+            return "picks"
+        if kind in _ALONG and self._axis(node) == 0:
+            return {"Concat": "joins", "Split": "picks"}.get(kind, "reduces")
+        if kind in _AXES and 0 in self._numbers(node, 1, [0] if len(node.input) < 2 else []):
+            return "reduces"
+        return "reorders" if kind == "ReverseSequence" and integer_of(node, "batch_axis", 1) != 0 else ""
+
+    def _axis(self, node: NodeProto) -> int:
+        if node.op_type == "CumSum":
+            return next(iter(self._numbers(node, 1)), -1)
+        return integer_of(node, "axis", _ALONG[node.op_type] or 0)
+
+    def _keeps(self, node: NodeProto, rows: set[str]) -> bool:
+        """Whether the outputs of a node have slots as their first dim, too."""
+        kind, data = node.op_type, node.input[0]
+        if node.domain == DOMAIN:
+            return kind == "AllReduce"
+        if kind in _KEEPS:
+            return True
+        if kind == "Gather":  # rows of a table
+            return data not in rows
+        if kind in (*_AXES, *_ALONG, "Slice", "GatherND"):
+            return data in rows
+        if kind == "Transpose":
+            perm = next((list(one.ints) for one in node.attribute if one.name == "perm"), [1])
+            return perm[0] == 0
+        if kind in ("Unsqueeze", "Squeeze"):
+            return 0 not in self._numbers(node, 1, [0])
+        return kind == "Reshape" and next(iter(self._numbers(node, 1)), -1) == 0
+
+    def _numbers(self, node: NodeProto, at: int, default: Sequence[int] = ()) -> Sequence[int]:
+        """A constant operand of whole numbers; `default` where it is not a constant."""
+        tensor = self.constants.get(node.input[at]) if len(node.input) > at else None
+        if tensor is None or tensor.external_data:
+            return default
+        return [int(one) for one in numpy_helper.to_array(tensor).reshape(-1)]
