@@ -33,7 +33,7 @@ _NODES, _FEWEST, _MOST = 4000, 2, 8
 _OF_TRAINING = 2.5
 """How many nodes a training has for one of its model."""
 _LARGE, _TASKS = 500, 64
-"""Of a model of so many nodes no candidate has more tasks, microbatches of stages, in what is played."""
+"""The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
 _FAR = 1.5

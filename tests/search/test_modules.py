@@ -18,8 +18,7 @@ from partc.compiler.search.blocks import Way
 from partc.compiler.search.candidate import Candidate, Fixed
 from partc.compiler.search.search import Request, Search
 from partc.compiler.search.taken_over import Base, base_of
-from proposal_case import Graph, source
-from test_proposal import ids, transformer
+from proposal_case import Graph, ids, source, transformer
 
 TRAIN = """ranks: 1
 train:
