@@ -172,9 +172,11 @@ def programs_of(
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}
         if kind not in kinds or not (is_step or _has(done[ProgramKind.STEP], kind)):
             continue
-        if kind is ProgramKind.STREAMED_EVALUATION and _sums_means(done[ProgramKind.STEP]):
-            _note_not_streamed(done, "the loss is a sum over ranks of means, which an evaluation has not")
-            continue
+        if kind is ProgramKind.STREAMED_EVALUATION:
+            training = done[ProgramKind.STEP].training
+            if training is not None and training.rules.loss.per_rank_mean:
+                _note_not_streamed(done, "the loss is a sum over ranks of means, which an evaluation has not")
+                continue
         first: Loaded
         if kind in done:
             first = replace(done[kind], beside=beside)
@@ -194,13 +196,11 @@ def programs_of(
             continue
         done[kind] = cast(Lowered, made)
     found = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
-    if (prefill := found.get(ProgramKind.PREFILL)) is not None:
-        decode, record = found[ProgramKind.STEP], prefill.generation
-        assert record is not None
-        record = record.model_copy(update={"room": most_slots(decode, prefill)})
-        found[ProgramKind.STEP] = replace(
-            decode, generation=record
-        )  # the prefill's, which knows in how many runs slots lie
+    decode, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
+    if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
+        # the prefill knows in how many runs slots lie, and both together how many there is room for
+        record = prefill.generation.record.model_copy(update={"room": most_slots(decode, prefill)})
+        found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
     return found
 
 
@@ -214,11 +214,6 @@ def _has(step: Lowered, kind: ProgramKind) -> bool:
     if kind is ProgramKind.TOTALS:
         return bool(training.records.totals)
     return isinstance(step, Scheduled) and step.working_groups > 1
-
-
-def _sums_means(step: Lowered) -> bool:
-    """Whether the step's loss, and its totals, are of means of ranks, which an evaluation has not."""
-    return step.training is not None and step.training.rules.loss.per_rank_mean
 
 
 def _note_not_streamed(done: dict[ProgramKind, Lowered], *facts: str) -> None:

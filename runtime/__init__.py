@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .execution.inputs import Whole
     from .execution.program import Program, load
     from .execution.rank_program import describe_action
+    from .generation.batch import ContinuousBatch
     from .generation.generator import Generator, load_generator, load_local_generator
     from .generation.request import Request
     from .training.load import load_trainer
@@ -32,6 +33,7 @@ _HOMES = {
     "load": "execution.program",
     "load_local": "execution.in_process",
     "load_trainer": "training.load",
+    "ContinuousBatch": "generation.batch",
     "Generator": "generation.generator",
     "Request": "generation.request",
     "load_generator": "generation.generator",
@@ -41,6 +43,7 @@ _HOMES = {
 __all__ = [
     "Artifact",
     "ArtifactError",
+    "ContinuousBatch",
     "Generator",
     "InputError",
     "LocalProgram",

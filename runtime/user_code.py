@@ -71,14 +71,10 @@ class user_code:
     ) -> None:
         note_task("")
         enters_users_code(-1)
-        if error is None or isinstance(error, GeneratorExit | PartcError) or _interrupted(error):
+        by_user = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        if error is None or isinstance(error, GeneratorExit | PartcError) or by_user:
             return
         raise user_error(error, self.where, self.doing) from error
-
-
-def _interrupted(error: BaseException) -> bool:
-    """Whether the user has interrupted the job: a signal comes to the main thread alone."""
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def user_error(error: BaseException, where: str, doing: str = "") -> UserCodeError:

@@ -53,10 +53,14 @@ def command(folder: Path) -> int:
     console.echo(f"{folder}: ok, {', '.join(parts)}")
     for name in checked.named:
         console.echo(f"used only with --plan or --trust-code: {name}")
-    if checked.in_place + checked.copied:
-        safe = f"{count(checked.in_place, 'tensor')} safely updated in place"
-        copied = f", {checked.copied:,} copied at the end of a step" if checked.copied else ""
-        equal = f"; {count(checked.copies, 'replicated shard')}, proven to stay identical" if checked.copies else ""
+    if checked.state.in_place + checked.state.copied:
+        safe = f"{count(checked.state.in_place, 'tensor')} safely updated in place"
+        copied = f", {checked.state.copied:,} copied at the end of a step" if checked.state.copied else ""
+        equal = (
+            f"; {count(checked.state.copies, 'replicated shard')}, proven to stay identical"
+            if checked.state.copies
+            else ""
+        )
         console.echo(f"{'training' if checked.trains else 'kept'}: {safe}{copied}{equal}")
     if checked.microbatches:
         console.echo(f"pipeline: {checked.microbatches} microbatches, each once in every task")

@@ -11,12 +11,11 @@ import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table, show_tables
-from partc.runtime.units import count, size_text
+from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
-    from partc.cli.difference.compare import Change, Difference, Measured
+    from partc.cli.difference.compare import Difference
     from partc.cli.difference.threshold import Threshold
-    from partc.runtime.artifact.manifest import Artifact
 
 _SHOWN = 20
 _TITLES = {
@@ -53,32 +52,44 @@ def _thresholds(ctx: click.Context, parameter: click.Parameter, given: Sequence[
     callback=_thresholds,
     help="End with 1 where a measure grew by more, such as bytes>5%, memory>100MB or placement>0; may be repeated.",
 )
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Machine file, of `partc measure`: compare the time of a step there, too.",
+)
 @click.option("--all", "all_rows", is_flag=True, help="Show every change, not the first 20 of a kind.")
 def command(
-    first: Path, second: Path, given: Mapping[str, int], thresholds: Sequence[Threshold], all_rows: bool
+    first: Path,
+    second: Path,
+    given: Mapping[str, int],
+    thresholds: Sequence[Threshold],
+    machine: Path | None,
+    all_rows: bool,
 ) -> int:
     """Show what changed from the artifact in FIRST to the one in SECOND: placement, layouts, shards of weights, communication, memory.
 
     Both are compared at the same sizes. Changes that differ in the numbers of their names alone are one row. Measures for --fail-if are
-    messages, bytes, memory and weights, in percent or absolute; of placement, layouts, shards and communication the number of changes
-    counts. Exit code 1 where a threshold is exceeded.
+    messages, bytes, memory and weights, in percent or absolute, and with --machine the time of a step, in percent; of placement, layouts,
+    shards and communication the number of changes counts. Exit code 1 where a threshold is exceeded.
 
     \b
     partc diff main/build build
     partc diff main/build build --fail-if 'bytes>5%' --fail-if 'placement>0'
     """
-    from partc.cli.difference.compare import difference
-    from partc.cli.difference.facts import Facts, facts_of
+    from partc.cli.difference.facts import TIME
+    from partc.cli.difference.programs import common_sizes, differences
     from partc.cli.difference.threshold import exceeded
+    from partc.compiler.cost.machine_file import read_machine
     from partc.runtime.artifact.manifest import open_artifact
+    from partc.runtime.errors import UsageError
 
+    if machine is None and (of_time := [one.text for one in thresholds if one.name == TIME]):
+        help = "give --machine, a file that `partc measure` writes"
+        raise UsageError(f"--fail-if {of_time[0]}: the time of a step is not known without a machine\n  help: {help}")
+    measured = None if machine is None else read_machine(machine)
     old, new = open_artifact(first, trust=True), open_artifact(second, trust=True)
-    sizes = _sizes(old, new, given)
-    found, unknown = [], 0
-    for name in dict.fromkeys([*old.programs, *new.programs]):
-        facts = [facts_of(one.beside(name), sizes) if name in one.programs else Facts() for one in (old, new)]
-        found.append(difference(name, *facts))
-        unknown += max(one.unknown for one in facts)
+    sizes = common_sizes(old, new, given)
+    found, unknown = differences(old, new, sizes, measured)
     beyond = exceeded(thresholds, found)
     console.result(
         {
@@ -116,32 +127,16 @@ def command(
     return 1 if beyond else 0
 
 
-def _sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict[str, int]:
-    """The sizes at which both are compared: those given, else the first artifact's typical ones; UsageError where either forbids one."""
-    from partc.cli.job.inputs import choose_sizes
-    from partc.cli.output.stats import typical_sizes
-    from partc.runtime.errors import UsageError
-
-    typical = {**typical_sizes(new.manifest), **typical_sizes(old.manifest)}
-    problems = [f"--set {name}: neither artifact has a symbol '{name}'" for name in given if name not in typical]
-    sizes = {**typical, **given}
-    for artifact in (old, new):
-        own = {name: size for name, size in sizes.items() if name in artifact.manifest.symbols}
-        problems += [f"{artifact.folder}: {text}" for text in choose_sizes(artifact.manifest.symbols, own)[1]]
-    if problems:
-        raise UsageError("\n".join([*problems, "  help: --set NAME=SIZE to a size that both artifacts allow"]))
-    return sizes
-
-
 def _tables(found: Difference, most: int | None) -> Iterator[Table]:
     """The measures, and a table of changes for each kind that has any."""
     from partc.cli.difference.compare import alike
-    from partc.cli.difference.facts import IN_BYTES, KINDS, MEASURES
+    from partc.cli.difference.facts import IN_BYTES, KINDS, MEASURES, TIME
 
     table = Table(["measure", ">before", ">after", ">change"])
     for one in found.measures:
-        shown = size_text if one.name in IN_BYTES else "{:,}".format
-        table.add(MEASURES[one.name], shown(one.before), shown(one.after), _change_text(one))
+        shown = size_text if one.name in IN_BYTES else _time if one.name == TIME else "{:,}".format
+        change = "=" if not one.grown else "new" if not one.before else f"{one.percent:+.3g} %"
+        table.add(MEASURES[one.name], shown(one.before), shown(one.after), change)
     yield table
     for kind in KINDS:
         rows = alike(found.of(kind))
@@ -150,16 +145,13 @@ def _tables(found: Difference, most: int | None) -> Iterator[Table]:
         left = 0 if most is None else max(len(rows) - most, 0)
         title = f"{_TITLES[kind]}: {count(len(found.of(kind)), 'change')}"
         table = Table(["", ">times", "name", "before", "after", "why"], title=title)
-        for change, times in rows[: len(rows) - left]:
-            table.add(_sign(change), times, change.name, change.before or "-", change.after or "-", change.why)
+        for row, times in rows[: len(rows) - left]:
+            sign = "+" if not row.before else "-" if not row.after else "~"
+            table.add(sign, times, row.name, row.before or "-", row.after or "-", row.why)
         if left:
             table.add("", "", f"and {count(left, 'row')} more, which --all shows", "", "", "")
         yield table
 
 
-def _sign(change: Change) -> str:
-    return "+" if not change.before else "-" if not change.after else "~"
-
-
-def _change_text(one: Measured) -> str:
-    return "=" if not one.grown else "new" if not one.before else f"{one.percent:+.3g} %"
+def _time(nanoseconds: int) -> str:
+    return seconds(nanoseconds / 1e9)

@@ -46,8 +46,19 @@ class NodeRow:
 @click.option("--node", "pattern", metavar="PATTERN", help="Show where the matching nodes run, and why.")
 @click.option("--set", "given", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--format", type=click.Choice(["dot", "mermaid"]), help="Print the graph, by modules, for Graphviz or Mermaid."
+)
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Modules of this depth, with --format.")
 def command(
-    folder: Path, rank: int | None, program: str, pattern: str | None, given: Mapping[str, int], as_json: bool
+    folder: Path,
+    rank: int | None,
+    program: str,
+    pattern: str | None,
+    given: Mapping[str, int],
+    as_json: bool,
+    format: str | None,
+    depth: int | None,
 ) -> int:
     """Show nodes, memory and communication of each rank of the artifact in FOLDER (by default build).
 
@@ -55,6 +66,7 @@ def command(
     partc inspect build/                   # ranks, memory, the largest transfers
     partc inspect --rank 3                 # the program of a rank
     partc inspect --node 'conv*'           # where and why
+    partc inspect --format mermaid         # the graph of modules, by ranks
     """
     from partc.cli.job.inputs import choose_sizes
     from partc.cli.output.memory import memory_json, memory_of_ranks, memory_table
@@ -70,6 +82,13 @@ def command(
     manifest = artifact.manifest
     if rank is not None and rank >= manifest.ranks:
         raise UsageError(f"{folder}: there is no rank {rank}; the ranks are 0 to {manifest.ranks - 1}")
+    if format is not None:
+        if pattern is not None or as_json or given:
+            raise UsageError("--format prints the graph of modules\n  help: leave out --node, --set and --json")
+        console.echo(_graph(artifact, rank, format, depth))
+        return 0
+    if depth is not None:
+        raise UsageError("--depth is of a graph\n  help: give --format dot or --format mermaid, too")
     if pattern is not None or rank is not None:
         ranks = range(manifest.ranks) if rank is None else [rank]
         rows = [row for one in ranks for row in _rows(artifact, one)]
@@ -100,6 +119,15 @@ def command(
     for line in _notes(artifact, sizes, sum(one.unknown for one in memory)):
         console.echo(line)
     return 0
+
+
+def _graph(artifact: Artifact, rank: int | None, format: str, depth: int | None) -> str:
+    """The graph of all classes of ranks, or of the one of a rank."""
+    from partc.cli.report.classes import rank_classes
+    from partc.cli.report.graph_text import graph_text
+
+    classes = [one for one in rank_classes(artifact) if rank is None or rank in one.ranks]
+    return graph_text(classes, format, depth)
 
 
 def _as_json(artifact: Artifact, sizes: Mapping[str, int], parts: Mapping[str, Sequence[Any]]) -> dict[str, object]:
@@ -242,6 +270,9 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
         other = next(one for one in steps if one != name)
         yield f"this is the program '{name}', {steps[name]}; --program {other} shows {steps[other]}"
     yield "peak memory is all that a rank holds at these sizes; inside segments and of sessions it is an estimate of what onnxruntime takes"
+    if (generation := artifact.manifest.generation) is not None:
+        longest = f"sequences of {generation.length} tokens, the longest"
+        yield f"it is an upper bound: what grows with the sequences counts as in a step of {longest}"
     if unknown:
         yield f"'+?': without {count(unknown, 'value')} whose size is known only at run time"
 

@@ -15,7 +15,7 @@ from partc.cli.output.table import Table
 from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
-    from partc.runtime.artifact.trace import Span, Trace
+    from partc.runtime.artifact.trace import Span
 
 _WARM = 3
 """So many first steps are left out where there are more: in them memory is touched for the first time."""
@@ -37,7 +37,9 @@ def command(trace: Path, top: int) -> int:
     from partc.runtime.artifact.trace import CATEGORIES, read_trace
 
     found = read_trace(trace)
-    chosen = _steady(found)
+    numbers = sorted({one.about["step"] for one in found.spans})
+    steady = {*(numbers[_WARM:] or numbers)}
+    chosen = [one for one in found.spans if one.about["step"] in steady]
     ranks, modules, messages = _by_rank(chosen), _by_module(chosen), _by_message(chosen)
     steps = _steps(chosen)
     console.result(
@@ -62,13 +64,6 @@ def command(trace: Path, top: int) -> int:
         messages[:top],
     )
     return 0
-
-
-def _steady(trace: Trace) -> list[Span]:
-    """The spans of the steps but the first ones, where there are more."""
-    numbers = sorted({one.about["step"] for one in trace.spans})
-    left = {*(numbers[_WARM:] or numbers)}
-    return [one for one in trace.spans if one.about["step"] in left]
 
 
 def _by_rank(spans: list[Span]) -> list[dict[str, object]]:

@@ -129,13 +129,10 @@ class _Unsharded:
         return Reference(_whole(found.tokens, count), found.margins + [1.0] * (count - len(found.margins)))
 
     def _empty(self, name: str) -> Array:
-        """A past of one sequence without a token."""
-        dims, axis = self._given[name].shape, self._axis(name)
-        return self._typed(name, np.zeros([1, *(0 if dim == axis else dims[dim] for dim in range(1, len(dims)))]))
-
-    def _axis(self, name: str) -> int:
-        """The dim along which a cache grows: the dynamic one behind the first."""
-        return next(dim for dim, size in enumerate(self._given[name].shape) if dim and not isinstance(size, int))
+        """A past of one sequence without a token: the cache grows along the dynamic dim behind the first."""
+        sizes = self._given[name].shape[1:]
+        grows = next(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
+        return self._typed(name, np.zeros([1, *sizes[:grows], 0, *sizes[grows + 1 :]]))
 
     def _typed(self, name: str, array: Array) -> Array:
         kind = dense(self._given[name].type)

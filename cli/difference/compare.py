@@ -65,7 +65,8 @@ def difference(program: str, first: Facts, second: Facts) -> Difference:
             old, new = before.get(name, _NONE), after.get(name, _NONE)
             if old.text != new.text:
                 changes.append(Change(kind, name, old.text, new.text, new.why or old.why))
-    measures = [Measured(name, first.measures.get(name, 0), second.measures.get(name, 0)) for name in MEASURES]
+    known = [name for name in MEASURES if name in first.measures or name in second.measures]
+    measures = [Measured(name, first.measures.get(name, 0), second.measures.get(name, 0)) for name in known]
     return Difference(program, tuple(changes), tuple(measures))
 
 

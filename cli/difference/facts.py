@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from partc.cli.output.memory import memory_of_ranks
 from partc.cli.output.stats import moved
+from partc.cli.simulation.step import simulated
 from partc.runtime.artifact.format import BYTES, CUT, DOMAIN, PATH, RULE, TAG, TARGET
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
 from partc.runtime.artifact.ranks import ranks_text
@@ -21,6 +22,7 @@ from partc.runtime.artifact.tensors.dtypes import element
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+    from partc.compiler.cost.machine import Machine
     from partc.runtime.artifact.format import Collective, Transfer
     from partc.runtime.artifact.manifest import Artifact
 
@@ -29,8 +31,10 @@ MEASURES = {
     "bytes": "bytes that all ranks send in a step",
     "memory": "peak memory of the largest rank",
     "weights": "weights of the largest rank, without the optimizer's state",
+    "time": "time of a step on the machine",
 }
-"""By name what is measured of a program."""
+"""By name what is measured of a program; the time, in nanoseconds, where a machine is given."""
+TIME = "time"
 IN_BYTES = ("bytes", "memory", "weights")
 _CUT = re.compile(r"(?:^|, |; )(\S+ in \d+) by ")
 
@@ -59,8 +63,11 @@ KINDS = ("placement", "layouts", "shards", "communication")
 """The fields of `Facts` that hold facts by name."""
 
 
-def facts_of(artifact: Artifact, sizes: Mapping[str, int]) -> Facts:
-    """The facts of the program that the artifact is seen from; UsageError where a dim is not a whole number at the sizes."""
+def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | None = None) -> Facts:
+    """The facts of the program that the artifact is seen from, with the time of a step that a `machine` is simulated to take.
+
+    Raises UsageError where a dim is not a whole number at the sizes.
+    """
     from onnx import TensorProto
 
     manifest, found = artifact.manifest, Facts()
@@ -104,6 +111,9 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int]) -> Facts:
         "memory": max(one.peak for one in memory),
         "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
     }
+    if machine is not None:
+        own = {name: size for name, size in sizes.items() if name in manifest.symbols}
+        found.measures[TIME] = round(1e9 * simulated(artifact, machine, own).played.seconds)
     found.unknown = sum(one.unknown for one in sent) + sum(one.unknown for one in memory)
     return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from partc.runtime.units import parse_bytes
 
 from .compare import Difference
-from .facts import IN_BYTES, KINDS, MEASURES
+from .facts import IN_BYTES, KINDS, MEASURES, TIME
 
 _FORM = re.compile(r"\s*([a-z]+)\s*>\s*(\S+)\s*", re.ASCII)
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)%", re.ASCII)
@@ -48,6 +48,8 @@ def parse_threshold(text: str) -> Threshold:
         return Threshold(text, name, float(percent[1]), percent=True)
     if name in IN_BYTES and (bytes := parse_bytes(amount)) is not None:
         return Threshold(text, name, bytes)
+    if name == TIME:
+        raise ValueError(f"'{text}': '{amount}' is not an amount of {name}; that is a percentage, such as 5%")
     if name not in IN_BYTES and _WHOLE.fullmatch(amount):
         return Threshold(text, name, int(amount))
     forms = (

@@ -1,11 +1,10 @@
 """One rank of `partc generate`: reads the prompts, makes their tokens with the other ranks, and on rank 0 shows them as they come.
 
-Text needs a tokenizer: the file `tokenizer.json` of a model, read by the package `tokenizers`. Without one prompts and answers are numbers.
+Text needs a tokenizer (`cli/text/`). Without one prompts and answers are numbers.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.cli.job.job import GenerationJob, Job
 from partc.cli.output import console
+from partc.cli.text.tokenizer import TextStream, open_tokenizer
 from partc.runtime.errors import ArtifactError, InputError, UsageError
 from partc.runtime.files import counted
 from partc.runtime.files.replace import refuse_other, replacing
@@ -98,8 +98,8 @@ class _Shown:
     finished: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tokenizer = _tokenizer(self.asked.tokenizer)
-        self.stream = self.tokenizer and _Stream(self.tokenizer)
+        self.tokenizer = open_tokenizer(self.asked.tokenizer)
+        self.stream = self.tokenizer and TextStream(self.tokenizer)
 
     def add(self, made: NewToken) -> None:
         """Takes a token, and shows it."""
@@ -112,6 +112,8 @@ class _Shown:
         if len(self.requests) == 1:
             gap = " " if tokens[1:] else ""
             text = f"{gap}{made.token}" if self.stream is None else self.stream.add(made.token)
+            if self.stream is not None and made.finish:
+                text += self.stream.end()
             console.echo(text, nl=bool(made.finish))
             sys.stdout.flush()
         elif made.finish:
@@ -140,19 +142,6 @@ class _Shown:
         tokens = self.tokens[number]
         text = {} if self.tokenizer is None else {"text": self.tokenizer.decode(tokens)}
         return {"request": number, **text, "ids": tokens, "finish": self.finished[number]}
-
-
-class _Stream:
-    """Text out of tokens as they come: letters of several tokens are held back until they are whole."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
-
-    def add(self, token: int) -> str:
-        """What a token adds."""
-        return self._stream.step(self._tokenizer, token) or ""
 
 
 def _from_file(job: GenerationJob) -> list[Request]:
@@ -187,7 +176,7 @@ def _request(job: GenerationJob, entry: dict[str, Any], where: str) -> Request:
         raise InputError(f"{fact}\n  help: the keys are {known}")
     ids = entry.get("ids")
     if ids is None:
-        tokenizer = _tokenizer(job.tokenizer)
+        tokenizer = open_tokenizer(job.tokenizer)
         if tokenizer is None:
             raise UsageError(
                 f"{where}: text needs a tokenizer\n  help: give --tokenizer tokenizer.json, or the prompt's --ids"
@@ -207,18 +196,3 @@ def _is_of(key: str, value: object) -> bool:
     if key == "stop":
         return isinstance(value, list) and all(type(one) is int for one in value)
     return type(value) in ((int, float) if key in ("temperature", "top_p") else (int,))
-
-
-@functools.cache
-def _tokenizer(path: str | None) -> Any:
-    """The tokenizer of a file; None where none is given."""
-    if path is None:
-        return None
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UsageError('--tokenizer needs the package tokenizers\n  help: pip install "partc[text]"') from None
-    try:
-        return Tokenizer.from_file(path)
-    except Exception as error:  # what tokenizers raises has no class of its own
-        raise InputError(f"{path}: is not a tokenizer: {error}\n  help: give the tokenizer.json of the model") from None

@@ -54,7 +54,8 @@ class InputReader:
             return self.literals[port.name]
         if port.name in self.members:
             return _fit(self._load(port.name), port)
-        items = [_fit(self._load(item), port) for item in self._items(port.name)]
+        listed = takewhile(self.members.__contains__, numbered(port.name, ".", 0))
+        items = [_fit(self._load(item), port) for item in listed]
         if items or port.type.startswith("seq("):
             return items
         if port.type.startswith("optional("):
@@ -91,9 +92,6 @@ class InputReader:
             return read_array(path).shape if member is None else Archive(path, self.memory).shape(member)
         except BROKEN:
             return ()
-
-    def _items(self, name: str) -> list[str]:
-        return [*takewhile(self.members.__contains__, numbered(name, ".", 0))]
 
     def _load(self, name: str) -> Array:
         path, member = self.members[name]

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from partc.cli.server.settings import ServerSettings
+
 BOARD = "board"
 """The status board's file in a job's folder."""
 PROGRESS = "progress"
@@ -88,7 +90,7 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an artifact, an inference unless it has a `training` or a `generation`; paths are absolute.
+    """One run of an artifact, an inference unless it has a `training`, a `generation` or a `serving`; paths are absolute.
 
     `devices` by target the device that it is asked to be. `run_dir` is the launching process's folder with the status board and the
     process ids, None where the user's own launcher started the ranks.
@@ -98,6 +100,7 @@ class Job:
     inference: InferenceJob = InferenceJob()
     training: TrainingJob | None = None
     generation: GenerationJob | None = None
+    serving: ServerSettings | None = None
     threads: int | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     stall: float = 30.0
@@ -115,6 +118,7 @@ class Job:
         """The job that `dumps` wrote."""
         fields = text_of.loads(text)
         training, generation, inference = fields["training"], fields["generation"], fields["inference"]
+        serving = fields["serving"]
         return Job(
             **{
                 **fields,
@@ -122,5 +126,6 @@ class Job:
                 "reporting": Reporting(**fields["reporting"]),
                 "training": None if training is None else TrainingJob(**training),
                 "generation": None if generation is None else GenerationJob(**generation),
+                "serving": None if serving is None else ServerSettings(**serving),
             }
         )

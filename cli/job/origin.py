@@ -36,8 +36,10 @@ def base_of(told: TrainingJob, folder: Path, manifest: Manifest) -> Path:
     if told.plan is not None:
         return Path(told.plan).parent
     if not told.trust_code and (found := outside(folder, record, _used(told))):
-        options = {one.setting: _option(one.setting, told) for one in found if one.setting in _OPTIONS}
-        given = f", or {', '.join(options.values())}" if options else ""
+        options = {
+            "--data DATA" if told.only_test else _OPTIONS[one.setting]: None for one in found if one.setting in _OPTIONS
+        }
+        given = f", or {', '.join(options)}" if options else ""
         mine = f"if the plan is yours, use --plan{{plan}}{given}"
         raise refusal(folder, manifest, found, f"{mine}; --trust-code allows all that the artifact names")
     return base_folder(folder, record)
@@ -49,10 +51,6 @@ def _used(told: TrainingJob) -> set[str]:
         return {TEST} - told.said.keys()
     given = {*told.said} - ({CHECKPOINT} if "folder" not in told.said.get(CHECKPOINT, {}) else set())
     return {SCHEDULE, DATA, TEST, CALLBACKS, CHECKPOINT} - given - ({TEST} if told.only_train else set())
-
-
-def _option(setting: str, told: TrainingJob) -> str:
-    return "--data DATA" if told.only_test else _OPTIONS[setting]
 
 
 def check_plan(plan: Path, folder: Path, record: TrainingRecord) -> None:

@@ -196,6 +196,10 @@ def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
             from partc.cli.job.generation import run_generation
 
             return run_generation(job, transport)
+        if job.serving is not None:
+            from partc.cli.job.serving import run_server
+
+            return run_server(job, transport)
         if job.training is None:
             return _infer(job, transport, begin)
         from partc.cli.job.training import run_training
@@ -265,6 +269,11 @@ def prepare(job: Job) -> Manifest:
         from partc.cli.job.generation import requests_of
 
         requests_of(job.generation, manifest)
+        return manifest
+    if job.serving is not None:
+        from partc.cli.job.serving import reader_of
+
+        reader_of(job.serving, manifest)
         return manifest
     open_job_inputs(job, manifest)
     if job.inference.output is not None:

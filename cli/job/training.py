@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from partc.cli.job.job import PROGRESS, Job
+from partc.cli.job.job import PROGRESS, Job, TrainingJob
 from partc.cli.job.outputs import hand_over
 from partc.cli.job.profile import measured, write_profile
 from partc.cli.job.training_inputs import AUTO, TrainingInputs, saves
@@ -28,8 +30,11 @@ from partc.runtime.training.stopping import StopSignals, reason_text
 
 if TYPE_CHECKING:
     from partc.runtime.communication.transport import Transport
-    from partc.runtime.training.loop import Listener
+    from partc.runtime.data import Loader
+    from partc.runtime.execution.profiler import Profiler
+    from partc.runtime.training.progress import Listener
     from partc.runtime.training.trainer import Trainer
+    from pydantic import JsonValue
 
 
 _PATIENCE = 5.0
@@ -48,9 +53,8 @@ def run_training(
     StoppedError, once all is saved and released, where `signals` or `max_time` ended the training before its last step.
     """
     from partc.runtime.artifact.manifest import open_artifact
-    from partc.runtime.training.callbacks import Listeners
     from partc.runtime.training.load import load_trainer
-    from partc.runtime.training.loop import resume, run
+    from partc.runtime.training.loop import run
 
     began = time.perf_counter()
     options = job.training
@@ -58,7 +62,7 @@ def run_training(
     abort: Literal["raise", "abort"] = "abort" if transport is not None and job.run_dir is None else "raise"
     artifact = open_artifact(job.folder, trust=True)
     inputs = inputs or TrainingInputs(job, artifact.manifest)
-    settings, ahead = inputs.settings, inputs.resumed() or (None if options.only else options.init)
+    ahead = inputs.resumed() or (None if options.only else options.init)
     with (
         load_trainer(
             job.folder,
@@ -74,83 +78,126 @@ def run_training(
         ExitStack() as stack,
     ):
         artifact.refuse_replaced()
-        log = None
-        if trainer.rank == 0:
-            log = stack.enter_context(closing(TrainingLog(options.metrics, watch or _watch(job), job.reporting.quiet)))
+        log = _log(job, options, watch, stack) if trainer.rank == 0 else None
+        training = _Training(job, options, inputs, trainer, log)
         if options.init is not None:
             only = weights_of(options.only, inputs.weights, "the program") if options.only else None
             trainer.load_weights(options.init, option="--init", only=only)
         if options.only_test:
-            return _evaluate(job, trainer, inputs, log)
-        loader = inputs.loader(trainer)
-        test = None if options.only_train else inputs.test
-        if test is not None:
-            inputs.evaluation_loader(trainer)
-        with loader:
-            path, meta = inputs.resumed(), None
-            if settings.checkpoint is not None:
-                kept = Path(settings.checkpoint.folder)
-                trainer.claim(kept)
-                if options.resume == AUTO and not trainer.program.any_rank(trainer.rank == 0 and bool(steps(kept))):
-                    path = None
-                if log and path is None:
-                    log.warn_of_other_run(kept)
-            if path is not None:
-                meta, found = resume(trainer, loader, path, "--resume")
-                if log and trainer.source:
-                    log.resumed(trainer.step, trainer.source, found)
-            listeners: list[Listener] = [] if log is None else [log]
-            if log and options.tensorboard is not None:
-                listeners.append(stack.enter_context(closing(TensorBoard(options.tensorboard))))
-            if log and (callbacks := inputs.callbacks(job.stall)) is not None:
-                listeners.append(callbacks)
-            if log:
-                log.begins(trainer, loader, settings)
+            training.evaluate()
+            return 0
+        with inputs.loader(trainer) as loader:
+            test = training.test_batches()
+            resumed = training.begin(loader)
+            listeners = training.listeners(loader, stack)
             profiler = trainer.program.record_times() if job.reporting.profile else None
-            test_batches = (lambda: inputs.batches(trainer)) if test else None
             received = (lambda: signals.received) if signals is not None else (lambda: 0)
-            ended = run(
-                trainer, loader, settings, Listeners(listeners) if log else None, test_batches, received, began, meta
-            )
-            if profiler is not None and job.reporting.profile:
-                text = measured(profiler, job.reporting.profile, trainer.program)
-                ranks = trainer.program.all_gather_text(text)
-                if trainer.rank == 0:
-                    write_profile(job.reporting.profile, ranks, job.reporting.quiet)
-            counts = counted(trainer.program.all_gather_text(trainer.program.counts.text()))
-            if log and counts:
-                log.targets(line(counts, mpi_memory()))
-            tables = lookups.looked_up(trainer.program.all_gather_text(lookups.counts_json(trainer.program.looked_up)))
-            if log and tables:
-                log.looked_up(trainer.step, tables)
-        step = trainer.step
-        if log and ended.reason == EARLY_STOP and settings.early_stop:
-            log.stopped_early(step, settings.early_stop)
-    if ended.reason and ended.reason != EARLY_STOP:
-        saved = settings.checkpoint is not None
-        kept_at = f"saved in {settings.checkpoint.folder}" if settings.checkpoint else "nothing was saved"
-        help = "--resume auto goes on from there" if saved else "give --checkpoint DIR, so that it can go on"
-        raise StoppedError(f"stopped by {reason_text(ended.reason)} after step {step}: {kept_at}\n  help: {help}")
+            ended = run(trainer, loader, inputs.settings, listeners, test, received, began, resumed)
+            training.tell_counts(profiler)
+        training.tell_end(ended.reason)
+    training.refuse_stopped(ended.reason)
     return 0
 
 
-def _watch(job: Job) -> Watch | None:
-    """The progress file, where the launching process shows a bar."""
-    assert job.training is not None
-    return watch_through_file(Path(job.run_dir) / PROGRESS) if job.run_dir is not None and job.training.bar else None
+def _log(job: Job, options: TrainingJob, watch: Watch | None, stack: ExitStack) -> TrainingLog:
+    """The log of rank 0, with the progress file where the launching process shows a bar."""
+    if watch is None and job.run_dir is not None and options.bar:
+        watch = watch_through_file(Path(job.run_dir) / PROGRESS)
+    return stack.enter_context(closing(TrainingLog(options.metrics, watch, job.reporting.quiet)))
 
 
-def _evaluate(job: Job, trainer: Trainer, inputs: TrainingInputs, log: TrainingLog | None) -> int:
-    path = inputs.resumed()
-    if path is not None:
-        trainer.load(path, "--checkpoint", averaged=job.training is not None and job.training.averaged)
-    metrics = trainer.evaluate(inputs.batches(trainer))
-    if log:
-        log.evaluated(trainer.step, 0.0, metrics)
-        if job.reporting.json:
-            source = None if path is None else str(trainer.source)
-            hand_over(job, {"step": trainer.step, "checkpoint": source, "metrics": json_numbers(metrics)})
-    return 0
+@dataclass(frozen=True)
+class _Training:
+    """A training, or an evaluation, as one rank takes part in it: what is done before its first step, and behind its last one."""
+
+    job: Job
+    options: TrainingJob
+    inputs: TrainingInputs
+    trainer: Trainer
+    log: TrainingLog | None
+    """On rank 0."""
+
+    def evaluate(self) -> None:
+        """Evaluates the checkpoint that is asked for; the numbers go to the log and, with --json, to the command."""
+        path, trainer = self.inputs.resumed(), self.trainer
+        if path is not None:
+            trainer.load(path, "--checkpoint", averaged=self.options.averaged)
+        metrics = trainer.evaluate(self.inputs.batches(trainer))
+        if self.log:
+            self.log.evaluated(trainer.step, 0.0, metrics)
+            if self.job.reporting.json:
+                source = None if path is None else str(trainer.source)
+                hand_over(self.job, {"step": trainer.step, "checkpoint": source, "metrics": json_numbers(metrics)})
+
+    def test_batches(self) -> Callable[[], Iterator[tuple[dict[str, Any], int]]] | None:
+        """What gives the batches of an evaluation, whose records are found to fit the model; None where there are none."""
+        if self.options.only_train or self.inputs.test is None:
+            return None
+        self.inputs.evaluation_loader(self.trainer)
+        return lambda: self.inputs.batches(self.trainer)
+
+    def begin(self, loader: Loader) -> Mapping[str, JsonValue] | None:
+        """Takes the folder of the checkpoints, and resumes where that is asked for; what was saved beside the tensors."""
+        from partc.runtime.training.loop import resume
+
+        path, trainer, checkpoint = self.inputs.resumed(), self.trainer, self.inputs.settings.checkpoint
+        if checkpoint is not None:
+            kept = Path(checkpoint.folder)
+            trainer.claim(kept)
+            if self.options.resume == AUTO and not trainer.program.any_rank(trainer.rank == 0 and bool(steps(kept))):
+                path = None
+            if self.log and path is None:
+                self.log.warn_of_other_run(kept)
+        if path is None:
+            return None
+        meta, place = resume(trainer, loader, path, "--resume")
+        if self.log and trainer.source:
+            self.log.resumed(trainer.step, trainer.source, place)
+        return meta
+
+    def listeners(self, loader: Loader, stack: ExitStack) -> Listener | None:
+        """Who is told of the progress, on rank 0: the log, which begins here, TensorBoard, and the user's functions."""
+        from partc.runtime.training.callbacks import Listeners
+
+        if self.log is None:
+            return None
+        found: list[Listener] = [self.log]
+        if self.options.tensorboard is not None:
+            found.append(stack.enter_context(closing(TensorBoard(self.options.tensorboard))))
+        if (callbacks := self.inputs.callbacks(self.job.stall)) is not None:
+            found.append(callbacks)
+        self.log.begins(self.trainer, loader, self.inputs.settings)
+        return Listeners(found)
+
+    def tell_counts(self, profiler: Profiler | None) -> None:
+        """Writes the profile, and logs what targets have done and what was looked up in tables; collective."""
+        program, reporting = self.trainer.program, self.job.reporting
+        if profiler is not None and reporting.profile:
+            ranks = program.all_gather_text(measured(profiler, reporting.profile, program))
+            if self.log:
+                write_profile(reporting.profile, ranks, reporting.quiet)
+        counts = counted(program.all_gather_text(program.counts.text()))
+        if self.log and counts:
+            self.log.targets(line(counts, mpi_memory()))
+        tables = lookups.looked_up(program.all_gather_text(lookups.counts_json(program.looked_up)))
+        if self.log and tables:
+            self.log.looked_up(self.trainer.step, tables)
+
+    def tell_end(self, reason: int) -> None:
+        """Logs why training ended before its last step, where that is the plan's `early_stop`."""
+        early_stop = self.inputs.settings.early_stop
+        if self.log and reason == EARLY_STOP and early_stop:
+            self.log.stopped_early(self.trainer.step, early_stop)
+
+    def refuse_stopped(self, reason: int) -> None:
+        """StoppedError where a signal or `max_time` ended the training before its last step."""
+        if reason in (0, EARLY_STOP):
+            return
+        checkpoint = self.inputs.settings.checkpoint
+        kept_at = f"saved in {checkpoint.folder}" if checkpoint else "nothing was saved"
+        help = "--resume auto goes on from there" if checkpoint else "give --checkpoint DIR, so that it can go on"
+        when = f"after step {self.trainer.step}"
+        raise StoppedError(f"stopped by {reason_text(reason)} {when}: {kept_at}\n  help: {help}")
 
 
 def run_threads(job: Job, manifest: Manifest) -> int:
@@ -158,16 +205,12 @@ def run_threads(job: Job, manifest: Manifest) -> int:
     bar = TrainingBar()
     watch = bar.show if sys.stderr.isatty() else None
     try:
-        return _run_threads(job, manifest, watch)
+        with signals_of(job, manifest) as signals:
+            if manifest.ranks == 1:
+                return run_training(job, None, watch, signals=signals)
+            return _run_every(job, manifest, watch, signals)
     finally:
         bar.close()
-
-
-def _run_threads(job: Job, manifest: Manifest, watch: Watch | None) -> int:
-    with signals_of(job, manifest) as signals:
-        if manifest.ranks == 1:
-            return run_training(job, None, watch, signals=signals)
-        return _run_every(job, manifest, watch, signals)
 
 
 def signals_of(job: Job, manifest: Manifest) -> AbstractContextManager[StopSignals | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shlex
 import signal
 import sys
 import time
@@ -14,11 +13,11 @@ from pathlib import Path
 
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.profile import measured, write_profile
-from partc.cli.launch.launcher import Hosts, command_line, find_launcher, launch_environment
+from partc.cli.launch.launcher import Hosts, find_launcher
+from partc.cli.launch.ranks import command_of, environment_of, where_of
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
 from partc.cli.launch.supervise import supervise
-from partc.cli.output import console
 from partc.cli.output.progress import Progress, TrainingBar
 from partc.cli.output.targets import counted
 from partc.cli.output.training_log import read_progress
@@ -26,12 +25,13 @@ from partc.runtime.artifact.format import Manifest
 from partc.runtime.files.removal import remove_hidden
 from partc.runtime.files.replace import remove_left
 
-_ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
-"""Variables of schedulers whose allocation may have several machines."""
-
 
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
     """Runs the job on the manifest's number of ranks; the exit code."""
+    if job.serving is not None:
+        from partc.cli.launch.serve import serve
+
+        return serve(job, manifest, hosts, extra)
     from partc.cli.job.training_inputs import saves
     from partc.runtime.training.stopping import NAMES
 
@@ -46,12 +46,8 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         bar = TrainingBar()
         if job.training is not None:
             given = dataclasses.replace(given, training=dataclasses.replace(job.training, bar=sys.stderr.isatty()))
-        # -P: modules are never looked for in the folder where the job is started, which may be anybody's
-        program = [sys.executable, "-P", "-m", "partc.cli.job.rank", given.dumps()]
-        command = command_line(launcher, manifest.ranks, hosts, extra, program)
-        console.detail(shlex.join(command))
-        local = hosts.file is None and hosts.names is None
-        here = local and not any(name in os.environ for name in _ALLOCATED)
+        command = command_of(given, launcher, manifest.ranks, hosts, extra)
+        here = hosts.are_here
 
         def tick() -> None:
             pids = [pid for pid in run_dir.pids() if pid] if signals.passed else []
@@ -70,15 +66,10 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
             else:
                 progress.reached(min(step for step, _ in run_dir.board()))
 
-        def where(rank: int, action: int) -> str:
-            from partc.runtime.execution.rank_program import describe_action
-
-            return describe_action(Path(job.folder), rank, action)
-
         try:
             before = bar.close if job.training is not None else progress.close
-            environment = launch_environment(launcher, run_dir.folder if local else None, run_dir.memory)
-            return supervise(command, environment, run_dir, where, tick, before, signals, job.stall, here)
+            environment = environment_of(launcher, hosts, run_dir)
+            return supervise(command, environment, run_dir, where_of(job), tick, before, signals, job.stall, here)
         finally:
             bar.close()
             if job.inference.output is not None:
@@ -95,6 +86,10 @@ def run_here(job: Job, manifest: Manifest) -> int:
         from partc.cli.job.generation import run_threads as generate
 
         return generate(job, manifest)
+    if job.serving is not None:
+        from partc.cli.job.serving import run_threads as serve_here
+
+        return serve_here(job, manifest)
     from partc.cli.job.outputs import flatten
     from partc.cli.job.rank import finish, open_job_inputs
     from partc.runtime import load_local

@@ -20,6 +20,8 @@ from pathlib import Path
 from partc.runtime.errors import UsageError
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
+_ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
+"""Variables of schedulers whose allocation may have several machines."""
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
 _NO_MPI = """\
@@ -50,6 +52,16 @@ class Hosts:
     file: str | None = None
     names: str | None = None
 
+    @property
+    def are_local(self) -> bool:
+        """Whether none are named."""
+        return self.file is None and self.names is None
+
+    @property
+    def are_here(self) -> bool:
+        """Whether all ranks go to this machine."""
+        return self.are_local and not any(name in os.environ for name in _ALLOCATED)
+
 
 def find_launcher(ranks: int) -> Launcher:
     """The launcher for this many ranks; UsageError with the remedies where there is none."""
@@ -78,7 +90,7 @@ def command_line(
     options = [launcher.path, "-n", str(ranks)]
     if launcher.kind is Kind.OPEN_MPI:
         options += ["--bind-to", "none"] if "--bind-to" not in extra else []
-        local = hosts.file is None and hosts.names is None and "SLURM_JOB_ID" not in os.environ
+        local = hosts.are_local and "SLURM_JOB_ID" not in os.environ
         options += ["--oversubscribe"] if local and ranks > (os.cpu_count() or 1) else []
         file, names = "--hostfile", "--host"
     elif launcher.kind is Kind.HYDRA:

@@ -13,10 +13,11 @@ class Signals:
     """A context that records which signals have come. A signal that is ignored at the start (nohup) stays ignored.
 
     `asking`: names of signals that ask the ranks to save and end. The first is in `passed`, to be passed on; a second SIGTERM is as any
-    other signal.
+    other signal, and with `once` so is every second one.
     """
 
-    def __init__(self, asking: Sequence[str] = ()) -> None:
+    def __init__(self, asking: Sequence[str] = (), once: bool = False) -> None:
+        self._once = once
         self.noted: list[int] = []
         self.passed = 0
         self._asking = {int(getattr(signal, name)) for name in asking if hasattr(signal, name)}
@@ -51,7 +52,8 @@ class Signals:
         return len(self.noted) > 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self._asking and (number not in self._asked or number != signal.SIGTERM):
+        again = bool(self._asked) if self._once else number in self._asked and number == signal.SIGTERM
+        if number in self._asking and not again:
             self.passed = self.passed if self._asked else number
             self._asked.add(number)
         else:

@@ -85,12 +85,13 @@ def supervise(
     signals: Signals,
     stall: float = 30.0,
     local: bool = False,
+    failed: Callable[[str], object] = console.failure,
 ) -> int:
     """Runs the command to its end and prints the one message of a failure; the exit code, which a signal may have asked for.
 
     `where` renders an action of a rank; `tick` is called some times a second, for progress, and `before_output`
     before a line of the ranks is passed through. Stopped processes are reported after `stall` seconds, and where all ranks are
-    `local`, of this machine, those that have not begun.
+    `local`, of this machine, those that have not begun. `failed` gets the message.
     """
     heard, stopped = _Heard(), Stopped(stall, local)
     process = subprocess.Popen(
@@ -130,7 +131,7 @@ def supervise(
         if not any(reader.is_alive() for reader in readers):
             process.stdout.close()
             process.stderr.close()
-    return signals.exit_code or _verdict(process.returncode, heard, run_dir, where, local)
+    return signals.exit_code or _verdict(process.returncode, heard, run_dir, where, local, failed)
 
 
 def _end(process: subprocess.Popen[bytes], signals: Signals) -> None:
@@ -210,9 +211,16 @@ def _watch(process: subprocess.Popen[bytes], run_dir: RunDir, heard: _Heard) -> 
             os.close(handle)
 
 
-def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, int], str], local: bool) -> int:
+def _verdict(
+    code: int,
+    heard: _Heard,
+    run_dir: RunDir,
+    where: Callable[[int, int], str],
+    local: bool,
+    failed: Callable[[str], object],
+) -> int:
     if heard.failure is not None:
-        console.failure(heard.failure.text)
+        failed(heard.failure.text)
         return heard.failure.code
     if code == 0 and heard.failed_at is None:
         heard.show_launcher_output()
@@ -221,12 +229,12 @@ def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, in
     killed = code > 128 or code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
     ended = heard.ended() or (Ended(signal=number) if killed else Ended(code=code))
     if code < 0 and ended.rank is None:
-        console.failure(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
+        failed(f"the launcher was killed by signal {-code}{_name(-code)}, and its ranks with it")
         return 1
     rank = ended.rank if ended.rank is not None else heard.first_dead
     if ended.host is not None:
         place = f"host {ended.host}" if ended.host else "another host"
-        console.failure(
+        failed(
             f"a rank on {place} ended with no message: the connections to it were closed"
             f"{'' if rank is None else f', that of rank {rank} {_position(run_dir, rank, where, local)}'}\n"
             "  help: the system's log of that host says whether it killed the process (memory that ran out)"
@@ -237,12 +245,12 @@ def _verdict(code: int, heard: _Heard, run_dir: RunDir, where: Callable[[int, in
         refused = any("run as root" in line or "allow-run-as-root" in line for line in heard.words())
         help = "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
         fact = f"the launcher ended with exit code {code}, and no rank reported an error"
-        console.failure(fact + (help if refused else ""))
+        failed(fact + (help if refused else ""))
         return 1
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
-    console.failure(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{_advice(ended)}")
+    failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{_advice(ended)}")
     return 1
 
 

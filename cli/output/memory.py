@@ -25,12 +25,19 @@ from partc.runtime.units import size_text
 if TYPE_CHECKING:
     from partc.runtime.artifact.manifest import Artifact
     from partc.runtime.execution.memory.needed import RankMemory
+    from partc.runtime.program.rank_file import RankFile
 
 
 def memory_of_ranks(
-    artifact: Artifact, sizes: Mapping[str, int], ranks: Sequence[int] | None = None
+    artifact: Artifact,
+    sizes: Mapping[str, int],
+    ranks: Sequence[int] | None = None,
+    files: Mapping[str, RankFile] | None = None,
 ) -> list[RankMemory]:
-    """The memory of every rank, or of some, those of one file at once; UsageError where a dim is not a whole number at them."""
+    """The memory of every rank, or of some, those of one file at once; UsageError where a dim is not a whole number at them.
+
+    `files`: by name the rank files that are read already.
+    """
     from partc.runtime.execution.memory.needed import rank_memory
 
     manifest = artifact.manifest
@@ -40,7 +47,7 @@ def memory_of_ranks(
         file = manifest.program(rank)
         if file not in by_file:
             try:
-                by_file[file] = rank_memory(artifact, rank, sizes)
+                by_file[file] = rank_memory(artifact, rank, sizes, (files or {}).get(file))
             except ValueError as error:
                 chosen = ", ".join(f"{name}={size}" for name, size in sizes.items())
                 raise UsageError(f"{artifact.folder}: at {chosen}: {error}\n  help: --set other sizes") from None
@@ -72,6 +79,7 @@ def memory_table(memory: Sequence[RankMemory]) -> Table:
         "inside segments": [target.inside for _, target in rows],
         "sessions": [target.sessions for _, target in rows],
         "evaluation": [target.evaluation for _, target in rows],
+        "prefill": [target.prefill for _, target in rows],
         "loading": [target.loading for _, target in rows],
     }
     columns = {name: bytes for name, bytes in columns.items() if any(bytes)}

@@ -16,8 +16,7 @@ def slot_lines(manifest: Manifest) -> Iterator[str]:
         return
     kept: dict[int, int] = {}
     for one in manifest.state:
-        kind = dense(one.type)
-        if one.kind == CACHE and kind is not None:
+        if one.kind == CACHE and (kind := dense(one.type)) is not None:
             for rank in one.ranks:
                 kept[rank] = kept.get(rank, 0) + kind.bytes_of(one.local_shape(rank))
     most = max(kept.values(), default=0)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from partc.cli.output.training_stats import state_bytes
-from partc.runtime.artifact.byte_count import ZERO, of_tensor, of_text
+from partc.runtime.artifact.byte_count import ZERO, ByteCount, of_tensor, of_text
 from partc.runtime.artifact.format import BYTES, DOMAIN, TAG, Manifest
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of
 from partc.runtime.artifact.legal_sizes import is_legal
@@ -79,11 +79,25 @@ def rank_stats(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankS
 
 def moved(texts: Iterable[str], sizes: Mapping[str, int]) -> Moved:
     """The bytes of some messages, collectives or copies together; `texts` has those of each, expressions in the symbols."""
+    known, unknown = _sum(texts)
+    return Moved(_text(known, unknown), known(sizes), unknown)
+
+
+def moved_text(texts: Iterable[str]) -> str:
+    """The same sum as an expression, without sizes."""
+    return _text(*_sum(texts))
+
+
+def _sum(texts: Iterable[str]) -> tuple[ByteCount, int]:
     known, unknown = ZERO, 0
     for text in texts:
         if text == _UNKNOWN:
             unknown += 1
         else:
             known += of_text(text)
+    return known, unknown
+
+
+def _text(known: ByteCount, unknown: int) -> str:
     parts = ([str(known)] if known.terms else []) + ([f"{unknown} unknown"] if unknown else [])
-    return Moved(" + ".join(parts) or "0", known(sizes), unknown)
+    return " + ".join(parts) or "0"

@@ -13,7 +13,7 @@ from partc.runtime.artifact.training.metric_formula import Undefined
 from partc.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from partc.runtime.training.loop import Metrics, Progress
+    from partc.runtime.training.progress import Metrics, Progress
 
 
 class TensorBoard:

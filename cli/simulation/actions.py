@@ -10,16 +10,16 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.cli.simulation.sizes import FileSizes
+from partc.compiler.cost import play
 from partc.compiler.cost.machine import FALLBACK, Machine
 from partc.compiler.cost.node import VIEW
-from partc.compiler.cost.play import Action, Kind
+from partc.compiler.cost.play import Action
 from partc.compiler.cost.price import NodeCost, Operand, cost_of
-from partc.compiler.ops.registry import Entry, entry_of
+from partc.compiler.ops.registry import entry_of
 from partc.runtime.artifact.format import CPU
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import ROWS
@@ -90,7 +90,8 @@ class Pricing:
         total = 0.0
         for name, count in elements.items():
             body = functions[name].node if name in functions else ()
-            kernels = [entry.kernel if (entry := _entry(node)) else FALLBACK for node in body]
+            entries = [entry_of(ir.Node(node.domain, node.op_type, inputs=[])) for node in body]
+            kernels = [entry.kernel if entry is not None else FALLBACK for entry in entries]
             shards = max(1, -(-count // SHARD))
             moved = _OPERANDS * _ELEMENT * count / shards
             each = sum(processor.kernel(kernel)(moved) for kernel in kernels if kernel != VIEW)
@@ -111,10 +112,6 @@ def shown(node: NodeProto) -> ir.Node:
     )
 
 
-def _entry(node: NodeProto) -> Entry | None:
-    return entry_of(ir.Node(node.domain, node.op_type, inputs=[]))
-
-
 def rank_actions(sizes: FileSizes, pricing: Pricing) -> list[Action]:
     """The actions of a rank in their order."""
     return list(_Rank(sizes, pricing).actions())
@@ -130,12 +127,12 @@ class _Rank:
     def actions(self) -> Iterator[Action]:
         manifest, machine = self.file.manifest, self.pricing.machine
         processor = machine.processor(CPU)
-        yield Action(Kind.COMPUTE, "what a step does beside its actions", seconds=processor.step)
+        yield play.Compute("what a step does beside its actions", seconds=processor.step)
         if manifest.ranks > 1:
             travel = machine.links[0].collective("AllReduce", manifest.ranks, 0)
             what = "the agreement on the sizes of a step"
-            yield Action(Kind.BEGIN, what, tag=AGREEMENT, travel=travel)
-            yield Action(Kind.FINISH, what, tag=AGREEMENT)
+            yield play.Begin(what, tag=AGREEMENT, travel=travel)
+            yield play.Finish(what, tag=AGREEMENT)
         for step in self.file.steps:
             yield from self.of(step)
 
@@ -148,35 +145,33 @@ class _Rank:
                     self.priced[key] = self.pricing.segment(step, self.sizes)
                 seconds, modules, operations = self.priced[key]
                 path = path_of(step.formal.nodes[0])
-                yield Action(Kind.COMPUTE, what, path, step.task, seconds, modules=modules, operations=operations)
+                yield play.Compute(what, path, step.task, seconds, operations, modules)
             case Update():
                 seconds = self.pricing.update(step, self.functions, self.sizes)
-                yield Action(Kind.COMPUTE, what, "update", seconds=seconds)
+                yield play.Compute(what, "update", seconds=seconds)
             case Copy():
                 moved = 2 * self.sizes.operand(step.source).bytes
                 seconds = machine.processor(step.to).kernel("layout")(moved)
-                yield Action(Kind.COMPUTE, what, step.path, step.task, seconds)
+                yield play.Compute(what, step.path, step.task, seconds)
             case Send():
                 bytes = self.message(step.tag)
                 travel = machine.link((self.file.rank, step.peer)).send(bytes)
-                yield Action(
-                    Kind.SEND, what, step.path, tag=step.tag, op="Send", travel=travel, bytes=bytes, peer=step.peer
-                )
+                yield play.Send(what, step.path, tag=step.tag, travel=travel, bytes=bytes, peer=step.peer)
             case WaitRecv():
-                yield Action(Kind.RECEIVE, what, step.path, tag=step.tag, op="Recv", peer=step.peer)
+                yield play.Receive(what, step.path, tag=step.tag, peer=step.peer)
             case StartCollective() | LookUp():
                 call, bytes = step.call, self.given(step)
                 link = machine.link(step.ranks)
                 seconds = link.collective(call.op, len(step.ranks), bytes)
                 beside = 0.0 if isinstance(step, LookUp) else link.overlap * seconds
                 self.left[call.tag] = seconds - beside
-                begun = Action(Kind.BEGIN, what, call.path, step.task, tag=call.tag, op=call.op, group=call.group)
-                yield replace(begun, travel=beside, bytes=bytes)
+                at = what, call.path, step.task
+                yield play.Begin(*at, tag=call.tag, op=call.op, travel=beside, bytes=bytes, group=call.group)
                 if isinstance(step, LookUp):
-                    yield replace(begun, kind=Kind.FINISH, seconds=self.left[call.tag])
+                    yield play.Finish(*at, self.left[call.tag], tag=call.tag, op=call.op, group=call.group)
             case WaitCollective():
                 call, seconds = step.call, self.left.get(step.call.tag, 0.0)
-                yield Action(Kind.FINISH, what, call.path, step.task, seconds, call.tag, call.op, call.group)
+                yield play.Finish(what, call.path, step.task, seconds, tag=call.tag, op=call.op, group=call.group)
             case PostRecv():
                 pass
 

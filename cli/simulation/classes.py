@@ -10,10 +10,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from partc.compiler.cost.machine import Link
-from partc.compiler.cost.play import Action, Class, Kind
+from partc.compiler.cost.play import Action, Begin, Class, Finish, Receive, Send
 from partc.runtime.artifact.format import Manifest
-
-from .actions import AGREEMENT
 
 
 def classes_of(
@@ -24,7 +22,10 @@ def classes_of(
     first_of = {rank: first for first, ranks in firsts.items() for rank in ranks}
     groups = {rank: manifest.groups_of(rank) for rank in range(manifest.ranks)}
     used = {
-        first: (sorted({one.group for one in some if one.group}), sorted({one.peer for one in some if one.peer >= 0}))
+        first: (
+            sorted({one.group for one in some if isinstance(one, Begin | Finish) and one.group}),
+            sorted({one.peer for one in some if isinstance(one, Send | Receive)}),
+        )
         for first, some in actions.items()
     }
     links: dict[Sequence[int], Hashable] = {}
@@ -60,24 +61,29 @@ def classes_of(
         others: dict[int, tuple[int, ...]] = {}
         sets: dict[str, tuple[int, ...]] = {}
         for one in some:
-            if one.tag == AGREEMENT:
+            if isinstance(one, Send | Receive):
+                others[one.tag] = tuple(sorted((number[color[first]], number[color[one.peer]])))
+            elif isinstance(one, Begin | Finish) and not one.group:
                 others[one.tag] = tuple(range(len(members)))
-            elif one.group:
+            elif isinstance(one, Begin | Finish):
                 if one.group not in sets:
                     sets[one.group] = tuple(sorted({number[color[rank]] for rank in groups[first][one.group]}))
                 others[one.tag] = sets[one.group]
-            elif one.kind in (Kind.SEND, Kind.RECEIVE):
-                others[one.tag] = tuple(sorted((number[color[first]], number[color[one.peer]])))
         if first != first_of[first]:
-            given = {one.tag: one.bytes for one in some if one.kind is Kind.BEGIN}
-            some = [_over(one, groups[first][one.group], link_of, given[one.tag]) if one.group else one for one in some]
+            given = {one.tag: one.bytes for one in some if isinstance(one, Begin)}
+            some = [
+                _over(one, groups[first][one.group], link_of, given[one.tag])
+                if isinstance(one, Begin | Finish) and one.group
+                else one
+                for one in some
+            ]
         made.append(Class(tuple(alike), some, others))
     return made
 
 
-def _over(action: Action, ranks: Sequence[int], link_of: Callable[[Sequence[int]], Link], given: int) -> Action:
+def _over(action: Begin | Finish, ranks: Sequence[int], link_of: Callable[[Sequence[int]], Link], given: int) -> Action:
     """A begin or an end of a collective over the link of these ranks, that each give so many bytes."""
     link = link_of(ranks)
     seconds = link.collective(action.op, len(ranks), given)
     beside = link.overlap * seconds
-    return replace(action, travel=beside) if action.kind is Kind.BEGIN else replace(action, seconds=seconds - beside)
+    return replace(action, travel=beside) if isinstance(action, Begin) else replace(action, seconds=seconds - beside)

@@ -16,7 +16,7 @@ from partc.cli.simulation.classes import classes_of
 from partc.cli.simulation.sizes import FileSizes
 from partc.cli.simulation.traced import Traced
 from partc.compiler.cost.machine import Machine
-from partc.compiler.cost.play import Kind, Played, play
+from partc.compiler.cost.play import Communicate, Compute, Played, play
 from partc.runtime.artifact.legal_sizes import is_legal, refusal
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.errors import ArtifactError, UsageError
@@ -38,26 +38,34 @@ class Simulation:
     @property
     def bytes(self) -> list[int]:
         """By class what a rank gives messages and collectives in a step."""
-        return [sum(action.bytes for action in one.actions) for one in self.played.classes]
+        return [
+            sum(action.bytes for action in one.actions if isinstance(action, Communicate))
+            for one in self.played.classes
+        ]
 
     @property
     def operations(self) -> list[float]:
         """By class the operations of a rank, two for each multiply-add."""
-        return [sum(action.operations for action in one.actions) for one in self.played.classes]
+        return [
+            sum(action.operations for action in one.actions if isinstance(action, Compute))
+            for one in self.played.classes
+        ]
 
     @property
     def critical(self) -> list[tuple[str, float]]:
         """Where the step's time goes on its critical path: modules, messages and collectives by their source names, the longest first."""
         total = defaultdict[str, float](float)
         for _, action, seconds in self.played.critical:
-            whole = sum(action.modules.values())
-            if action.kind is Kind.COMPUTE and whole:
-                for path, part in action.modules.items():
-                    total[path] += seconds * part / whole
-            elif action.kind is Kind.COMPUTE:
-                total[action.path or action.what] += seconds
-            else:
-                total[f"{action.op} {action.path}".strip() if action.op else action.what] += seconds
+            match action:
+                case Compute(modules=modules) if whole := sum(modules.values()):
+                    for path, part in modules.items():
+                        total[path] += seconds * part / whole
+                case Communicate(op=op) if op:
+                    total[f"{op} {action.path}".strip()] += seconds
+                case Communicate():
+                    total[action.what] += seconds
+                case _:
+                    total[action.path or action.what] += seconds
         return sorted(total.items(), key=lambda one: (-one[1], one[0]))
 
 
@@ -108,6 +116,5 @@ def simulated(
     except ValueError as error:
         raise ArtifactError(f"{artifact.folder}: {error}\n  help: see what `partc check` says of it") from None
     firsts = [one.ranks[0] for one in classes]
-    return Simulation(
-        played, sizes, {one.rank: one for one in memory_of_ranks(artifact, sizes, firsts)}, len(unknown), files
-    )
+    memory = memory_of_ranks(artifact, sizes, firsts, {name: one.file for name, one in files.items()})
+    return Simulation(played, sizes, {one.rank: one for one in memory}, len(unknown), files)

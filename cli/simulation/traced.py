@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from partc.compiler.cost.play import Action, Class, Kind
+from partc.compiler.cost.play import Action, Begin, Class, Communicate, Compute, Finish, Receive, Send
 from partc.runtime.artifact.trace import STEP, Span, Trace, read_trace
 from partc.runtime.errors import UsageError
 from partc.runtime.units import count
@@ -54,21 +54,22 @@ class Traced:
         begins: dict[int, list[Mapping[int, Span]]] = defaultdict(list)
         for one in classes:
             for action in one.actions:
-                if action.kind in (Kind.SEND, Kind.BEGIN) and (one.ranks[0], action.what) in self.spans:
+                if isinstance(action, Send | Begin) and (one.ranks[0], action.what) in self.spans:
                     begins[action.tag].append(self.spans[one.ranks[0], action.what])
         return [
-            replace(one, actions=[self._of(one.ranks[0], action, begins[action.tag]) for action in one.actions])
-            for one in classes
+            replace(one, actions=[self._of(one.ranks[0], action, begins) for action in one.actions]) for one in classes
         ]
 
-    def _of(self, rank: int, action: Action, begins: Sequence[Mapping[int, Span]]) -> Action:
+    def _of(self, rank: int, action: Action, begins: Mapping[int, Sequence[Mapping[int, Span]]]) -> Action:
         spans = self.spans.get((rank, action.what))
         if spans is None:
-            beside = self.rest.get(rank, 0.0) if action.kind is Kind.COMPUTE else 0.0
-            return replace(action, seconds=beside, travel=0.0)
-        if action.kind in (Kind.RECEIVE, Kind.FINISH):
-            return replace(action, seconds=self._taken(_left(spans, begins)))
-        return replace(action, seconds=self._taken(one.seconds for one in spans.values()), travel=0.0)
+            seconds = self.rest.get(rank, 0.0) if isinstance(action, Compute) else 0.0
+        elif isinstance(action, Receive | Finish):
+            seconds = self._taken(_left(spans, begins.get(action.tag, ())))
+        else:
+            seconds = self._taken(one.seconds for one in spans.values())
+        measured = replace(action, seconds=seconds)
+        return replace(measured, travel=0.0) if isinstance(measured, Communicate) else measured
 
     def _taken(self, times: Iterable[float]) -> float:
         ordered = sorted(times)
@@ -77,7 +78,7 @@ class Traced:
 
 def _is_of_program(action: Action) -> bool:
     """Whether a trace has a span for the action."""
-    return bool(action.path or action.op)
+    return bool(action.path or (isinstance(action, Communicate) and action.op))
 
 
 def _left(waits: Mapping[int, Span], begins: Sequence[Mapping[int, Span]]) -> Iterator[float]:
@@ -116,11 +117,12 @@ def read_traced(path: Path, share: float = 0.5) -> Traced:
         for rank in ranks
     }
     longest = median(max(wholes[rank, step] for rank in ranks) for step in kept)
-    return Traced(str(path), spans, rest, len(ranks), len(kept), longest, share)
+    return Traced(str(path), spans, rest, trace.ranks, len(kept), longest, share)
 
 
 def _ended_steps(trace: Trace) -> list[int]:
-    """The steps that every rank has ended; of a file that was cut short not the last one of the rank where it breaks off."""
+    """The steps that every rank has ended that does anything; ranks follow each other in the file, so of one that was cut short before the
+    last rank's spans there are none, else not the last one of that rank."""
     ends: dict[int, set[int]] = defaultdict(set)
     for one in trace.spans:
         if one.category == STEP:
@@ -129,5 +131,7 @@ def _ended_steps(trace: Trace) -> list[int]:
         return []
     if not trace.whole:
         last = trace.spans[-1]
+        if last.rank < trace.ranks - 1:
+            return []
         ends[last.rank].discard(last.about["step"])
     return sorted(set.intersection(*ends.values()))

@@ -103,17 +103,14 @@ class Requested:
 
 def _kind(value: ir.Value, constant: ir.TensorProtocol | None) -> tuple[Hashable, ...]:
     """What is read of a value; a constant of many elements, or of texts, is itself alone."""
-    kind: tuple[Any, ...] = (None if value.shape is None else value.shape.dims, *_type(value.type))
+    kind: tuple[Any, ...] = (None if value.shape is None else value.shape.dims, value.type)
+    if isinstance(value.type, ir.TensorType):  # by its parts, since a type is hashed by its text
+        kind = (kind[0], "tensor", value.type.dtype)
     if constant is None:
         return kind
     dims: Sequence[Any] = constant.shape.dims
     few = math.prod(dims) <= _FEW and constant.dtype != ir.DataType.STRING
     return *kind, constant.dtype, dims, constant.tobytes() if few else constant
-
-
-def _type(type: ir.TypeProtocol | None) -> tuple[Any, ...]:
-    """A type; that of a tensor by its parts, since it is hashed by its text."""
-    return ("tensor", type.dtype) if isinstance(type, ir.TensorType) else (type,)
 
 
 def _node(node: ir.Node, places: Places) -> ir.Node:

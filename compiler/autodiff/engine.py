@@ -142,7 +142,11 @@ def differentiate_nodes(
     scope.know(values, shapes, constants)
     _infer(nodes, shapes, constants, scope)
     _infer_seeds(cotangents, scope)
-    inner = {node: _captured(node, around or {}) for node in nodes}
+    names = around or {}
+    inner = {
+        node: list(dict.fromkeys(names.get(name_of(value), name_of(value)) for value in captured_by(node)))
+        for node in nodes
+    }
     needed = _needed(nodes, wanted, inner)
     contributions = {primal: [cotangent] for primal, cotangent in cotangents.items()}
     forward: list[ir.Node] = []
@@ -249,8 +253,3 @@ def _total(scope: Scope, name: str, contributions: dict[str, list[str]]) -> str 
         scope.add(scope.node("Add" if len(found) == 2 else "Sum", found, [total]))
         contributions[name] = [total]
     return contributions[name][0]
-
-
-def _captured(node: ir.Node, names: Mapping[str, str]) -> list[str]:
-    """What the bodies of the node read from around it, by the names that these have there."""
-    return list(dict.fromkeys(names.get(name_of(value), name_of(value)) for value in captured_by(node)))

@@ -17,44 +17,71 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
 Key: TypeAlias = tuple[int, tuple[int, ...]]
 """A message or a collective: its tag, and the classes that take part."""
 
 
-class Kind(Enum):
-    """What an action does."""
-
-    COMPUTE = "compute"
-    SEND = "send"
-    RECEIVE = "receive"
-    BEGIN = "begin"
-    FINISH = "finish"
-
-
 @dataclass(frozen=True)
 class Action:
-    """What a rank does: seconds of its computation; of a message or collective its tag, the seconds that it takes, and the bytes given.
+    """What a rank does, and the seconds that it computes meanwhile.
 
-    `path` is the module that it is of, `what` the action as traces name it, `task` the task of a pipeline. `modules`: of a computation of
-    several the seconds of each; `operations`: how many it is, two for each multiply-add.
+    `what` is the action as traces name it, `path` the module that it is of, `task` the task of a pipeline.
     """
 
-    kind: Kind
     what: str
     path: str = ""
     task: str = ""
     seconds: float = 0.0
-    tag: int = -1
-    op: str = ""
-    group: str = ""
-    peer: int = -1
-    travel: float = 0.0
-    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Compute(Action):
+    """A computation: its operations, two for each multiply-add, and of one of several modules the seconds of each."""
+
     operations: float = 0.0
     modules: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicate(Action):
+    """One end of a message or of a collective: its tag and op, the seconds that it is under way, and the bytes that the rank gives."""
+
+    tag: int
+    op: str = ""
+    travel: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send(Communicate):
+    """A message leaves to the rank `peer`."""
+
+    op: str = "Send"
+    peer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receive(Communicate):
+    """The wait for a message of the rank `peer`."""
+
+    op: str = "Recv"
+    peer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(Communicate):
+    """A rank begins a collective of the list of `group` that it is in; without a group it is of all ranks."""
+
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish(Communicate):
+    """The wait for the end of a collective, as `Begin` says."""
+
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,7 +174,7 @@ class _Player:
         one = self.classes[k]
         while self.at[k] < len(one.actions):
             action = one.actions[self.at[k]]
-            if action.kind in (Kind.RECEIVE, Kind.FINISH) and not self.is_over(k, action.tag):
+            if isinstance(action, Receive | Finish) and not self.is_over(k, action.tag):
                 return
             if action.seconds > 0:
                 self.compute(k, action.seconds)
@@ -214,14 +241,14 @@ class _Player:
         place = k, len(self.intervals[k]) - 1
         self.last[k] = place
         self.at[k] += 1
-        if action.kind is Kind.SEND:
+        if isinstance(action, Send):
             event = self.events.setdefault(self.key(k, action.tag), _Event())
             event.begin = max(now, self.link[k])
             event.end = self.link[k] = event.begin + action.travel
             event.cause = place
             self.communication[k] += action.travel
             self.wake(self.key(k, action.tag))
-        elif action.kind is Kind.BEGIN:
+        elif isinstance(action, Begin):
             key = self.key(k, action.tag)
             event = self.events.setdefault(key, _Event())
             event.ready[k], event.places[k] = max(now, self.link[k]), place[1]

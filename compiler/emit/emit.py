@@ -35,15 +35,17 @@ def emit(
     texts: Mapping[str, str] | None = None,
     inner: Sequence[Complete] = (),
     prove: Callable[[Path], None] = lambda folder: None,
+    bare: bool = False,
 ) -> fmt.Manifest:
     """Writes `program` to the folder `out` and gives the manifest; `sources` are the records of `model` and `plan`, `texts` more files.
 
     `inner` are the other programs of one that trains, which stand beside it over the same state. The same program gives the same bytes.
     `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
+    `bare`: without dumps, and with files of weights that are holes of the right size, for a simulation.
     """
     refuse_to_replace(out)
     with replacing_folder(out) as folder:
-        manifest = _write_all([program, *inner], folder, sources, texts or {})
+        manifest = _write_all([program, *inner], folder, sources, texts or {}, bare)
         prove(folder)
         return manifest
 
@@ -59,6 +61,7 @@ def _write_all(
     folder: Path,
     sources: Mapping[str, fmt.SourceRecord | None],
     texts: Mapping[str, str],
+    bare: bool = False,
 ) -> fmt.Manifest:
     """Writes the programs of an artifact, the main one first; its manifest."""
     files: dict[str, fmt.FileRecord] = {}
@@ -69,10 +72,10 @@ def _write_all(
     for program, as_read, own in zip(programs, shown, named, strict=True):
         name = "" if program is programs[0] else program_name(program)
         weights = owners({part.rank: part.weights for part, _ in program.alike}, locations)
-        written, found = write_weights(folder, weights, own, name)
+        written, found = write_weights(folder, weights, own, name, bare)
         files |= written
         locations |= found
-        rank_files.append(_write_ranks(program, as_read, own, folder, name, files, locations))
+        rank_files.append(_write_ranks(program, as_read, own, folder, name, files, locations, bare))
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifests = [
@@ -103,6 +106,7 @@ def _write_ranks(
     name: str,
     files: dict[str, fmt.FileRecord],
     locations: Mapping[Stored, Location],
+    bare: bool,
 ) -> list[str]:
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
     helpers = HelperTypes(program)
@@ -119,9 +123,13 @@ def _write_ranks(
         of_ranks = onnx.StringStringEntryProto(key=fmt.OF_RANKS, value=ranks_text(shared))
         more = onnx.ModelProto(metadata_props=[of_ranks]).SerializeToString(deterministic=True)
         files[file] = _write(folder, file, data + more)  # protobuf messages one behind the other are merged
+        if bare:
+            continue
         bodies.append((shared, texts.of(part, shared)))
         file = fmt.dump_file(f"ir/rank_{part.rank:04d}.ir", name)
         files[file] = _write_text(folder, file, rank_text(shown, part, bodies[-1][1]))
+    if bare:
+        return by_rank
     whole = {fmt.BEGIN_IR: begin_text(shown), fmt.END_IR: end_text(shown, names, bodies)}
     if program.tasks is not None:
         whole[fmt.SCHEDULE] = schedule_text(program.tasks.schedule, program.tasks.costs)

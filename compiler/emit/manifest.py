@@ -76,7 +76,7 @@ def manifest_of(
         rank_files=list(rank_files) if len(set(rank_files)) < len(rank_files) else [],
         state=_state(program, names),
         training=_training(program),
-        generation=program.generation,
+        generation=program.generation.record if program.generation is not None else None,
         files=dict(sorted(files.items())),
         model=model,
         plan=sources["plan"],

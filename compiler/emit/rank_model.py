@@ -130,7 +130,10 @@ class RankModels:
     def _node(self, step: Op) -> onnx.NodeProto:
         match step:
             case Call():
-                return self._call(step)
+                inputs, outputs, name = self.names.of(step.inputs), self.names.of(step.outputs), step.body.name
+                call = onnx.NodeProto(op_type=name, domain=fmt.TASKS, name=step.cell, input=inputs, output=outputs)
+                call.attribute.append(_attribute(fmt.MICROBATCH, step.microbatch))
+                return call
             case Comm():
                 return self._comm(step)
             case Copy():
@@ -237,12 +240,6 @@ class RankModels:
             _add_metadata(proto, {fmt.TARGET: step.target})
         if step.task in _PHASES:
             _add_metadata(proto, {fmt.PHASE: _PHASES[step.task]})
-        return proto
-
-    def _call(self, step: Call) -> onnx.NodeProto:
-        inputs, outputs = self.names.of(step.inputs), self.names.of(step.outputs)
-        proto = onnx.NodeProto(op_type=step.body.name, domain=fmt.TASKS, name=step.cell, input=inputs, output=outputs)
-        proto.attribute.append(_attribute(fmt.MICROBATCH, step.microbatch))
         return proto
 
     def _comm(self, step: Comm) -> onnx.NodeProto:

@@ -56,11 +56,12 @@ def is_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def write_weights(
-    folder: Path, weights_of: Mapping[int, Sequence[RankTensor]], names: Names, program: str = ""
+    folder: Path, weights_of: Mapping[int, Sequence[RankTensor]], names: Names, program: str = "", bare: bool = False
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
-    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact.
+    `names`: what weights are called in the files. `program` is named where it is not the main one of the artifact. `bare`: files have
+    their header alone, and a hole where the data would be.
 
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
@@ -69,7 +70,7 @@ def write_weights(
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
-        written = {file: writers.submit(_write_file, folder, file, weights) for file, weights in files.items()}
+        written = {file: writers.submit(_write_file, folder, file, weights, bare) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
     locations = {
         stored(one): results[weights_file(rank, program)][1][names[one.value]]
@@ -80,7 +81,7 @@ def write_weights(
 
 
 def _write_file(
-    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]]
+    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]], bare: bool
 ) -> tuple[FileRecord, dict[str, Location]]:
     ordered = sorted(weights, key=lambda item: (-item[1].dtype.bitwidth, item[0]))
     rows = [(name, *_in_format(tensor), tensor.nbytes) for name, tensor, _ in ordered]
@@ -90,7 +91,9 @@ def _write_file(
     sums = _Sums(prefix)
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
-        for _, tensor, _ in ordered:
+        if bare:
+            out.truncate(len(prefix) + sum(tensor.nbytes for _, tensor, _ in ordered))
+        for _, tensor, _ in ordered if not bare else ():
             if isinstance(tensor, ir.ExternalTensor):
                 hashed = hasher.submit(_sum_range, sums, tensor)
                 _copy_range(tensor, out)

@@ -38,6 +38,14 @@ _OF_THE_MODEL = ("parameter", "statistics", "cache")
 Phase = TypeVar("Phase", bound="Loaded")
 
 
+@dataclass(frozen=True)
+class Generation:
+    """A decoder that makes tokens: by cache that ranks keep what takes its place after a step, and what the manifest says of it."""
+
+    caches: Mapping[ir.Value, ir.Value]
+    record: GenerationRecord
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """A single-device model with its plan; `name` is its file's, `paths` gives every node of the main graph its dotted path.
@@ -56,10 +64,8 @@ class Loaded:
     kind: ProgramKind = ProgramKind.STEP
     trainable: tuple[str, ...] = ()
     strict: bool = False
-    caches: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
-    """By cache that ranks keep what takes its place after a step, where the plan generates."""
-    generation: GenerationRecord | None = None
-    """What makes the tokens of such a plan."""
+    generation: Generation | None = None
+    """Of a plan that generates."""
     beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
     """The plan's other programs that are there by now, over whose tensors this one is."""
     warnings: tuple[str, ...] = ()
@@ -69,6 +75,11 @@ class Loaded:
         own = {one.name for one in fields(self)}
         kept = {one.name: getattr(self, one.name) for one in fields(phase) if one.name in own}
         return phase(**{**kept, **facts})
+
+    @property
+    def caches(self) -> Mapping[ir.Value, ir.Value]:
+        """By cache that ranks keep what takes its place after a step; empty where nothing is generated."""
+        return {} if self.generation is None else self.generation.caches
 
     def path_of(self, value: ir.Value) -> str:
         """The path of the node that makes a value; the name of one that no node of the main graph makes."""

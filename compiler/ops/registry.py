@@ -103,13 +103,15 @@ class Gradients:
     """The gradients of an op.
 
     `rule`: takes the cotangents of the outputs, or of the first `outputs`, and the inputs; `body` that of an op with bodies; `rows`: that
-    of an input that is looked up, as the ids of rows and what is added to these.
+    of an input that is looked up, as the ids of rows and what is added to these. `looks_up`: whether a node reads rows of its first input
+    along its first dim, and nothing else of it.
     """
 
     rule: GradientRule | None = None
     outputs: int = 0
     body: BodyRule | None = None
     rows: RowRule | None = None
+    looks_up: Callable[[ir.Node], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,6 @@ class Entry:
     nor one for each element.
 
     `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
-    `looks_up`: whether a node reads rows of its first input along its first dim, and nothing else of it.
     """
 
     domain: str
@@ -138,7 +139,6 @@ class Entry:
     multiply_adds: Products | None = None
     sharding: RuleOf | None = None
     local: LocalForm | None = None
-    looks_up: Callable[[ir.Node], bool] | None = None
     gradients: Gradients = Gradients()
 
     @property
@@ -213,7 +213,7 @@ class Declared:
 
     def looks_up(self, is_lookup: Function) -> Function:
         """Whether a node reads its first input by rows alone."""
-        return self._set_field("looks_up", is_lookup)
+        return self._set_field("looks_up", is_lookup, Gradients)
 
     def row_gradient(self, rule: Function) -> Function:
         """The gradient of the first input of a node that looks it up: takes the cotangent and the inputs, gives ids and rows."""
@@ -337,9 +337,9 @@ def is_differentiable(node: ir.Node) -> bool:
 def looks_up_rows(node: ir.Node) -> bool:
     """Whether a node reads rows of its first input, by ids, and its gradient can be given as ids and rows."""
     entry = entry_of(node)
-    if entry is None or entry.looks_up is None or entry.gradients.rows is None:
+    if entry is None or entry.gradients.looks_up is None or entry.gradients.rows is None:
         return False
-    return entry.looks_up(node)
+    return entry.gradients.looks_up(node)
 
 
 def stops_gradient(node: ir.Node) -> bool:

@@ -167,10 +167,11 @@ def body_of(label: Label, steps: Sequence[Compute | Comm], wanted: Collection[Va
     """The body of a task on a unit's ranks; `wanted` are the values that others read of it."""
     made = {value for step in steps for value in step.makes}
     reads = dict.fromkeys(value for step in steps for value in step.reads)
+    small = {one for one in reads if isinstance(one.constant, np.ndarray) and one.constant.size <= _SMALL}
     return Body(
         stage=label.stage,
         kind=LETTERS[label.phase],
-        inputs=tuple(value for value in reads if value not in made and not _is_small(value.constant)),
+        inputs=tuple(value for value in reads if value not in made and value not in small),
         outputs=tuple(value for step in steps for value in step.makes if value in wanted),
         steps=tuple(steps),
     )
@@ -181,10 +182,6 @@ def _is_small_constant(step: Compute) -> bool:
         return False
     tensor = ir.convenience.get_const_tensor(step.node.outputs[0])
     return tensor is not None and tensor.size <= _SMALL
-
-
-def _is_small(constant: object) -> bool:
-    return isinstance(constant, np.ndarray) and constant.size <= _SMALL
 
 
 def readers_beside(units: Sequence[Unit], labels: Labels, found: Mapping[Label, Slot]) -> list[dict[Label, set[Value]]]:

@@ -106,8 +106,8 @@ def following(program: Annotated) -> set[ir.Node]:
 def _of_positions(program: Annotated) -> Iterator[ir.Node]:
     """The nodes of a decoder that read positions, sizes and constants, but neither a cache nor a large weight."""
     assert program.generation is not None
-    graph, given = program.model.graph, (program.generation.position, program.generation.count)
-    ready = {value for value in graph.inputs if value.name in given}
+    graph, record = program.model.graph, program.generation.record
+    ready = {value for value in graph.inputs if value.name in (record.position, record.count)}
     ready |= {
         value for value in graph.initializers.values() if value not in program.caches and not is_large_weight(value)
     }

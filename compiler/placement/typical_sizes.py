@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 
 import onnx_ir as ir
@@ -17,14 +18,15 @@ TYPICAL = 128
 
 
 class TypicalSizes:
-    """Bytes, elements and operations at typical sizes of all symbols."""
+    """Bytes, elements and operations at typical sizes of all symbols, or at those that are `given`."""
 
-    def __init__(self, program: Typed) -> None:
-        self.program = program
+    def __init__(self, program: Typed, given: Mapping[str, int] | None = None) -> None:
+        self.program, self.given = program, given or {}
 
     @cached_property
     def known(self) -> dict[str, Facts]:
-        return {name: Facts.constant(_typical(info.facts)) for name, info in self.program.symbols.items()}
+        chosen = {name: self.given.get(name, _typical(info.facts)) for name, info in self.program.symbols.items()}
+        return {name: Facts.constant(size) for name, size in chosen.items()}
 
     @cached_property
     def dims(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.runtime.artifact.format import CPU
 from ruamel.yaml import YAML
-from ruamel.yaml.nodes import MappingNode, Node
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 
 def with_targets(source: Source, text: str, file: Path, name: str, device: Device) -> str:
@@ -30,19 +30,21 @@ def with_targets(source: Source, text: str, file: Path, name: str, device: Devic
 
 
 def _edited(text: str, targets: ProposedTargets) -> str:
-    text = _offloaded(text) if targets.optimizer else text
+    text = with_optimizer(text, f"target: {CPU}") if targets.optimizer else text
     return "\n".join([text.rstrip("\n"), "", *targets.section()]).lstrip("\n") + "\n"
 
 
-def _offloaded(text: str) -> str:
-    """The text with the optimizer's target; in the way in which the optimizer is written."""
+def with_optimizer(text: str, option: str) -> str:
+    """The text of a plan that trains with one more option of its optimizer, `target: cpu`; in the way in which the optimizer is written."""
     root = YAML(typ="rt", pure=True).compose(text)
     optimizer = _entry(_entry(root, "train"), "optimizer")
     assert optimizer is not None, "a plan that trains names its optimizer"
     begin = optimizer.start_mark.index
     if isinstance(optimizer, MappingNode) and optimizer.flow_style:
-        return f"{text[: begin + 1]}target: {CPU}, {text[begin + 1 :]}"
-    return f"{text[:begin]}target: {CPU}\n{' ' * optimizer.start_mark.column}{text[begin:]}"
+        return f"{text[: begin + 1]}{option}, {text[begin + 1 :]}"
+    if isinstance(optimizer, ScalarNode):
+        return f"{text[:begin]}{{type: {optimizer.value}, {option}}}{text[optimizer.end_mark.index :]}"
+    return f"{text[:begin]}{option}\n{' ' * optimizer.start_mark.column}{text[begin:]}"
 
 
 def _entry(node: Node | None, name: str) -> Node | None:

@@ -24,13 +24,15 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
-from partc.compiler.proposal.starting_plan import Proposed, key, starting_plan
+from partc.compiler.proposal.starting_plan import Ports, Proposed, key, loss_line, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.proposal.tp_plan import read_tp_plan
+from partc.compiler.proposal.tp_plan import matching_entries, read_tp_plan
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.values.budget import bytes_at, largest_first
@@ -42,25 +44,6 @@ _FILE = "plan.yaml"
 _AXES = {"pp": "pp: stages", "dp": "dp: shards of the batch", "tp": "tp: shards of a layer"}
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """How many ranks share a layer, how many have a part of the batch each, how many stages there are."""
-
-    tp: int = 1
-    dp: int = 1
-    stages: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.dp * self.stages
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The axes of more than one rank."""
-        axes = {"pp": self.stages, "dp": self.dp, "tp": self.tp}
-        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
-
-
 def propose(
     source: Source,
     name: str,
@@ -68,22 +51,28 @@ def propose(
     device: Device | None = None,
     machine: Machine | None = None,
     generation: Generation | None = None,
+    imported: Imported | None = None,
 ) -> tuple[str, list[str]]:
     """The text of a plan, and what could not be proposed.
 
     With `device` it has targets, with `generation` it makes tokens; stages are weighed on a `machine`, if given.
 
-    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it.
+    The `tp_plan` of a model of `transformers` is followed where it holds, unless that sends more bytes than a proposal without it; one
+    that is `imported` is followed wherever it holds.
     Raises CompileError where a batch cannot be cut as asked, or a rank's part does not fit on its device.
     """
-    batch = batch_of(source, degrees.dp) if generation is None else Batch()
-    mesh = f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in degrees.mesh.items())}}}"
-    frame = f"ranks: {degrees.ranks}\n{mesh if degrees.mesh else ''}\n"
-    program = run_passes(start(*_parsed(source, frame, name)), shapes)
-    work = _Work(source, name, degrees, device, batch, program, mesh, machine, generation)
+    imported = imported or Imported()
+    batch = batch_of(source, degrees.dp * imported.microbatches) if generation is None else Batch()
+    frame = degrees.frame
+    program = run_passes(start(*parsed(source, frame, name)), shapes)
+    stages = balanced_stages(program, degrees.stages, machine) if degrees.stages > 1 else []
+    work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:
         return work.proposed(None).texts
-    apart, paths = _taken_apart(source, frame, name), program.paths.values()
+    apart, paths = taken_apart(source, frame, name), program.paths.values()
+    if imported.styles:
+        entries = matching_entries(apart, imported.styles)
+        return work.proposed(tensor_parallel(apart, paths, degrees.tp, read_tp_plan(apart, entries))).texts
     own = tensor_parallel(apart, paths, degrees.tp)
     if not source.declared.tp_plan:
         return work.proposed(own).texts
@@ -98,12 +87,35 @@ def propose(
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """The text of a plan, what could not be proposed, and the bytes that a step sends to a rank at the largest sizes."""
+class TakenOver:
+    """What a proposal has besides its own: lines at its head, whole sections, and whether one of them is `train`.
+
+    `source` names the file that it is from, of which `left` is not taken.
+    """
+
+    head: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    trains: bool = False
+    source: str = ""
+    left: tuple[str, ...] = ()
+
+
+def _of_imported(source: Source, imported: Imported) -> TakenOver:
+    sections = [one for one in (imported.pipeline, imported.precision) if one]
+    if imported.training:
+        lines = (loss_line(source.model.graph), *imported.training)
+        sections += ["", "train:", *(f"  {line}" for line in lines)]
+    return TakenOver((), tuple(sections), bool(imported.training), imported.source, imported.left)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The text of a plan, what could not be proposed, the bytes that a step sends to a rank at the largest sizes, and its program."""
 
     text: str
     missing: list[str]
     sent: int
+    done: Complete
 
     @property
     def texts(self) -> tuple[str, list[str]]:
@@ -112,24 +124,24 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What all candidates of a proposal are made of."""
+class Work:
+    """What a proposal is made of. `stages`: where `degrees` has several; `taken_over`: what it has besides its own."""
 
     source: Source
     name: str
     degrees: Degrees
-    device: Device | None
     batch: Batch
     program: Typed
-    mesh: str
-    machine: Machine | None
-    generation: Generation | None
+    stages: list[Stage]
+    device: Device | None = None
+    generation: Generation | None = None
+    taken_over: TakenOver = TakenOver()
 
-    def proposed(self, cut: TensorParallel | None, dearer: str = "") -> _Candidate:
+    def proposed(self, cut: TensorParallel | None, dearer: str = "") -> Proposal:
         """The plan with these shardings, less those that the compiler refuses; `dearer` tells of a candidate that sends more."""
         source, name, degrees, device, batch = self.source, self.name, self.degrees, self.device, self.batch
         program, kept = self.program, caches(self.program) if self.generation is None else []
-        stages = balanced_stages(program, degrees.stages, self.machine) if degrees.stages > 1 else []
+        stages, more = self.stages, self.taken_over
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
         symbols = {**source.declared.symbols, **batch.symbols}
@@ -146,19 +158,20 @@ class _Work:
                 placed: tuple[str, ...] = placed,
             ) -> str:
                 own = targets.section() if targets is not None else ()
-                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made)
+                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made, *more.sections)
                 outputs = tuple(_outputs(source, degrees, kept))
                 ranks = [f"ranks: {degrees.ranks}"]
                 if degrees.mesh:
                     ranks += [
-                        f"{self.mesh}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
+                        f"{degrees.mesh_line}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
                     ]
-                given = Proposed(tuple(head), tuple(ranks), sections, batch.names, outputs, free, not made)
+                ports = Ports(not made, more.trains)
+                given = Proposed((*more.head, *head), tuple(ranks), sections, batch.names, outputs, free, ports)
                 return starting_plan(source.model, paths, name, symbols, given)
 
             bare = text([])
             try:
-                done = step_program(*_parsed(source, bare, name))
+                done = step_program(*parsed(source, bare, name))
             except CompileError as error:
                 if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                     raise
@@ -170,31 +183,33 @@ class _Work:
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
             what = ("generation",) if made else ()
             if device is None:
-                return _Candidate(text(_head(degrees, done, cut, stages, missing, told, *what)), missing, sent)
+                return Proposal(
+                    text(_head(degrees, done, cut, stages, missing, told, more, *what)), missing, sent, done
+                )
 
             def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
-                return step_program(*_parsed(source, text([], some), name))
+                return step_program(*parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = _head(degrees, done, cut, stages, missing, told, "targets", *what)
-            return _Candidate(text(head, targets), missing, sent)
+            head = _head(degrees, done, cut, stages, missing, told, more, "targets", *what)
+            return Proposal(text(head, targets), missing, sent, done)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
         )
 
 
-def _parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
+def parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
     """What a compile begins with, by the text of a plan; passes may rewrite the model, so it is one of its own."""
     return dataclasses.replace(source, model=source.model.clone()), parse_plan(text, _FILE), name
 
 
-def _taken_apart(source: Source, frame: str, name: str) -> Typed:
+def taken_apart(source: Source, frame: str, name: str) -> Typed:
     """The program in the form that is cut: detours taken out, and packed weights taken apart, so that each part is linked by itself."""
     text = f'{frame}sharding: {{"**": colwise}}\n'
     try:
-        return run_passes(start(*_parsed(source, text, name)), unpack)
+        return run_passes(start(*parsed(source, text, name)), unpack)
     except CompileError:
-        return run_passes(start(*_parsed(source, text, name)), straighten)
+        return run_passes(start(*parsed(source, text, name)), straighten)
 
 
 def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
@@ -258,18 +273,19 @@ def _sections(
             yield f"  {line}" if line.startswith("#") else f"  {key(pattern)}: {style}"
         yield ""
     dims = arriving(kept, cut.places) if cut is not None else {}
-    if degrees.dp > 1 and not batch.others and not dims:
+    over = ["dp"] * (degrees.dp > 1) + ["tp"] * (cut is not None and cut.has_records)
+    if over == ["dp"] and not batch.others and not dims:
         yield "dataset: data_parallel   # each rank of the axis dp gets its shard of the first dim of each input"
         yield ""
-    elif degrees.dp > 1 or dims:
+    elif over or dims:
         words = [f"{', '.join(batch.others)} has another first dim and is replicated"] if batch.others else []
         words += ["a cache arrives as it is kept"] if dims else []
         yield f"dataset:   # {'; '.join(words)}"
         specs: dict[str, list[str]] = {}
         for value in program.model.graph.inputs:
             axes = ["null"] * len(value.shape or ())
-            if value.name in batch.inputs:
-                axes[0] = "dp"
+            if value.name in batch.inputs and over:
+                axes[0] = over[0] if len(over) == 1 else f"[{', '.join(over)}]"
             if value in dims:
                 axes[dims[value]] = "tp" if axes[dims[value]] == "null" else "[dp, tp]"
             if {*axes} != {"null"} and axes:
@@ -297,6 +313,7 @@ def _head(
     stages: list[Stage],
     missing: list[str],
     told: str,
+    more: TakenOver,
     *others: str,
 ) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what `told` says of another proposal, what it leaves out."""
@@ -306,7 +323,8 @@ def _head(
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
         *others,
     ]
-    yield f"# Proposed by `partc plan`: {', '.join(parts)}."
+    of = f" from {more.source}" if more.source else ""
+    yield f"# Proposed by `partc plan`{of}: {', '.join(parts) or 'one rank'}."
     counts = collections.Counter(event.op_type for event in done.events)
     listed = ", ".join(f"{number} {op}" for op, number in sorted(counts.items()))
     yield f"# Communication in a step: {listed or 'none'}."
@@ -318,9 +336,11 @@ def _head(
         yield f"# The stages are not within {100 * EVEN:.0f} % of equal cost, since no closer cut sends as little: {costs}."
     if told:
         yield f"# {told}"
-    if cut is not None and cut.not_taken:
-        yield "# Of the model's tp_plan not taken as it stands:"
-        yield from (f"#   {line}" for line in cut.not_taken)
+    not_taken = (*more.left, *(cut.not_taken if cut is not None else ()))
+    if not_taken:
+        of = more.source or "the model's tp_plan"
+        yield f"# Of {of} not taken as it stands:"
+        yield from (f"#   {line}" for line in not_taken)
     if cut is not None and cut.whole:
         yield "# Not sharded by tp, so replicated on its ranks:"
         yield from (f"#   {line}" for line in cut.whole)

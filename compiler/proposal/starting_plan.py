@@ -54,12 +54,19 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class Ports:
+    """Whether a plan says something of inputs and outputs: one that generates does not, since it fixes their sizes; whether it trains."""
+
+    stated: bool = True
+    trains: bool = False
+
+
+@dataclass(frozen=True)
 class Proposed:
     """What a proposal says where the starting plan has examples: comments for the head, `ranks` and `mesh`, then the other sections.
 
     `names` are those of dims that the model leaves without one, by input and place; `outputs` lines of that section;
-    `free` dims that are not declared, for then they may be 0. Without `ports` the plan says nothing of inputs, outputs and training: one
-    that generates fixes their sizes.
+    `free` dims that are not declared, for then they may be 0. `ports`: what it says of inputs, outputs and training.
     """
 
     head: tuple[str, ...]
@@ -68,7 +75,7 @@ class Proposed:
     names: Mapping[tuple[str, int], str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
-    ports: bool = True
+    ports: Ports = Ports()
 
 
 def starting_plan(
@@ -98,10 +105,10 @@ def starting_plan(
         "",
         *chosen.ranks,
         "",
-        *(_inputs(graph, symbols or {}, chosen.names, chosen.free) if chosen.ports else ()),
+        *(_inputs(graph, symbols or {}, chosen.names, chosen.free) if chosen.ports.stated else ()),
         *chosen.sections,
         "",
-        *(_outputs_and_training(model, paths, chosen) if chosen.ports else ()),
+        *(_outputs_and_training(model, paths, chosen) if chosen.ports.stated else ()),
         *_tree(graph, paths, sum(sizes)),
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -112,6 +119,8 @@ def _outputs_and_training(model: ir.Model, paths: Mapping[ir.Node, str], chosen:
     yield from chosen.outputs or _OUTPUTS
     yield from (f"#   {key(literal_pattern(value.name or ''))}: 0   # {_type(value)}" for value in graph.outputs)
     yield ""
+    if chosen.ports.trains:
+        return
     yield f"# train:   # with this the plan compiles to training; `partc train --data data.npz` then needs {_fed(graph)}"
     yield from (f"#   {line}" for line in (*_training(graph), *_shared(model, paths)))
     yield ""
@@ -151,14 +160,17 @@ def _is_loss(graph: ir.Graph) -> bool:
     return bool(graph.outputs) and graph.outputs[0].shape is not None and graph.outputs[0].shape.rank() == 0
 
 
-def _training(graph: ir.Graph) -> Iterator[str]:
-    """A loss of the first output, which is itself the loss where it is one number."""
-    first = graph.outputs[0] if graph.outputs else None
-    name = key(name_of(first)) if first is not None else "logits"
+def loss_line(graph: ir.Graph) -> str:
+    """`loss:` of the first output, which is itself the loss where it is one number."""
+    name = key(name_of(graph.outputs[0])) if graph.outputs else "logits"
     if _is_loss(graph):
-        yield f"loss: {name}"
-    else:
-        yield f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
+        return f"loss: {name}"
+    return f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
+
+
+def _training(graph: ir.Graph) -> Iterator[str]:
+    """The lines of a training to begin with."""
+    yield loss_line(graph)
     yield "optimizer: {type: adamw, lr: 0.001}"
     yield "batch: 32"
 

@@ -47,6 +47,10 @@ class TensorParallel:
     whole: tuple[str, ...]
     places: tuple[Place, ...]
     not_taken: tuple[str, ...] = ()
+    sets: tuple[Linked, ...] = ()
+    """The sets of linked dims that are sharded, in the order of the graph."""
+    has_records: bool = False
+    """Whether the batch is cut over `tp`, too, up to the first module that is sharded."""
 
     @property
     def styles(self) -> frozenset[Style]:
@@ -66,14 +70,27 @@ class TensorParallel:
                 yield from (f"{pattern}: {style}" for pattern in patterns(chosen, covered[style]))
 
 
-def tensor_parallel(program: Typed, paths: Iterable[str], shards: int, tp_plan: TpPlan | None = None) -> TensorParallel:
+def tensor_parallel(
+    program: Typed,
+    paths: Iterable[str],
+    shards: int,
+    tp_plan: TpPlan | None = None,
+    kept_whole: Mapping[int, str] | None = None,
+    linked: Sequence[Linked] | None = None,
+    told: Callable[[Sequence[Linked]], str] = lambda some: "",
+) -> TensorParallel:
     """Proposes shardings of a model over a mesh axis of `shards` ranks; what `tp_plan` says of them is taken where it holds.
 
-    `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is.
+    `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is. `linked`: the sets, where
+    they are known. `kept_whole`: by their number among those that would be sharded, sets that are not, with the reason; `told`: what to
+    say besides of sets that are.
     """
     tp_plan = tp_plan or TpPlan()
     total = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
-    chosen, refused = _choose(program, linked_dims(program), shards, total, tp_plan)
+    chosen, refused = _choose(program, linked_dims(program) if linked is None else linked, shards, total, tp_plan)
+    if kept_whole:
+        refused = [*refused, *((one, kept_whole[k]) for k, one in enumerate(chosen) if k in kept_whole)]
+        chosen = [one for k, one in enumerate(chosen) if k not in kept_whole]
     regions = _Regions(program, frozenset(paths))
     alike: dict[tuple[tuple[str, str], ...], list[tuple[Linked, list[Style]]]] = {}
     for one in chosen:
@@ -85,12 +102,13 @@ def tensor_parallel(program: Typed, paths: Iterable[str], shards: int, tp_plan: 
     for members in alike.values():
         styles = [style for _, some in members for style in some]
         reason = _reason(program, members[0][0], len(members), members[0][1], shards)
+        reason += told([one for one, _ in members])
         if sources := tp_plan.sources(members[0][0]):
             reason = f"tp_plan of {', '.join(sources)}: {reason}"
         groups.append((reason, tuple(styles)))
     places = tuple(place for one in chosen for place in one.places)
     whole = tuple(_replicated_weights(program, chosen, refused, total))
-    return TensorParallel(tuple(groups), whole, places, tuple(tp_plan.not_taken(chosen, refused)))
+    return TensorParallel(tuple(groups), whole, places, tuple(tp_plan.not_taken(chosen, refused)), tuple(chosen))
 
 
 def _choose(

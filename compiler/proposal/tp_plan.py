@@ -7,6 +7,7 @@ otherwise. What partc derives (which output is gathered, what lies between two e
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -85,6 +86,16 @@ def read_tp_plan(program: Typed, entries: Sequence[TpPlanEntry]) -> TpPlan:
         if _style(entry) in ("colwise", "rowwise", "replicate"):
             decided.update(dict.fromkeys(found[entry], entry))
     return TpPlan(tuple(entries), found, decided)
+
+
+def matching_entries(program: Typed, entries: Sequence[TpPlanEntry]) -> list[TpPlanEntry]:
+    """The entries; a pattern that matches nothing from the model's root on is taken below any module, as that of one block is."""
+    found = []
+    for entry in entries:
+        below = dataclasses.replace(entry, pattern=f"**.{entry.pattern}")
+        known, deeper = (read_tp_plan(program, [one]).nodes[one] for one in (entry, below))
+        found.append(below if deeper and not known else entry)
+    return found
 
 
 def _style(entry: TpPlanEntry) -> str:

@@ -61,7 +61,10 @@ def in_parts(program: Annotated) -> Annotated:
     if program.kind is ProgramKind.STREAMED_EVALUATION:
         _hold_evaluation(program, found, own)
     training = replace(training, records=replace(known, summed=frozenset(map(name_of, summed))))
-    counted = _inputs_of(found.totals, program)
+    read = {value for node in _needed_for(found.totals, program) for value in program.reads[node]}
+    counted = [
+        value for value in program.model.graph.inputs if value in read
+    ]  # fed, also where nothing else reads them
     _give_totals(program, found, values)
     _take_shares(found, training.rules.accumulate, paths, values)
     if _place_masks(program.model.graph, found, training.rules.accumulate, values):
@@ -113,12 +116,6 @@ def only_totals(program: Placed) -> Placed:
         placement={node: program.placement[node] for node in graph},
         training=replace(training, loss=outputs[0], parameters={}, statistics={}, metrics=()),
     )
-
-
-def _inputs_of(values: Collection[ir.Value], program: Annotated) -> list[ir.Value]:
-    """The inputs that some values depend on: a step is fed them, also where nothing else reads them."""
-    read = {value for node in _needed_for(values, program) for value in program.reads[node]}
-    return [value for value in program.model.graph.inputs if value in read]
 
 
 def _needed_for(values: Collection[ir.Value], program: Annotated) -> Iterator[ir.Node]:

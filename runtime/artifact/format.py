@@ -60,11 +60,10 @@ from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
 from partc.runtime.artifact.port import Dim, Port, Shape
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
-from partc.runtime.artifact.training.scalars import OptimizerRecord
-from partc.runtime.artifact.training.train_settings import LoopSettings
+from partc.runtime.artifact.training.training_record import TrainingRecord
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape"]
+__all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape", "TrainingRecord"]
 FORMAT = 3
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
@@ -293,35 +292,6 @@ class StateRecord(TensorRecord):
     """A tensor of the state as a program has it: `next` is the output that takes its place after a step, empty where nothing does."""
 
     next: str = ""
-
-
-class TrainingRecord(Record):
-    """How an artifact is trained: the outputs that are the loss and the metrics, and what the runtime needs beside the programs.
-
-    `scalars`: inputs of rank files without dims, new in every step: `lr`, `scale`, `step` and what `optimizer` derives from its number.
-    `settings`: the keys of the plan that the loop reads; their paths are relative to `folder`, the plan's, as the artifact sees it; empty:
-    to the artifact. `fixed`: inputs that hold no records, but one value for all. `guard`: an output that every rank has before it updates
-    anything; where it is not finite the step replaces nothing of what is kept.
-
-    `formulas`: of a metric whose output are sums the formula that makes one number of all batches (`training/metric_formula.py`). Others
-    are numbers of a batch: those in `sums` are sums over its records, others means; `denominators` names the output that says what a mean
-    is divided by, where that does not follow from the records. `sum_over_ranks`: gradients are those of the sum over the batch's shards
-    of their means. `not_streamed`: why a pipeline evaluates whole batches.
-    """
-
-    loss: str
-    metrics: list[str] = []
-    formulas: dict[str, str] = {}
-    denominators: dict[str, str] = {}
-    sums: list[str] = []
-    sum_over_ranks: bool = False
-    scalars: list[str] = []
-    optimizer: OptimizerRecord
-    settings: LoopSettings = LoopSettings()
-    folder: str = ""
-    fixed: list[str] = []
-    guard: str = ""
-    not_streamed: str = ""
 
 
 class FileRecord(Record):

@@ -38,11 +38,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of all ranks; `whole` says whether the file has its end. `error`: of clocks of other hosts, in seconds."""
+    """The spans of all ranks; `whole` says whether the file has its end. `error`: of clocks of other hosts, in seconds.
+
+    `ranks`: how many there were; one without anything to do has no spans.
+    """
 
     spans: list[Span]
     whole: bool
     error: float
+    ranks: int
 
 
 def trace_text(ranks: Sequence[str]) -> str:
@@ -101,7 +105,7 @@ def read_trace(path: Path) -> Trace:
         raise UsageError(
             f"{path}: not a trace of partc\n  help: partc run --profile x{SUFFIX}, or partc train, writes one"
         )
-    spans, whole, clocks = [], lines[-2:] == [b"]}", b""], 0.0
+    spans, whole, clocks, ranks = [], lines[-2:] == [b"]}", b""], 0.0, 0
     found: Any
     for number, line in enumerate(lines, 1):
         if line == b"]}":
@@ -110,6 +114,7 @@ def read_trace(path: Path) -> Trace:
             if number == 1:
                 found = parse_json(line.partition(b', "traceEvents"')[0] + b"}", TRACE)
                 clocks = float(found["otherData"]["clock_error_us"]) / 1e6
+                ranks = int(found["otherData"]["ranks"])
                 continue
             found = parse_json(line.rstrip(b","), TRACE)
             if found["ph"] == "X":
@@ -118,7 +123,7 @@ def read_trace(path: Path) -> Trace:
             if number == len(lines):  # it was cut short there
                 break
             raise UsageError(f"{path}:{number}: not an event of a trace: {problem!r}") from None
-    return Trace(spans, whole, clocks)
+    return Trace(spans, whole, clocks, ranks)
 
 
 def _span_of(event: dict[str, Any]) -> Span:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from partc.runtime.artifact.byte_count import largest_text
@@ -20,7 +20,7 @@ from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, 
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.rank_file import read_rank
-from partc.runtime.checker.subject import Subject
+from partc.runtime.checker.subject import StateCounts, Subject
 from partc.runtime.errors import Violation
 
 __all__ = ["Checked", "RowsMemory", "Violation", "check", "check_artifact"]
@@ -30,9 +30,8 @@ __all__ = ["Checked", "RowsMemory", "Violation", "check", "check_artifact"]
 class Checked:
     """What was looked at, and what was found.
 
-    Of the tensors that ranks keep, so many are replaced in place, and so many by a copy when a step ends; `copies` counts the shards
-    that several ranks hold. `named` is what a training names outside of the folder, which only the user can say is wanted. `kept` is what
-    the rows of a sound pipeline keep, of `microbatches` in all.
+    `state` counts the tensors that ranks keep. `named` is what a training names outside of the folder, which only the user can say is
+    wanted. `kept` is what the rows of a sound pipeline keep, of `microbatches` in all.
     """
 
     violations: list[Violation]
@@ -41,9 +40,7 @@ class Checked:
     nodes: int = 0
     transfers: int = 0
     collectives: int = 0
-    in_place: int = 0
-    copied: int = 0
-    copies: int = 0
+    state: StateCounts = field(default_factory=StateCounts)
     named: Sequence[Named] = ()
     kept: Sequence[RowsMemory] = ()
     microbatches: int = 0
@@ -167,9 +164,7 @@ def _checked(run: _Run) -> Checked:
         sum(len(model.graph.node) for model in subject.models.values()),
         len(manifest.transfers),
         len(manifest.collectives),
-        subject.counts.in_place,
-        subject.counts.copied,
-        subject.counts.copies,
+        subject.counts,
         named,
         [] if run.found else _rows_memory(subject),
         max((1 + task.microbatch for row in subject.rows.values() for task in row.tasks if task), default=0),

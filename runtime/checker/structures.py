@@ -131,7 +131,9 @@ def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
     for at, node in reversed([*enumerate(model.graph.node)]):
         if at in new or not numbers.isdisjoint(node.output):
             new.add(at)
-            numbers.update(name for name in reads(node) if _is_integer(ports.get(name)) or not _has_shape(ports[name]))
+            for name in reads(node):
+                if _is_integer(ports.get(name)) or not ports[name].type.tensor_type.HasField("shape"):
+                    numbers.add(name)
     kept = [node for at, node in enumerate(model.graph.node) if at in new]
     rest = ModelProto()
     rest.CopyFrom(model)
@@ -151,10 +153,6 @@ def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
 def _is_integer(port: ValueInfoProto | None) -> bool:
     """Whether a value is of integers, or may be."""
     return port is None or port.type.tensor_type.elem_type in (TensorProto.INT32, TensorProto.INT64)
-
-
-def _has_shape(port: ValueInfoProto) -> bool:
-    return bool(port.type.HasField("tensor_type") and port.type.tensor_type.HasField("shape"))
 
 
 def _unlike(model: ModelProto) -> list[NodeProto]:

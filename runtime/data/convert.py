@@ -61,7 +61,8 @@ class Conversion:
     def _hold(self, batch: Array) -> None:
         """UsageError where a whole number is none of the input's type."""
         assert self.dtype is not None
-        if (law := _range(self.dtype)) and not _wider(batch.dtype, law):
+        law, given = _range(self.dtype), np.iinfo(batch.dtype.name)
+        if law is not None and not (law[0] <= given.min and given.max <= law[1]):
             least, most = int(batch.min()), int(batch.max())
             if least < law[0] or most > law[1]:
                 raise UsageError(
@@ -159,11 +160,6 @@ def _range(dtype: Dtype) -> tuple[int, int] | None:
     if dtype.name.startswith("uint"):
         return 0, 2**dtype.bits - 1
     return (-(2 ** (dtype.bits - 1)), 2 ** (dtype.bits - 1) - 1) if dtype.name.startswith("int") else None
-
-
-def _wider(given: np.dtype[np.generic], law: tuple[int, int]) -> bool:
-    own = np.iinfo(given.name)
-    return law[0] <= own.min and own.max <= law[1]
 
 
 def _shape(port: Port, one: Field) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ from ..artifact.format import PREFILL, Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message
-from ..communication.transport import Transport, Vector
+from ..communication.transport import Agreements, Transport, Vector
 from ..devices.devices import Asked, devices_from
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
@@ -227,6 +227,16 @@ class Program:
     def maxima(self, numbers: Vector) -> Vector:
         """The element-wise maxima of all ranks' whole numbers; collective."""
         return self._transport.all_reduce_max(numbers)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._transport.size
+
+    @one_at_a_time(PROGRAM)
+    def agreements(self) -> Agreements:
+        """Agreements of all ranks beside those of steps; collective."""
+        return self._transport.agreements()
 
     @one_at_a_time(PROGRAM)
     def any_rank(self, flag: bool) -> bool:

@@ -15,7 +15,7 @@ from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, element
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from ..artifact.format import CACHE, CUDA, Shape
+from ..artifact.format import CUDA, Shape
 from ..artifact.manifest import Artifact, open_artifact
 from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
 from ..devices.devices import Devices
@@ -193,8 +193,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     check_results(file, shapes, promises)
     # of several sessions idle threads of one that spin would take the cores from the next
     several = sum(isinstance(step, Segment) for step in file.steps) > 1
-    grows = any(record.kind == CACHE for record in file.state)
-    settings = replace(settings, spinning=settings.spinning and not several, keeps=bool(file.state), grows=grows)
+    spinning, keeps = settings.spinning and not several, bool(file.state)
+    settings = replace(settings, spinning=spinning, keeps=keeps, grows=file.grows)
     used = used_targets(file.steps, settings.devices)
     refuse_missing(settings.devices, used, str(artifact.folder))
     targets = locations(file, settings.devices, state.targets if state is not None else None)

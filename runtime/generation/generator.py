@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..artifact.format import PREFILL
+from ..artifact.format import CACHE, PREFILL
+from ..artifact.tensors.boxes import slices
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import Whole
 from ..execution.program import Program, load
+from ..units import count
 from .draw import draw
 from .request import Answer, Request, refuse_unfit
 from .slots import NewToken, Slots, Step
@@ -30,7 +32,9 @@ from .slots import NewToken, Slots, Step
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from ..artifact.format import StateRecord
     from ..artifact.generation import GenerationRecord
+    from ..artifact.tensors.dtypes import Array
     from ..communication.transport import Transport, Vector
 
 
@@ -44,37 +48,58 @@ class Generator:
         self.program = program
         self.record: GenerationRecord = program.manifest.generation
         self._prefill = program.beside(PREFILL)
-        self._cut = {port.name for port in program.manifest.inputs if port.boxes is not None}
+        ports = (*program.manifest.inputs, *self._prefill.manifest.inputs)
+        self._cut = {port.name for port in ports if port.boxes is not None}
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         """The answers to all requests, in their order; collective: each rank gives the same ones. InputError for any that cannot be met."""
-        slots = self._slots(requests)
-        for _ in self._steps(slots):
-            pass
-        return slots.answers
+        answers = [Answer() for _ in requests]
+        for made in self.each(requests):
+            answers[made.request].tokens.append(made.token)
+            answers[made.request].finish = made.finish
+        return answers
 
     def each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
         """Every token as it is made, of all requests; otherwise as `run`. The ranks take all of them."""
-        return self._steps(self._slots(requests))
+        refuse_unfit(requests, self.record)
+        return self._each(requests)
 
     def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
         """The tokens behind a prompt, as they are made; the options are those of `Request`."""
         return (one.token for one in self.each([Request(prompt, **options)]))
 
-    def _slots(self, requests: Sequence[Request]) -> Slots:
-        refuse_unfit(requests, self.record)
-        return Slots(self.record, requests)
-
-    def _steps(self, slots: Slots) -> Iterator[NewToken]:
+    def _each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
+        slots = Slots(self.record)
+        for number, request in enumerate(requests):
+            slots.admit(number, request)
         while (step := slots.next()) is not None:
-            outputs = self._outputs(step)
-            chosen = np.array(outputs[self.record.next], np.int64)
-            if wrong := [int(one) for one in chosen if one >= self.record.vocabulary]:
-                raise RankError(
-                    f"the logits of {len(wrong)} sequences are not finite\n  help: look at the weights of the model"
-                )
-            self._draw(slots, outputs, chosen)
-            yield from slots.take(chosen.tolist())
+            made = self.make(slots, step)
+            if broken := sum(one.finish == "error" for one in made):
+                fact = f"the logits of {count(broken, 'sequence')} are not finite"
+                raise RankError(f"{fact}\n  help: look at the weights of the model")
+            yield from made
+
+    def make(self, slots: Slots, step: Step) -> list[NewToken]:
+        """Runs a step of these slots, and gives the tokens that it makes; collective."""
+        outputs = self._outputs(step)
+        chosen = np.array(outputs[self.record.next], np.int64)
+        self._draw(slots, outputs, chosen)
+        found = chosen.tolist()
+        if broken := slots.slots_of(found, self.record.vocabulary):
+            self._clear(broken)
+        return [*slots.take(found)]
+
+    def _clear(self, broken: Sequence[int]) -> None:
+        """Makes the caches of slots zeros: of what is not finite also the masked entries would spoil the next sequence there."""
+
+        def write(record: StateRecord, array: Array) -> None:
+            first = slices(record.shard(program.rank), record.shape)[0]
+            for slot in broken:
+                if first.start <= slot < first.stop:
+                    array[slot - first.start] = 0
+
+        for program in [self.program] if isinstance(self.program, Program) else self.program.ranks:
+            program.state.fill(write, {one.tensor for one in program.state.records if one.kind == CACHE})
 
     def _draw(self, slots: Slots, outputs: dict[str, Any], chosen: Vector) -> None:
         """Draws those tokens that are not the likeliest: rank 0 does, and tells the others."""
@@ -83,7 +108,8 @@ class Generator:
             return
         if (logits := outputs.get(self.record.logits)) is not None:
             for row, (request, number) in drawing.items():
-                chosen[row] = draw(np.asarray(logits)[row], request, number)
+                if chosen[row] < self.record.vocabulary:
+                    chosen[row] = draw(np.asarray(logits)[row], request, number)
         elif isinstance(self.program, Program):
             chosen[[*drawing]] = -1
         if isinstance(self.program, Program):

@@ -9,8 +9,9 @@ from typing import Literal, TypeAlias
 from ..artifact.generation import GenerationRecord
 from ..errors import InputError
 
-Finish: TypeAlias = Literal["", "stop", "length"]
-"""Why a sequence ended: a token behind which it stops, or the most tokens that were asked for; empty where it goes on."""
+Finish: TypeAlias = Literal["", "stop", "length", "error"]
+"""Why a sequence ended: a token behind which it stops, the most tokens that were asked for, or logits that are not finite; empty where it
+goes on."""
 _SEED = 1 << 64
 
 
@@ -42,12 +43,13 @@ class Answer:
 
 def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
     """InputError with everything that is wrong with any of the requests."""
-    problems = [f"request {number}: {fact}" for number, one in enumerate(requests) for fact in _wrong(one, record)]
+    problems = [f"request {number}: {fact}" for number, one in enumerate(requests) for fact in faults_of(one, record)]
     if problems:
         raise InputError("\n".join(problems))
 
 
-def _wrong(one: Request, record: GenerationRecord) -> Iterator[str]:
+def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
+    """What is wrong with a request, a text each."""
     size = len(one.prompt)
     if not size:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"

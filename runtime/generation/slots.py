@@ -6,24 +6,33 @@ are read one after the other, in the order of their requests; where slots lie in
 
 A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
 slot's next step writes it again.
+
+Requests join and are cancelled between steps; each has a number, by which its tokens are known:
+
+    slots.admit(7, Request([1, 306]))       # it waits for a slot
+    while (step := slots.next()) is not None:
+        for token in slots.take(chosen_by(step)): ...
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array
 
 from ..artifact.generation import GenerationRecord
-from .request import Answer, Finish, Request
+from .request import Finish, Request
 
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token of a request, by the request's number, and whether it ends its sequence."""
+    """A token of a request, by the request's number, and whether it ends its sequence.
+
+    Where its logits are not finite there is no token: `finish` is "error", and `token` the number behind the last of the vocabulary.
+    """
 
     request: int
     token: int
@@ -36,7 +45,7 @@ class _Sequence:
 
     number: int
     request: Request
-    answer: Answer
+    tokens: list[int] = field(default_factory=list)
     position: int = 0
 
     @property
@@ -59,24 +68,41 @@ class Step:
 
 
 class Slots:
-    """The sequences of an artifact's slots, and the requests that wait for one."""
+    """The sequences of an artifact's slots, and the requests that wait for one, in the order in which they came."""
 
-    def __init__(self, record: GenerationRecord, requests: Sequence[Request]) -> None:
+    def __init__(self, record: GenerationRecord) -> None:
         self.record = record
-        self.answers = [Answer() for _ in requests]
-        self._waiting = deque(enumerate(requests))
+        self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence | None] = [None] * record.slots
         self._stop = frozenset(record.stop)
         self._taking: dict[int, tuple[int, int]] = {}
         """By row that has a part in the step under way its slot, and the number of its tokens there."""
         self._last_was_chunk = False
 
+    @property
+    def used(self) -> int:
+        """How many slots have a sequence."""
+        return sum(one is not None for one in self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
+
+    def admit(self, number: int, request: Request) -> None:
+        """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
+        self._waiting.append(_Sequence(number, request))
+
+    def cancel(self, number: int) -> None:
+        """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
+        self._waiting = deque(one for one in self._waiting if one.number != number)
+        self._running = [None if one is None or one.number == number else one for one in self._running]
+
     def next(self) -> Step | None:
-        """The next step; None where every request is answered."""
+        """The next step; None where no request is left."""
         for slot, running in enumerate(self._running):
             if running is None and self._waiting:
-                number, request = self._waiting.popleft()
-                self._running[slot] = _Sequence(number, request, self.answers[number])
+                self._running[slot] = self._waiting.popleft()
         there = {slot: one for slot, one in enumerate(self._running) if one is not None}
         if not there:
             return None
@@ -91,17 +117,24 @@ class Slots:
             one = self._running[slot]
             assert one is not None
             one.position += count
-            if one.left:
-                continue
             token = int(chosen[row])
-            one.answer.tokens.append(token)
-            if token in self._stop or token in one.request.stop:
-                one.answer.finish = "stop"
-            elif len(one.answer.tokens) == one.request.max_tokens:
-                one.answer.finish = "length"
-            if one.answer.finish:
+            if one.left and token < self.record.vocabulary:
+                continue
+            finish: Finish = ""
+            one.tokens.append(token)
+            if token >= self.record.vocabulary:
+                finish = "error"
+            elif token in self._stop or token in one.request.stop:
+                finish = "stop"
+            elif len(one.tokens) == one.request.max_tokens:
+                finish = "length"
+            if finish:
                 self._running[slot] = None
-            yield NewToken(one.number, token, one.answer.finish)
+            yield NewToken(one.number, token, finish)
+
+    def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
+        """The slots with a part in the step under way of which a number of at least `least` is chosen."""
+        return [slot for row, (slot, _) in self._taking.items() if chosen[row] >= least]
 
     def drawing(self) -> Mapping[int, tuple[Request, int]]:
         """By row whose next token is drawn behind the step under way its request, and the number of that token."""
@@ -109,7 +142,7 @@ class Slots:
         for row, (slot, count) in self._taking.items():
             one = self._running[slot]
             if one is not None and one.request.temperature and count >= one.left:
-                found[row] = one.request, len(one.answer.tokens)
+                found[row] = one.request, len(one.tokens)
         return found
 
     def _prefill(self, reading: Mapping[int, _Sequence]) -> Step:
@@ -133,7 +166,7 @@ class Slots:
         """A token of each sequence that is made."""
         tokens, count = np.zeros((self.record.slots, 1), np.int64), np.zeros(self.record.slots, np.int64)
         for slot, one in making.items():
-            tokens[slot], count[slot] = one.answer.tokens[-1], 1
+            tokens[slot], count[slot] = one.tokens[-1], 1
         self._taking = {slot: (slot, 1) for slot in making}
         return Step(tokens, count, self._positions())
 

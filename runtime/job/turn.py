@@ -20,6 +20,7 @@ a call has it for as long as its frame is on its thread's stack, and giving it b
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -40,6 +41,7 @@ TRAINER, PROGRAM = 1, 2
 """Levels: a call of a trainer makes calls of programs, no call makes one of its own level."""
 _LOOK = 0.05
 """Seconds after which who waits looks again: a call may have gone without a word."""
+_looking = threading.Lock()
 _users_code = threading.local()
 
 
@@ -61,10 +63,26 @@ class _Call:
 
     def goes_on(self) -> bool:
         """Whether its frame is on its thread's stack."""
-        frame = sys._current_frames().get(self.thread)
+        frame = sys._getframe() if self.thread == threading.get_ident() else _stack_of(self.thread)
         while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is not None
+
+
+def _stack_of(thread: int) -> FrameType | None:
+    """The innermost frame of another thread; None where it has ended.
+
+    Meanwhile cycles stay: a collection inside of `sys._current_frames` may let another thread run while the interpreter's list of
+    threads is locked, and both wait for ever (CPython's gh-106883, in 3.11.9, 3.12.3 and before).
+    """
+    with _looking:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
 
 
 class _Owner:

@@ -18,7 +18,7 @@ from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense
 
-from ..artifact.format import EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
+from ..artifact.format import CACHE, EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
 from .segmentation import segmented
@@ -66,6 +66,11 @@ class RankFile:
         """The model's outputs that are delivered to the rank; what takes the place of what it keeps is none of them."""
         following = {record.next for record in self.state if record.next}
         return [value.name for value in self.model.graph.output if value.name not in following]
+
+    @property
+    def grows(self) -> bool:
+        """Whether what sessions read of what the rank keeps grows from step to step, as a decoder's caches."""
+        return any(record.kind == CACHE for record in self.state)
 
     @cached_property
     def calls(self) -> list[CollectiveCall]:
@@ -182,8 +187,9 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     for step in steps:
         if isinstance(step, StartCollective | LookUp):
             tag = step.call.tag
-            record = records.get(tag)
-            if record is None or not step.ranks or not _same(step, record):
+            call, record = step.call, records.get(tag)
+            listed = record is not None and step.ranks and (record.op, record.group) == (call.op, call.group)
+            if record is None or not listed or (call.result is not None and call.value != record.value):
                 problems.append(f"{where}: the manifest lists no collective {tag} on rank {rank} for the {step}")
             elif tag in used:
                 problems.append(f"{where}: collective {tag} stands twice in the file: {step}")
@@ -199,11 +205,6 @@ def collectives_of(steps: Sequence[Step], manifest: Manifest, rank: int, where: 
     if problems:
         raise ArtifactError("\n".join([*problems, _CHANGED]))
     return {tag: records[tag] for tag in used}
-
-
-def _same(step: StartCollective | LookUp, record: Collective) -> bool:
-    call = step.call
-    return (record.op, record.group) == (call.op, call.group) and (call.result is None or call.value == record.value)
 
 
 def check_ports(file: RankFile) -> None:

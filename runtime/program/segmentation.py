@@ -80,8 +80,9 @@ class _Segmenter:
 
     def wait(self, names: Iterable[str]) -> None:
         waited = [name for name in dict.fromkeys(names) if name in self.pending]
-        if waited:
-            self.close()
+        if not waited:
+            return
+        self.close()
         found = dict.fromkeys(self.pending[name] for name in waited)
         self.steps.extend(found)
         for name in [name for name, step in self.pending.items() if step in found]:

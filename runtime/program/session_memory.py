@@ -2,7 +2,8 @@
 
 Nodes run in the order of the file, each with the memory of what it makes and of what its kernel needs besides; what may be written over an
 operand is (`artifact/liveness.py`). Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for
-where no free chunk is large enough, and keeps what it has: values of odd sizes leave chunks that no other fits.
+where no free chunk is large enough, and keeps what it has: values of odd sizes leave chunks that no other fits. Sessions of a decoder have
+an arena each.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _IN_PLACE = "Relu"
 _SCRATCH = "\n"
 """Begins a name that no value of a file has."""
 _ALIGNED = 256
+_FIRST_BLOCK = 1 << 20
 _LARGEST_REST = 128 << 20
 """The bytes by which chunks of the arena are measured, and of what is left of one that is not kept with it."""
 
@@ -85,15 +87,23 @@ class _Chunk:
 
 
 @dataclass
+class _Block:
+    """What was asked for at once, and how much of it, from its begin, has been used."""
+
+    chunks: list[_Chunk]
+    used: int = 0
+
+
+@dataclass
 class SharedArena:
     """onnxruntime's arena as all sessions of a process share it: a list of chunks for each block that it has asked for."""
 
-    blocks: list[list[_Chunk]] = field(default_factory=list)
+    blocks: list[_Block] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
-        """What it has asked for."""
-        return sum(chunk.size for block in self.blocks for chunk in block)
+        """What it has used of all blocks."""
+        return sum(block.used for block in self.blocks)
 
     def run(self, session: Sequence[Span[str, int]]) -> None:
         """Takes and gives back what a session needs."""
@@ -110,35 +120,60 @@ class SharedArena:
         for _, chunk in held:
             self._give_back(chunk)
 
+    def grow(self, size: int) -> None:
+        """Asks for a block in which there is room for so many bytes: for no more."""
+        self.blocks.append(_Block([_Chunk(size, free=True)]))
+
     def _take(self, bytes: int) -> _Chunk:
-        """The smallest free chunk that is large enough, cut where twice as large; else a new block."""
+        """The smallest free chunk that is large enough, cut where twice as large; else one of a new block."""
         size = -(-bytes // _ALIGNED) * _ALIGNED
+        if (place := self._fitting(size)) is None:
+            self.grow(size)
+            place = self._fitting(size)
+        assert place is not None
+        block, k = place
+        chunk = block.chunks[k]
+        if chunk.size >= 2 * size or chunk.size - size >= _LARGEST_REST:
+            block.chunks.insert(k + 1, _Chunk(chunk.size - size, free=True))
+            chunk.size = size
+        chunk.free = False
+        block.used = max(block.used, sum(one.size for one in block.chunks[: k + 1]))
+        return chunk
+
+    def _fitting(self, size: int) -> tuple[_Block, int] | None:
+        """The block and the place of the smallest free chunk of at least this size."""
         fitting = [
             (chunk.size, block, k)
             for block in self.blocks
-            for k, chunk in enumerate(block)
+            for k, chunk in enumerate(block.chunks)
             if chunk.free and chunk.size >= size
         ]
-        if not fitting:
-            self.blocks.append([_Chunk(size)])
-            return self.blocks[-1][0]
-        _, block, k = min(fitting, key=lambda one: one[0])
-        chunk = block[k]
-        if chunk.size >= 2 * size or chunk.size - size >= _LARGEST_REST:
-            block.insert(k + 1, _Chunk(chunk.size - size, free=True))
-            chunk.size = size
-        chunk.free = False
-        return chunk
+        return min(fitting, key=lambda one: one[0])[1:] if fitting else None
 
     def _give_back(self, chunk: _Chunk) -> None:
         """Frees a chunk, and joins it with its free neighbours."""
         chunk.free = True
         for block in self.blocks:
-            if any(one is chunk for one in block):
+            if any(one is chunk for one in block.chunks):
                 joined: list[_Chunk] = []
-                for one in block:
+                for one in block.chunks:
                     if joined and joined[-1].free and one.free:
                         joined[-1].size += one.size
                     else:
                         joined.append(one)
-                block[:] = joined
+                block.chunks[:] = joined
+
+
+class OwnArena(SharedArena):
+    """The arena of one session whose values grow from step to step: its blocks are of 1 MiB, 2 MiB, 4 MiB, and so on.
+
+    Of the last block counts what a step uses, of those before it all, since smaller steps may have used them to their ends.
+    """
+
+    def grow(self, size: int) -> None:
+        """Asks for blocks, each twice the one before, until there is room for so many bytes."""
+        for block in self.blocks:
+            block.used = sum(one.size for one in block.chunks)
+        while (next := _FIRST_BLOCK << len(self.blocks)) < size:
+            self.blocks.append(_Block([_Chunk(next, free=True)], next))
+        self.blocks.append(_Block([_Chunk(next, free=True)]))

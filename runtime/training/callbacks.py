@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..user_code import user_code
-from .loop import Listener, Metrics, Progress
+from .progress import Listener, Metrics, Progress
 
 EVENTS = ("on_step", "on_evaluate", "on_save")
 

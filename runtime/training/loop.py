@@ -1,70 +1,29 @@
 """The loop around the steps: batches in, losses out, evaluation and checkpoints in between, all decided by the number of the step.
 
-Every rank runs the same loop; its events go to a `Listener`, on rank 0 only.
+Every rank runs the same loop; its events go to a `Listener`, on rank 0 only. Training ends with its last step or epoch, after a step in
+which some rank had a reason to stop, and with an evaluation that `early_stop` waits for no longer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal
 
-from partc.runtime.artifact.training.metric_formula import Totals
-from partc.runtime.artifact.training.train_settings import LoopSettings
+from partc.runtime.artifact.training.train_settings import CheckpointSettings, LoopSettings
 from pydantic import JsonValue
 
 from ..data import Loader, Position
 from ..errors import InputError, UsageError
 from .best import EARLY_STOP, Judged
 from .finite import STOP, WARN, is_finite
+from .progress import Listener, Meter, Metrics
 from .report import Report
 from .stopping import MAX_TIME
 from .trainer import Trainer
-
-Metrics: TypeAlias = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a training is: steps taken and to take, the epoch, means since the last time, and records a second.
-
-    `total` and `remaining` are None where epochs of unknown length are counted.
-    """
-
-    step: int
-    total: int | None
-    epoch: float
-    metrics: Metrics
-    rate: float
-    speed: float
-    remaining: float | None
-    records: int | None = None
-    """The records of the epoch so far, where it is not known how many it has; then `epoch` counts whole ones."""
-    more: Metrics = field(default_factory=dict)
-    """The further numbers that the plan's `report` asks for, but for the gradient's norm, which is among the metrics."""
-
-
-class Listener(Protocol):
-    """Receives the progress of a training, on rank 0."""
-
-    def stepped(self, progress: Progress) -> None:
-        """Some steps are done."""
-        ...
-
-    def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
-        """The loss of a step, or a gradient, is not finite; a skipped step has changed nothing."""
-        ...
-
-    def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
-        """The model was evaluated."""
-        ...
-
-    def saved(self, step: int, path: Path) -> None:
-        """A checkpoint was written."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,109 +52,135 @@ def run(
     All ranks stop after the same step, evaluate where that is due, and save. `resumed` is what `resume` returned.
     """
     start = time.perf_counter() if began is None else began
-    if loader.batches == 0:
-        raise UsageError(
-            f"there are {loader.records} records, fewer than a batch of {loader.batch}\n  help: choose a smaller batch"
-        )
-    total = settings.total_steps(loader.batches)
-    epochs = (settings.epochs or 1) if total is None else None
-    totals = Totals(trainer.record.formulas, trainer.record.denominators, trainer.record.sums)
-    last: Metrics = {}
-    kept = settings.checkpoint
+    steps = _Steps(trainer, loader, settings)
     judged = Judged(settings, trainer.record.loss, resumed or {})
     if trainer.program.any_rank(judged.is_over):
-        return Ended(last, EARLY_STOP)
-    saving: tuple[int, Path] | None = None
-    report = Report(trainer, settings.report) if settings.report else None
-    begun, records, skipped = time.perf_counter(), 0, trainer.skipped
-    final = False
-    while not final and (loader.position().epoch < epochs if epochs is not None else trainer.step < (total or 0)):
-        position, batch = loader.position(), next(loader)
-        now, size = loader.position(), loader.size
-        ended = now.epoch != position.epoch
-        final = trainer.step + 1 == total if epochs is None else now.epoch >= epochs
-        evaluating = test is not None and _due(settings.evaluate, trainer.step + 1, ended, final)
-        may_end = final or (evaluating and settings.early_stop is not None)
-        following = None if may_end else loader.peek()
+        return Ended({}, EARLY_STOP)
+    meter = Meter(trainer, loader.batch, Report(trainer, settings.report) if settings.report else None)
+    saves, kept = _Saves(trainer, loader, judged, listener), settings.checkpoint
+    averages = trainer.averages if settings.ema is not None and settings.ema.evaluate else None
+    last, is_last, over = dict[str, float](), False, False
+    for step in steps:
+        evaluates = test is not None and step.is_due(settings.evaluate)
+        may_end = step.is_last or (evaluates and settings.early_stop is not None)
+        following, skipped = None if may_end else loader.peek(), trainer.skipped
         late = trainer.rank == 0 and settings.max_time is not None and time.perf_counter() - start > settings.max_time
         trainer.ask_to_stop(received() or (MAX_TIME if late else 0))
-        outputs = _step(trainer, batch, following, position)
+
+        outputs = step.take(trainer, following)
+
         finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
-        if finite or trainer.on_nonfinite == WARN:
-            totals.add(outputs, size)
-        stops = not finite and trainer.on_nonfinite == STOP
-        if not finite and listener and not stops:
+        refused = not finite and trainer.on_nonfinite == STOP  # `check_last_loss` raises it
+        if not finite and listener and not refused:
             listener.not_finite(trainer.step, trainer.numbers(outputs), trainer.skipped > skipped)
-        skipped = trainer.skipped
-        records += loader.batch
-        if report is not None:
-            report.step()
-        step = trainer.step
-        if saving is not None and not trainer.is_saving:
-            _saved(saving, listener)
-            saving = None
-        at = now.epoch + (now.batch / loader.batches if loader.batches else 0)
-        if _due(settings.log, step, ended, final):
-            passed = time.perf_counter() - begun
-            last = totals.take()
-            progress = Progress(
-                step,
-                total,
-                at,
-                last,
-                trainer.last_rate,
-                records / passed,
-                None if total is None else (total - step) * loader.batch * passed / records,
-                now.batch * loader.batch if loader.batches is None else None,
-                {} if report is None else report.numbers(passed),
-            )
-            if listener and not stops:
+        meter.count(outputs if finite or trainer.on_nonfinite == WARN else {}, step.records)
+        saves.tell()
+        if step.is_due(settings.log):
+            progress = meter.take(steps.total, step.epoch, step.records_of_epoch)
+            last = dict(progress.metrics)
+            if listener and not refused:
                 listener.stepped(progress)
-            begun, records = time.perf_counter(), 0
-        better = over = False
-        if evaluating and test is not None:
-            averaged = trainer.averages if settings.ema is not None and settings.ema.evaluate else None
-            with averaged.in_place() if averaged is not None else nullcontext():
+        better = False
+        if evaluates and test is not None:
+            with averages.in_place() if averages is not None else nullcontext():
                 last = trainer.evaluate(test())
             if listener:
-                listener.evaluated(step, at, last)
+                listener.evaluated(trainer.step, step.epoch, last)
             better, over = judged.judge(trainer, last)
-        if kept is not None and (trainer.stopping or better or over or _due(kept.every, step, ended, final)):
-            meta = {**loader.saved(trainer.program.all_gather_text), **judged.meta()}
-            trainer.finish_saving()
-            _saved(saving, listener)
-            saving = step, trainer.save(Path(kept.folder), meta, kept.keep.last, judged.best_step, kept.background)
-            if not trainer.is_saving:
-                _saved(saving, listener)
-                saving = None
-            begun, records = time.perf_counter(), 0
-        if evaluating:
-            begun, records = time.perf_counter(), 0
+            meter.restart()
+        if kept is not None and (trainer.stopping or better or over or step.is_due(kept.every)):
+            saves.save(kept)
+            meter.restart()
+        is_last = step.is_last
         if trainer.stopping or over:
             break
-    trainer.finish_saving()
-    _saved(saving, listener)
+    saves.finish()
     trainer.check_last_loss()
-    reason = trainer.stopping or (EARLY_STOP if over else 0)
-    return Ended(last, 0 if final else reason)
+    return Ended(last, 0 if is_last else trainer.stopping or (EARLY_STOP if over else 0))
 
 
-def _saved(saving: tuple[int, Path] | None, listener: Listener | None) -> None:
-    """Reports the checkpoint of a step, which is whole."""
-    if saving is not None and listener:
-        listener.saved(*saving)
+@dataclass(frozen=True)
+class _Step:
+    """A step that is to be taken: its batch of so many records of all ranks, where in the data that is, and what it ends."""
+
+    number: int
+    batch: Mapping[str, Any]
+    records: int
+    place: Position
+    epoch: float
+    """The epochs that are over with it, the last one in part."""
+    records_of_epoch: int | None
+    """The records of the epoch so far, where it is not known how many it has."""
+    ends_epoch: bool
+    is_last: bool
+
+    def is_due(self, every: int | Literal["epoch"]) -> bool:
+        """Whether what has the interval `every` is due after the step; after the last one all is."""
+        return self.is_last or (self.ends_epoch if every == "epoch" else self.number % every == 0)
+
+    def take(self, trainer: Trainer, following: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """The outputs of the step; the error of a refused batch names its place in the data."""
+        try:
+            return trainer.advance(self.batch, following)
+        except InputError as error:
+            where = f"step {self.number}, batch {self.place.batch} of epoch {self.place.epoch}"
+            raise InputError(f"{where}: {error}") from None
 
 
-def _step(
-    trainer: Trainer, batch: Mapping[str, Any], following: Mapping[str, Any] | None, position: Position
-) -> Mapping[str, Any]:
-    """The outputs of a step; the error of a refused batch names its place in the data."""
-    try:
-        return trainer.advance(batch, following)
-    except InputError as error:
-        raise InputError(
-            f"step {trainer.step + 1}, batch {position.batch} of epoch {position.epoch}: {error}"
-        ) from None
+class _Steps:
+    """The steps of a training from where it is, to the last of `total`, or of the last epoch where these have no known length."""
+
+    def __init__(self, trainer: Trainer, loader: Loader, settings: LoopSettings) -> None:
+        if loader.batches == 0:
+            fact = f"there are {loader.records} records, fewer than a batch of {loader.batch}"
+            raise UsageError(f"{fact}\n  help: choose a smaller batch")
+        self._trainer, self._loader = trainer, loader
+        self.total = settings.total_steps(loader.batches)
+        self._epochs = settings.epochs or 1
+
+    def __iter__(self) -> Iterator[_Step]:
+        loader, is_last = self._loader, self._is_over(self._trainer.step, self._loader.position())
+        while not is_last:
+            place, batch, number = loader.position(), next(loader), self._trainer.step + 1
+            now = loader.position()
+            is_last = self._is_over(number, now)
+            part = now.batch / loader.batches if loader.batches else 0
+            counted = now.batch * loader.batch if loader.batches is None else None
+            ends_epoch = now.epoch != place.epoch
+            yield _Step(number, batch, loader.size, place, now.epoch + part, counted, ends_epoch, is_last)
+
+    def _is_over(self, step: int, place: Position) -> bool:
+        """Whether all steps are taken after this one, at this place in the data."""
+        return place.epoch >= self._epochs if self.total is None else step >= self.total
+
+
+class _Saves:
+    """The checkpoints that a training writes; the listener is told of each once it is whole."""
+
+    def __init__(self, trainer: Trainer, loader: Loader, judged: Judged, listener: Listener | None) -> None:
+        self._trainer, self._loader, self._judged, self._listener = trainer, loader, judged, listener
+        self._untold: tuple[int, Path] | None = None
+
+    def save(self, kept: CheckpointSettings) -> None:
+        """Writes a checkpoint, or begins to, where the plan has it done in the background; collective."""
+        meta = {**self._loader.saved(self._trainer.program.all_gather_text), **self._judged.meta()}
+        self.finish()
+        best = self._judged.best_step
+        path = self._trainer.save(Path(kept.folder), meta, kept.keep.last, best, kept.background)
+        self._untold = self._trainer.step, path
+        self.tell()
+
+    def tell(self) -> None:
+        """Tells the listener of the last checkpoint, if it is whole by now."""
+        if self._untold is not None and not self._trainer.is_saving:
+            if self._listener:
+                self._listener.saved(*self._untold)
+            self._untold = None
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is whole; collective."""
+        self._trainer.finish_saving()
+        self.tell()
 
 
 def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> tuple[Mapping[str, JsonValue], str]:
@@ -205,8 +190,3 @@ def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> tu
     """
     meta = trainer.load(path, option)
     return meta, loader.restore(meta, trainer.step)
-
-
-def _due(every: int | Literal["epoch"], step: int, ended: bool, final: bool) -> bool:
-    """Whether an action with the interval `every` is due after a step; after the last step it always is."""
-    return final or (ended if every == "epoch" else step % every == 0)

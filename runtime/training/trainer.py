@@ -233,7 +233,7 @@ class Trainer:
         if self._evaluation is None:
             raise UsageError("the artifact has no evaluation\n  help: compile again")
         self._check_last_loss()
-        totals = Totals(self.record.formulas, self.record.denominators, self.record.sums, adding=True)
+        totals = Totals(self.record, adding=True)
         with self.turn.lent("the batches of an evaluation"):
             source = with_next(batches)
         for number, ((batch, size), following) in enumerate(self._lent(source)):

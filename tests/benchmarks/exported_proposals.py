@@ -29,7 +29,8 @@ def proposed_and_compared(
     """What is sent in a step by op, the stages' shares of the cost, and the largest error."""
     from partc.compiler import compile_model
     from partc.compiler.frontend import load
-    from partc.compiler.proposal.propose import Degrees, propose
+    from partc.compiler.proposal.degrees import Degrees
+    from partc.compiler.proposal.propose import propose
     from partc.runtime import load_local
 
     with contextlib.redirect_stderr(io.StringIO()):

@@ -39,8 +39,9 @@ from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.pipeline import analyse
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.propose import propose
 from partc.compiler.rewrite.generation import caches
 from partc.runtime import Generator, Request, load_local_generator
 

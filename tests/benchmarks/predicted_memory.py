@@ -1,4 +1,4 @@
-"""The memory that `partc inspect` predicts of each rank against what each rank takes, for six samples over MPI.
+"""The memory that `partc inspect` predicts of each rank against what each rank takes, for seven samples over MPI.
 
     python tests/benchmarks/predicted_memory.py [SAMPLE...]
 
@@ -42,7 +42,7 @@ class Sample:
     plan: str
     sizes: dict[str, int]
     data: Callable[[Path], list[str]]
-    trains: bool = True
+    command: str = "train"
 
 
 def _digits(folder: Path) -> list[str]:
@@ -69,6 +69,15 @@ def _ids(folder: Path) -> list[str]:
     return ["--input", str(folder / "d.npz")]
 
 
+def _prompts(folder: Path) -> list[str]:
+    """Two rounds of the four slots, whose sequences grow to the most tokens that a plan gives them."""
+    prompts = (
+        {"ids": [*range(1, 1 + length)], "max_tokens": 128 - length} for length in (3, 20, 50, 7, 100, 64, 120, 1)
+    )
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in prompts))
+    return ["--prompts", str(folder / "prompts.jsonl")]
+
+
 def _images(folder: Path) -> list[str]:
     np.savez(folder / "d.npz", x=np.random.default_rng(7).random((8, 3, 224, 224), np.float32))
     return ["--input", str(folder / "d.npz")]
@@ -77,11 +86,12 @@ def _images(folder: Path) -> list[str]:
 TOKENS = {"batch": 16, "seq": 128}
 CASES = {
     "lenet": Sample("lenet/model.py", "lenet/train.yaml", {"batch": 1000}, _digits),
-    "gpt": Sample("gpt/model.py", "gpt/plan.yaml", TOKENS, _ids, trains=False),
+    "gpt": Sample("gpt/model.py", "gpt/plan.yaml", TOKENS, _ids, command="run"),
     "gpt-train": Sample("gpt/model.py", "gpt/train.yaml", TOKENS, _tokens),
     "gpt-stages": Sample("gpt/model.py", "gpt/train_pipeline.yaml", TOKENS, _tokens),
+    "gpt-generate": Sample("gpt/decoder.py", "gpt/generate.yaml", {"seq": 16}, _prompts, command="generate"),
     "wide-deep": Sample("wide_deep/model.py", "wide_deep/train.yaml", {"batch": 4096}, _clicks),
-    "resnet": Sample("resnet/make_model.py", "resnet/plan.yaml", {"batch": 8}, _images, trains=False),
+    "resnet": Sample("resnet/make_model.py", "resnet/plan.yaml", {"batch": 8}, _images, command="run"),
 }
 
 
@@ -124,11 +134,12 @@ def measured_of(sample: Sample, folder: Path, steps: int) -> list[tuple[dict[str
     path = os.pathsep.join([str(folder), str(HERE)])
     environment = {"PYTHONPATH": path, "MEASURED": str(out)}
     data = sample.data(folder)
-    if sample.trains:
-        words = ["train", str(build), "--plan", str(plan), "--steps", str(steps), *data]
-    else:
-        words = ["run", str(build), "--repeat", str(steps), "-o", str(folder / "outputs.npz"), *data]
-    partc(*words, environment=environment)
+    words = {
+        "train": ["--plan", str(plan), "--steps", str(steps)],
+        "run": ["--repeat", str(steps), "-o", str(folder / "outputs.npz")],
+        "generate": [],
+    }
+    partc(sample.command, str(build), *words[sample.command], *data, environment=environment)
     rows = []
     for one in found["memory"]:
         (target,) = one["targets"]

@@ -71,16 +71,16 @@ def test_a_sound_training_artifact_has_no_violation(sound: Path) -> None:
     checked = check(sound)
     assert checked.violations == []
     # three parameters with a slot each, on two ranks
-    assert (checked.in_place, checked.copied, checked.copies) == (12, 0, 6)
+    assert (checked.state.in_place, checked.state.copied, checked.state.copies) == (12, 0, 6)
 
 
 def test_what_is_not_updated_in_place_is_told(tmp_path: Path) -> None:
     checked = check(compiled(tmp_path / "statistics", NORMALIZED, "ranks: 1\n"))
     assert checked.violations == []
-    assert (checked.in_place, checked.copied, checked.copies) == (4, 2, 0)
+    assert (checked.state.in_place, checked.state.copied, checked.state.copies) == (4, 2, 0)
     checked = check(compiled(tmp_path / "lamb", PERCEPTRON, DATA_PARALLEL, LAMB))
     assert checked.violations == []
-    assert (checked.in_place, checked.copied, checked.copies) == (18, 0, 9)
+    assert (checked.state.in_place, checked.state.copied, checked.state.copies) == (18, 0, 9)
 
 
 def body_of(model: ModelProto) -> Any:

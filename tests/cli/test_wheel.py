@@ -43,6 +43,8 @@ def test_the_wheel_has_all_modules_and_marks_their_types(installed: Path) -> Non
         str(path.relative_to(ROOT)) for name in ("compiler", "runtime", "cli") for path in (ROOT / name).rglob("*.py")
     }
     assert have == want
+    page = [path.relative_to(ROOT) for path in (ROOT / "cli/report").rglob("*.*") if path.suffix not in (".py", ".pyc")]
+    assert [str(path) for path in page if not (installed / "partc" / path).is_file()] == []
     assert (installed / "partc/compiler/py.typed").is_file()
     assert (installed / "partc/runtime/py.typed").is_file()
 

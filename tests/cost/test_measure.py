@@ -8,6 +8,7 @@ import pytest
 from partc.cli.main import invoke
 from partc.cli.simulation.step import simulated
 from partc.compiler.cost.machine_file import machine_text, read_machine
+from partc.compiler.cost.play import Compute
 from partc.compiler.ops.registry import entries
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact
@@ -32,7 +33,12 @@ def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureF
     artifact, shown = open_artifact(tmp_path / "build"), {"batch": 2, "seq": 16}
     by_segments = simulated(artifact, machine, shown).played
     assert len(machine.segments) >= 3
-    named = {action.what for one in by_segments.classes for action in one.actions if action.modules}
+    named = {
+        action.what
+        for one in by_segments.classes
+        for action in one.actions
+        if isinstance(action, Compute) and action.modules
+    }
     assert named
     assert by_segments.seconds > sum(machine.segments.values()) / 4
     other = simulated(artifact, machine, {"batch": 2, "seq": 24}).played

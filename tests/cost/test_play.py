@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import pytest
-from partc.compiler.cost.play import Action, Class, Kind, Played, play
+from partc.compiler.cost.play import Action, Begin, Class, Communicate, Compute, Finish, Played, Receive, Send, play
 
 
 def compute(seconds: float, path: str = "") -> Action:
-    return Action(Kind.COMPUTE, f"compute {path}", path, seconds=seconds)
+    return Compute(f"compute {path}", path, seconds=seconds)
 
 
 def send(tag: int, travel: float) -> Action:
-    return Action(Kind.SEND, f"send {tag}", tag=tag, op="Send", travel=travel)
+    return Send(f"send {tag}", tag=tag, travel=travel, peer=1)
 
 
 def receive(tag: int) -> Action:
-    return Action(Kind.RECEIVE, f"receive {tag}", tag=tag, op="Recv")
+    return Receive(f"receive {tag}", tag=tag, peer=0)
 
 
 def begin(tag: int, travel: float) -> Action:
-    return Action(Kind.BEGIN, f"begin {tag}", tag=tag, op="AllReduce", group="g", travel=travel)
+    return Begin(f"begin {tag}", tag=tag, op="AllReduce", group="g", travel=travel)
 
 
 def finish(tag: int, seconds: float = 0.0) -> Action:
-    return Action(Kind.FINISH, f"finish {tag}", tag=tag, op="AllReduce", group="g", seconds=seconds)
+    return Finish(f"finish {tag}", tag=tag, op="AllReduce", group="g", seconds=seconds)
 
 
 def played(*rows: list[Action], cores: int = 0, ranks: int = 1) -> Played:
     """Each row is a class of so many ranks; every message and collective is of all classes."""
     every = tuple(range(len(rows)))
-    tags = {one.tag: every for row in rows for one in row if one.tag >= 0}
+    tags = {one.tag: every for row in rows for one in row if isinstance(one, Communicate)}
     classes = [Class(tuple(range(k * ranks, (k + 1) * ranks)), row, tags) for k, row in enumerate(rows)]
     return play(classes, cores)
 

@@ -9,7 +9,8 @@ from machines import curve
 from onnx import TensorProto, helper
 from partc.cli.main import invoke
 from partc.compiler.cost.machine import Link, Machine, Processor
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.propose import propose
 from proposal_case import Graph, source
 
 WEIGHED = re.compile(r"(\d+) % of the (operations|time on m.yaml)")

@@ -311,8 +311,14 @@ class Raises(Dies):
         return X[index], LABEL[index]
 
 
-def test_workers_that_die_or_raise() -> None:
+def test_workers_that_die_or_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch_loader(Dies(), num_workers=2)
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    looks = _MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(
+        looks, "__defaults__", (0.2,)
+    )  # seconds after which torch looks whether workers live, by default 5
     text = fails(
         source,
         "data: a worker process of its DataLoader has ended: ",

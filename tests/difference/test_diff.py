@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from machines import machine
 from partc.cli.difference.compare import Change, alike
 from partc.cli.main import invoke
+from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -121,6 +123,24 @@ def test_a_limit_ends_with_1_beyond_it(
     before, after = reversed(lenets)
     assert invoke(["diff", str(before), str(after), "--fail-if", limit]) == bool(beyond)
     assert capsys.readouterr().err == (f"exceeded: {beyond}\n" if beyond else "")
+
+
+def test_the_time_of_a_step_is_that_of_simulate(
+    lenets: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "machine.yaml"
+    written.write_text(machine_text(machine()))
+    on = ["--set", "batch=64", "--machine", str(written)]
+    found = document(capsys, "diff", *lenets, *on)["programs"]["infer"]["measures"]["time"]
+    steps = [document(capsys, "simulate", one, *on)["seconds"] for one in lenets]
+    assert [found["before"], found["after"]] == [round(1e9 * one) for one in steps]
+    assert found["before"] != found["after"]
+    grown = 100 * (found["before"] / found["after"] - 1)
+    for limit, code in ((grown - 1, 1), (grown + 1, 0)):
+        assert invoke(["diff", *map(str, reversed(lenets)), *on, "--fail-if", f"time>{max(limit, 0):.3f}%"]) == code
+    assert "time of a step on the machine" in capsys.readouterr().out
+    assert invoke(["diff", *map(str, lenets), "--fail-if", "time>5%"]) == 2
+    assert "the time of a step is not known without a machine" in capsys.readouterr().err
 
 
 def test_programs_that_one_side_lacks_are_new(

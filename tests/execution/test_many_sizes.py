@@ -49,7 +49,7 @@ def sizes(of: int) -> list[tuple[int, int]]:
     """Sizes of batch and sequence, multiples of a number: growing, then at random."""
     chance = random.Random(5)
     growing = [(2 * of, of * n) for n in range(1, 14)]
-    return [*growing, *((of * chance.randint(1, 6), of * chance.randint(1, 12)) for _ in range(30))]
+    return [*growing, *((of * chance.randint(1, 6), of * chance.randint(1, 12)) for _ in range(20))]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,17 @@ def test_a_sound_plan_is_proven(ranks: Sequence[Program], monkeypatch: pytest.Mo
 
 
 def test_every_planted_overlap_is_found(ranks: Sequence[Program], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value on each other one that lives at the same time; but a sum in the place of the term that it adds to is none."""
+    """Each value on each other one that lives at the same time, of two targets every third pair; but a sum in the place of the term that
+    it adds to is none.
+    """
     monkeypatch.setenv(VARIABLE, "0")
     count = 0
     for rank in ranks:
         planned = Planned(rank, monkeypatch)
-        planned.plan()
+        every = 1 if planned.plan().lanes is None else 3
         sums = _sums(rank)
         for lives in planned.lives:
-            for one, other in permutations([life for life in lives if life.bytes], 2):
+            for one, other in islice(permutations([life for life in lives if life.bytes], 2), 0, None, every):
                 if one.born <= other.died and other.born <= one.died and (other.name, one.name) not in sums:
                     found = list(meetings(planned.plan((one.name, other.name))))
                     assert found, (one, other)

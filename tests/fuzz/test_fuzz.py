@@ -29,6 +29,7 @@ COMPARED = {
     "random_streams --cases 2 --seed 1": "2 cases: 2 ok",
     "random_lookups --cases 1 --seed 1": "1 cases, 0 wrong",
     "random_generation --cases 1 --seed 2": "1 cases: 1 equal, 0 refused, 0 wrong",
+    "random_requests --requests 40 --seed 1": r"40 requests: \d+ equal, \d+ left, \d+ refused",
     "random_precision 1 --seed 1": r"\{'equal': 1\}",
     "random_tables 1 --seed 1": "1 equal",
 }

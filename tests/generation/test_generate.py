@@ -131,8 +131,8 @@ def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled
         assert kinds.count("GroupQueryAttention") == 2 * (2 if layout.startswith(("tensor", "data")) else 1)
         assert not {"Attention", "TensorScatter"} & {*kinds}
     checked = check(folder)
-    assert (checked.violations, checked.copied) == ([], 0)
-    assert checked.in_place == 2 * kinds.count("GroupQueryAttention")
+    assert (checked.violations, checked.state.copied) == ([], 0)
+    assert checked.state.in_place == 2 * kinds.count("GroupQueryAttention")
     with load_local_generator(folder) as generator:
         found = [answer.tokens for answer in generator.run(requests())]
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
@@ -187,7 +187,7 @@ def test_caches_lie_where_they_are_written_and_are_appended_to_in_place(compiled
     held = sum(np.prod(record.local_shape(rank)) for record in caches for rank in record.ranks)
     assert held == 4 * 2 * HEADS * (64 + 8 - 1) * SIZE  # each rank its own, nothing twice
     checked = check(folder)
-    assert (checked.in_place, checked.copied) == (sum(len(record.ranks) for record in caches), 0)
+    assert (checked.state.in_place, checked.state.copied) == (sum(len(record.ranks) for record in caches), 0)
 
 
 def test_a_sequence_may_fill_its_slot_and_ends_where_it_is_to_stop(compiled: Compiled) -> None:

@@ -30,6 +30,14 @@ def record(slots: int, chunk: int, padded: bool = True, runs: int = 1) -> Genera
     )
 
 
+def admitted(record: GenerationRecord, requests: list[Request]) -> Slots:
+    """Slots for which all of these wait."""
+    slots = Slots(record)
+    for number, one in enumerate(requests):
+        slots.admit(number, one)
+    return slots
+
+
 def following(tokens: list[int]) -> int:
     """A decoder for tests: the next token follows from all before it."""
     return sum((k + 1) * token for k, token in enumerate(tokens)) % VOCABULARY
@@ -58,9 +66,10 @@ def test_every_request_gets_its_tokens_whoever_runs_beside_it(
     requests: list[Request], runs: int, size: int, chunk: int, padded: bool
 ) -> None:
     slots = runs * size
-    running = Slots(record(slots, chunk, padded or slots > 1, runs), requests)
+    running = admitted(record(slots, chunk, padded or slots > 1, runs), requests)
     caches: list[list[int]] = [[] for _ in range(slots)]
-    made: list[tuple[int, int]] = []
+    made: list[list[int]] = [[] for _ in requests]
+    finish = [""] * len(requests)
     while (step := running.next()) is not None:
         rows, width = step.tokens.shape
         if step.slots is None:
@@ -76,18 +85,19 @@ def test_every_request_gets_its_tokens_whoever_runs_beside_it(
             assert position <= len(caches[slot])  # all before it has been written
             caches[slot] = caches[slot][:position] + step.tokens[row].tolist()
             chosen.append(following(caches[slot][: position + count]))
-        made += [(one.request, one.token) for one in running.take(chosen)]
-    assert [answer.tokens for answer in running.answers] == [alone(one) for one in requests]
-    assert all(answer.finish for answer in running.answers)
-    for number, answer in enumerate(running.answers):
-        assert [token for one, token in made if one == number] == answer.tokens
-        stopped = bool(answer.tokens) and answer.tokens[-1] in requests[number].stop
-        assert answer.finish == ("stop" if stopped else "length")
+        for token in running.take(chosen):
+            assert not finish[token.request]
+            made[token.request].append(token.token)
+            finish[token.request] = token.finish
+    assert made == [alone(one) for one in requests]
+    assert finish == [
+        "stop" if tokens[-1] in one.stop else "length" for tokens, one in zip(made, requests, strict=True)
+    ]
 
 
 def test_prompts_hold_others_up_by_one_chunk_a_token_in_the_order_of_requests() -> None:
     prompts = [[1], [*range(9)], [*range(6)]]
-    running = Slots(record(3, 4), [Request(prompt, max_tokens=9) for prompt in prompts])
+    running = admitted(record(3, 4), [Request(prompt, max_tokens=9) for prompt in prompts])
     parts = []
     while (step := running.next()) is not None:
         parts.append((step.slots, step.count.tolist(), step.position.tolist()))
@@ -108,7 +118,7 @@ def test_prompts_hold_others_up_by_one_chunk_a_token_in_the_order_of_requests() 
 
 
 def test_slots_that_are_dealt_out_are_read_at_once() -> None:
-    running = Slots(record(4, 8, runs=2), [Request([token] * 3, max_tokens=2) for token in range(4)])
+    running = admitted(record(4, 8, runs=2), [Request([token] * 3, max_tokens=2) for token in range(4)])
     step = running.next()
     assert step is not None
     assert (step.slots, step.tokens[:, 0].tolist()) == ([0, 2], [0, 2])

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 from onnx import parser
+from partc.runtime.artifact.liveness import Span
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
-from partc.runtime.program.session_memory import SharedArena, inside
+from partc.runtime.program.session_memory import OwnArena, SharedArena, inside
 from partc.runtime.program.steps import Segment
 
 RUN = """
@@ -62,3 +63,11 @@ def test_the_arena_grows_as_predicted(name: str) -> None:
     assert arena.bytes == expected
     done = subprocess.run([sys.executable, "-c", RUN, text], capture_output=True, text=True, check=True)
     assert sum(map(int, re.findall(r"Extended allocation by (\d+) bytes", done.stderr))) == expected
+
+
+def test_an_arena_of_values_that_grow_asks_for_twice_as_much_each_time() -> None:
+    arena, mib = OwnArena(), 1 << 20
+    for bytes, used in ((mib // 2, mib // 2), (mib // 4, mib // 2), (3 * mib, 7 * mib)):
+        arena.run([Span("x", 0, 1, (), bytes)])
+        assert arena.bytes == used
+    assert [sum(chunk.size for chunk in block.chunks) // mib for block in arena.blocks] == [1, 2, 4]

@@ -228,7 +228,7 @@ def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Comma
             yield from leaves(one, f"{name} {inner}")
 
 
-JOBS = ("run", "train", "eval", "checkpoint")
+JOBS = ("run", "train", "eval", "generate", "serve", "checkpoint")
 
 
 def rows_of(command: click.Command, context: click.Context) -> dict[str, str]:

@@ -118,6 +118,8 @@ def test_stopped_by_a_signal_or_its_time_it_goes_on_bit_by_bit(
     assert train(build, *kept) == 0
     assert "resumes after step" in capsys.readouterr().out
     assert tensors(folder / "kept") == tensors(folder / "whole")
+    assert train(build, *kept) == 0, "a job that is started again behind its last step has nothing to do"
+    assert "resumes after step 2000 from" in capsys.readouterr().out
 
 
 def test_a_time_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

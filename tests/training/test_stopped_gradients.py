@@ -64,6 +64,15 @@ class SameOps(_Net):
         return (torch.sigmoid(h * 2) + torch.tanh(self.head(torch.sigmoid(h.detach() * 2)))).square().mean()
 
 
+class Inferred(_Net):
+    """A target made in a block of inference."""
+
+    def forward(self, x: Any) -> Any:
+        with torch.inference_mode():
+            wanted = torch.tanh(self.encoder(x))
+        return (self.head(self.encoder(x)) - wanted).square().mean()
+
+
 class Weight(_Net):
     """A weight that learns from one of its two readers."""
 
@@ -133,7 +142,7 @@ class Branches(_Net):
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    one.__name__: one for one in (Residual, SameOps, Weight, Data, Target, Distilled, Quantized)
+    one.__name__: one for one in (Residual, SameOps, Inferred, Weight, Data, Target, Distilled, Quantized)
 }
 
 

@@ -31,9 +31,10 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
     shapes = _shapes(module, where)
     names = [f"{layer}_{side}" for layer in range(len(shapes)) for side in _SIDES]
     inputs = {"input_ids": Input(["batch", "sequence"], "int64")}
+    kind = str(next(module.parameters()).dtype).removeprefix("torch.")
     for layer, pair in enumerate(shapes):
         for side, (heads, size) in zip(_SIDES, pair, strict=True):
-            inputs[f"past_{layer}_{side}"] = Input(["batch", heads, PAST, size], _kind(module))
+            inputs[f"past_{layer}_{side}"] = Input(["batch", heads, PAST, size], kind)
     whole, argument = module.forward, _argument(module)
 
     def forward(**given: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -90,7 +91,3 @@ def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
 def _argument(module: Any) -> str:
     """The argument of its forward that takes a cache; the second is its name in older versions."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
-
-
-def _kind(module: Any) -> str:
-    return str(next(module.parameters()).dtype).removeprefix("torch.")

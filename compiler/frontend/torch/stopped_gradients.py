@@ -1,4 +1,4 @@
-"""What of a torch module takes no gradient: `x.detach()`, `x.data`, and what is made in a block `with torch.no_grad()`.
+"""What of a torch module takes no gradient: `x.detach()`, `x.data`, and what a block `with torch.no_grad()` or `inference_mode()` makes.
 
 An exported graph has `detach` as an Identity, which every clean-up takes out, and of a block nothing at all. So each tensor that a block
 makes is detached while the module is traced, and an Identity that stands for `detach` gets a mark, `STOPS_GRADIENT`:
@@ -129,7 +129,7 @@ def _enable(on: bool) -> None:
 
 
 def _mode() -> Callable[[], Any]:
-    from torch import _C, Tensor, is_grad_enabled
+    from torch import _C, Tensor, is_grad_enabled, is_inference_mode_enabled
     from torch.compiler import is_dynamo_compiling
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -165,7 +165,7 @@ def _mode() -> Callable[[], Any]:
                 made = func(*args, **kwargs or {})
             finally:
                 _enable(on)
-            if not self.off:
+            if not (self.off or is_inference_mode_enabled()):
                 return made
             given = {id(one) for one in tree_leaves((args, kwargs))}
             return tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), made)

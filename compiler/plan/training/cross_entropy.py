@@ -137,7 +137,8 @@ class _Parts:
                 share = self._aligned(
                     "smoothing_weights", smoothing * np.array(self.loss.weights) / len(self.loss.weights or ()), rank
                 )
-                even = self._expected(share, to.constant("smoothing_weight", _even(self.loss), self.dtype))
+                whole = smoothing * float(np.mean(self.loss.weights or (1.0,)))
+                even = self._expected(share, to.constant("smoothing_weight", whole, self.dtype))
                 losses = to.op("smooth", "Add", self._times("hard", losses, 1 - smoothing), even)
         if counted is not None:
             none = to.constant("nothing", 0, self.dtype)
@@ -173,8 +174,3 @@ class _Parts:
 
     def _times(self, word: str, x: ir.Value, number: float) -> ir.Value:
         return self.to.op(word, "Mul", x, self.to.constant(f"{word}_share", number, self.dtype))
-
-
-def _even(loss: SoftmaxCrossEntropy) -> float:
-    """The total weight that label smoothing gives to all classes."""
-    return loss.label_smoothing * float(np.mean(loss.weights or (1.0,)))

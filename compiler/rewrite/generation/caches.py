@@ -24,7 +24,7 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import COPIES_DIMS, drop_unread, name_of
-from partc.compiler.ir.program import Loaded, Prepared
+from partc.compiler.ir.program import Generation, Loaded, Prepared
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
@@ -86,7 +86,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         memory=rules.memory,
         stop=rules.stop,
     )
-    return replace(program, model=model, plan=plan, paths=node_paths(model), caches=work.found, generation=record)
+    return replace(program, model=model, plan=plan, paths=node_paths(model), generation=Generation(work.found, record))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from partc.runtime.artifact.training.training_record import MetricsRecord
 
 Counts: TypeAlias = npt.NDArray[np.float64]
 
@@ -209,22 +210,15 @@ _CALLED: Mapping[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": mat
 class Totals:
     """The loss and the metrics of several batches: those of all their records, however these are batched.
 
-    `formulas`, `denominators` and `sums` are as in the manifest's `training`. A mean is weighed by its denominator, so that a batch whose
+    A mean is weighed by its denominator, so that a batch whose
     denominator is 0, such as one without a label that counts, changes nothing; without one, by the records. Sums are added where that is
     `adding`, else their mean over batches is taken.
     """
 
-    def __init__(
-        self,
-        formulas: Mapping[str, str],
-        denominators: Mapping[str, str],
-        sums: Collection[str] = (),
-        *,
-        adding: bool = False,
-    ) -> None:
-        self._formulas, self._denominators = formulas, denominators
-        self._added = frozenset(sums) if adding else frozenset[str]()
-        self._even = frozenset(sums) - self._added
+    def __init__(self, record: MetricsRecord, *, adding: bool = False) -> None:
+        self._formulas, self._denominators = record.formulas, record.denominators
+        self._added = frozenset(record.sums) if adding else frozenset[str]()
+        self._even = frozenset(record.sums) - self._added
         self._totals: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
 

@@ -16,6 +16,9 @@ from ...program.rank_file import RankFile
 from ...program.value_table import ValueTable, value_table
 from ...updates.fusion import UpdatePlan, plan_updates
 
+MOST_PLANS = 8
+"""The most plans of steps of other sizes that are there at once."""
+
 
 def lay_out(
     file: RankFile,

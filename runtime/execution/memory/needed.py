@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
 from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PREFILL, PULL
 from ...artifact.graph.row_function import MERGE
-from ...artifact.liveness import Span
+from ...artifact.liveness import Span, peak
 from ...artifact.manifest import Artifact
 from ...artifact.tasks.calls import bodies_of, declared
 from ...artifact.tasks.task import parse
@@ -36,17 +37,21 @@ from ...communication.in_process import LocalWorld
 from ...devices.devices import Devices
 from ...program.lifetimes import in_place_aliases
 from ...program.locations import locations, used_targets
-from ...program.rank_file import read_rank_file
-from ...program.session_memory import Place, SharedArena, inside
+from ...program.memory_plan import Lifetime
+from ...program.rank_file import RankFile, read_rank_file
+from ...program.session_memory import OwnArena, Place, SharedArena, inside
 from ...program.steps import LookUp, Segment, Update
 from ...program.value_table import Storage, declared_shapes, known_shapes, promised_shapes, types_from_manifest
 from ..collective_plans import plan_collectives, scratch_lifetimes
 from ..symbol_bindings import bound_symbols
 from ..wire_tags import wire_tags
-from .layout import arenas, at_sizes, lay_out
+from .layout import MOST_PLANS, arenas, at_sizes, lay_out
+from .longest import longest
 
 if TYPE_CHECKING:
     from onnx import TensorProto
+
+    from ...artifact.generation import GenerationRecord
 
 _UNSTATED = "tensor(float)"
 """Stands for the type of a value of unknown shape, which no arena holds."""
@@ -55,7 +60,8 @@ _READ_AHEAD = 2
 _LAID_OUT = 2.8
 """The bytes that onnxruntime needs for each byte of a convolution's constant weights while it makes a session, besides the weight."""
 _OF_NODE, _OF_VALUE = 16_500, 1_800
-"""The bytes that sessions and the runtime hold for each node of a session, and each value of all microbatches; of onnxruntime 1.31."""
+"""The bytes that sessions and the runtime hold for each node of a session, and in each plan of a step for each value of all microbatches;
+of onnxruntime 1.31."""
 _OF_TRAINING = 1_200_000
 """What the loop, the reader of batches and MPI take for themselves."""
 
@@ -74,6 +80,7 @@ class TargetMemory:
     inside: int = 0
     sessions: int = 0
     evaluation: int = 0
+    prefill: int = 0
     loading: int = 0
     unknown: int = 0
 
@@ -81,7 +88,8 @@ class TargetMemory:
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
         kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions
-        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
+        beside = self.evaluation + self.prefill
+        return kept + max(self.inputs_outputs + self.between + self.inside + beside, self.loading)
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,13 @@ class RankMemory:
         return sum(one.unknown for one in self.targets)
 
 
-def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> RankMemory:
-    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them."""
-    main = _Program(artifact, rank, sizes)
+def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: RankFile | None = None) -> RankMemory:
+    """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them.
+
+    `file`: that of the artifact's program, where it is read already.
+    """
+    generation = artifact.beside().manifest.generation
+    main = _Program(file or read_rank_file(artifact, rank), sizes, generation)
     found = {target: TargetMemory(target) for target in sorted(main.used)}
     for target, bytes in main.weights().items():
         found[target].weights += bytes
@@ -127,28 +139,29 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
     programs = [main]
     for name in (EVALUATE, EVALUATE_STREAMED, PREFILL):
         if artifact.manifest.is_main and name in artifact.programs:
-            programs.append(_Program(artifact.beside(name), rank, sizes, main.targets))
+            programs.append(_Program(read_rank_file(artifact.beside(name), rank), sizes, generation, main.targets))
     shared = {target: SharedArena() for target in found}
     for program in programs:
         arenas, sessions = program.between(), program.sessions()
         for target, one in found.items():
             own = sessions.get(target, [])
             before = one.inside
+            taken_from = [OwnArena() for _ in own] if program.file.grows else [shared[target]]
             for _ in range(2):
-                for places in own:
-                    shared[target].run(places)
-            one.inside = shared[target].bytes
+                for arena, places in zip(cycle(taken_from), own, strict=False):
+                    arena.run(places)
+            one.inside = sum(arena.bytes for arena in taken_from)
             if program is main:
                 one.between, one.sessions = arenas.get(target, 0), program.session_bytes() if target == CPU else 0
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
-            elif program.file.manifest.name == PREFILL:
-                one.between += arenas.get(target, 0)
-                one.inside = max(one.inside, before)
+            elif generation is not None:  # the sessions of both programs lay the weights out for their kernels
+                one.prefill = program.session_bytes() if target == CPU else 0
+                one.prefill += program.weights().get(target, 0) + arenas.get(target, 0) + one.inside
+                one.inside, one.unknown = before, one.unknown + (program.unknown if target == CPU else 0)
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
-                training = artifact.manifest.training
                 if training is not None and training.settings.test is not None:  # else none of its steps is run
                     one.evaluation += arenas.get(target, 0) + one.inside - before
                 one.inside = before
@@ -156,13 +169,53 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int]) -> Rank
     return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
 
 
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a rank at one action of a step: of values between segments, and what the session that runs needs inside."""
+
+    what: str
+    task: str
+    between: int
+    inside: int
+
+
+def memory_over_step(
+    artifact: Artifact, rank: int, sizes: Mapping[str, int]
+) -> tuple[list[StepMemory], list[Lifetime]]:
+    """By action what a rank holds beside what it keeps, on all targets together; and the values between segments.
+
+    Values without a known size are left out. The arena of `rank_memory` is at least as large as the most of `between`, by what lies unused
+    between values; onnxruntime's arena keeps what it has asked for, so what is inside counts there at its most.
+    """
+    program = _Program(read_rank_file(artifact, rank), sizes, artifact.beside().manifest.generation)
+    lives = program.lifetimes()
+    steps = program.file.steps
+    changes = [0] * (len(steps) + 2)
+    for one in lives:
+        last = max([one.died, *one.sends])
+        changes[min(one.born, len(steps))] += one.bytes
+        changes[min(last, len(steps)) + 1] -= one.bytes
+    found, between = [], 0
+    inside = program.session_peaks()
+    for at, step in enumerate(steps):
+        between += changes[at]
+        task = step.task if isinstance(step, Segment) else ""
+        needed = inside[id(step.formal)] if isinstance(step, Segment) else 0
+        found.append(StepMemory(str(step), task, between, needed))
+    return found, lives
+
+
 class _Program:
     """One of the programs of a rank, laid out. `state`: where another one has laid out what the rank keeps."""
 
     def __init__(
-        self, artifact: Artifact, rank: int, sizes: Mapping[str, int], state: Mapping[str, str] | None = None
+        self,
+        file: RankFile,
+        sizes: Mapping[str, int],
+        generation: GenerationRecord | None = None,
+        state: Mapping[str, str] | None = None,
     ) -> None:
-        self.file = file = read_rank_file(artifact, rank)
+        self.file, self.generation = file, generation
         self.symbols, self.sizes, self.devices = file.manifest.symbols, sizes, Devices()
         self.targets = locations(file, self.devices, state)
         self.used = {CPU, *used_targets(file.steps, self.devices), *self.targets.values()}
@@ -176,6 +229,8 @@ class _Program:
         self.shapes = declared_shapes(file)
         self.bounds: dict[str, Place] = {}
         self._bound_rows()
+        if generation is not None:
+            self.bounds |= longest(file, generation, self._tensors(), self._place)
         self.unknown = 0
 
     def _tensors(self) -> dict[str, TensorProto]:
@@ -210,8 +265,8 @@ class _Program:
                 found[target] = found.get(target, 0) + of_tensor(tensor)
         return found
 
-    def between(self) -> dict[str, int]:
-        """By target the bytes of its arena."""
+    def lifetimes(self) -> list[Lifetime]:
+        """The values that cross segments, with their bytes, and what collectives need beside them."""
         file, values = self.file, self.values
         transport = LocalWorld(file.manifest.ranks).transport(file.rank)
         wire = wire_tags(file.manifest, transport.tags)
@@ -219,8 +274,12 @@ class _Program:
         kept = {record.value: record.local_shape(file.rank) for record in file.state}
         works = plan_collectives(file.steps, values, kept, self.promises, shapes, transport, wire)
         aliases = in_place_aliases(file.steps, values.live_ranges, values.slots, (), values.are_alike)
-        lives = [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
-        return {target: one.bytes for target, one in arenas(lives, values.targets, self.used - {CPU}).items()}
+        return [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
+
+    def between(self) -> dict[str, int]:
+        """By target the bytes of its arena."""
+        laid_out = arenas(self.lifetimes(), self.values.targets, self.used - {CPU})
+        return {target: one.bytes for target, one in laid_out.items()}
 
     def distinct(self) -> list[Segment]:
         """The segments, one for all calls of a body."""
@@ -234,7 +293,10 @@ class _Program:
     def session_bytes(self) -> int:
         """What sessions and the runtime hold of the file while they do not run."""
         nodes = sum(len(segment.nodes) for segment in self.distinct())
-        return _OF_NODE * nodes + _OF_VALUE * len(self.types) + (_OF_TRAINING if self.trains else 0)
+        plans = 1
+        if self.generation is not None and not self.generation.padded and self.file.manifest.symbols:
+            plans = min(self.generation.chunk, MOST_PLANS)
+        return _OF_NODE * nodes + _OF_VALUE * len(self.types) * plans + (_OF_TRAINING if self.trains else 0)
 
     def input_output_bytes(self) -> int:
         """The bytes of the inputs of a step and the next one, and of the outputs of a step and the last one; with batches that wait."""
@@ -270,6 +332,16 @@ class _Program:
                 bytes = None if place is None else place[0].bytes_of(place[1])
                 loose.append(Span(name, span.born, max(span.ends), (), bytes))
         found.setdefault(CPU, []).append(loose)
+        return found
+
+    def session_peaks(self) -> dict[int, int]:
+        """By the id of a segment's formal the most bytes that its nodes need at once inside of its session."""
+        found: dict[int, int] = {}
+        for segment in self.distinct():
+            names = dict([*segment.operands, *segment.results])
+            suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
+            places, _ = inside(segment.formal, partial(self._place_in, names, suffix))
+            found[id(segment.formal)] = peak(places)[0]
         return found
 
     def _place_in(self, names: Mapping[str, str], suffix: str, name: str) -> Place | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...artifact.legal_sizes import largest_legal
 from ...errors import InputError
+from ..memory.layout import MOST_PLANS
 from ..rank_program import RankProgram
 from ..step_plan import StepPlan
 from ..symbol_bindings import Bindings
@@ -15,8 +16,6 @@ from .resizing import resize
 
 if TYPE_CHECKING:
     from ..profiler import Profiler
-
-_MOST = 8
 
 
 class StepPlans:
@@ -46,8 +45,8 @@ class StepPlans:
         self._program.binder.check_promises(bindings)
         plan = self._resized(bindings) or self._new(bindings)
         plans[key] = plan
-        self._many |= len(plans) == _MOST
-        if len(plans) > _MOST:
+        self._many |= len(plans) == MOST_PLANS
+        if len(plans) > MOST_PLANS:
             plans.popitem(last=False)
         return plan
 

@@ -12,8 +12,9 @@ from partc.cli.commands.plan import command
 from partc.compiler.errors import CompileError
 from partc.compiler.plan.pattern import compile_pattern
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.names import among, patterns
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.propose import propose
 from partc.compiler.proposal.stages import _partition
 from proposal_case import HEADS, HIDDEN, WIDTH, WORDS, Graph, source
 

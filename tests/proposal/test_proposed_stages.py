@@ -15,8 +15,9 @@ from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import Unit
-from partc.compiler.proposal.propose import Degrees, _placement, propose
+from partc.compiler.proposal.propose import _placement, propose
 from partc.compiler.proposal.stages import Stage, _partition
 from proposal_case import WIDTH, WORDS, Graph, source
 

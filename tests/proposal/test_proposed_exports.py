@@ -9,7 +9,8 @@ from equivalence import same, whole_outputs
 from partc.compiler import compile_model
 from partc.compiler.frontend import load
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.propose import propose
 from partc.runtime import load_local
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.execution.memory.needed import rank_memory

@@ -12,8 +12,9 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.edited_plan import with_targets
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.propose import propose
 from partc.compiler.proposal.targets import Device
 
 ROWS, WIDTH = 400_000, 16

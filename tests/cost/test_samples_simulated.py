@@ -1,26 +1,47 @@
-"""The bytes that a simulation has are those that ranks give the transport in a step, for every plan of the samples."""
+"""What is known of a step of every sample before it runs: the size of each value, or how large those become that grow with a decoder's
+sequences, the bytes that ranks give the transport, and of a pipeline the time of its schedule. A plan is compiled once for all of these.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from machines import machine
+from machines import curve, machine
 from partc.cli.job.inputs import open_inputs
+from partc.cli.output.pipeline import pipeline_of
 from partc.cli.output.stats import typical_sizes
 from partc.cli.simulation.step import simulated
+from partc.compiler.cost.machine import Link, Machine
+from partc.compiler.cost.play import Compute
+from partc.compiler.schedule.costs import unit_costs, with_times
+from partc.compiler.schedule.simulate import simulate
 from partc.runtime import load, load_trainer
 from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tensors.dtypes import Bytes
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
 from partc.runtime.communication.transport import CollectiveArgs, Request
 from partc.runtime.execution.inputs import shard
+from partc.runtime.execution.memory.needed import rank_memory
 from sample_plans import PLANS, compiled
 
 THREADS = {"threads": 1, "devices": {"cuda": "cpu"}}
+PIPELINES = ("lenet/train_pipeline", "gpt/train_pipeline")
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def plan(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def artifact(plan: str, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return compiled(plan, tmp_path_factory.mktemp("sample") / "build")
 
 
 class Counted(LocalTransport):
@@ -64,16 +85,45 @@ def counted(folder: Path, manifest: Manifest, sizes: dict[str, int]) -> list[int
         return list(threads.map(run, range(manifest.ranks)))
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_bytes_of_a_sample_are_counted(plan: str, tmp_path: Path) -> None:
-    artifact = compiled(plan, tmp_path / "build")
+def test_no_value_of_a_sample_is_left_out(artifact: Artifact) -> None:
+    sizes = typical_sizes(artifact.manifest)
+    for program in artifact.programs:
+        beside = artifact if program == artifact.programs[0] else artifact.beside(program)
+        needed = [rank_memory(beside, rank, sizes) for rank in range(artifact.manifest.ranks)]
+        assert not any(one.unknown for one in needed)
+        assert all(one.peak > 0 for one in needed)
+
+
+def test_bytes_of_a_sample_are_counted(artifact: Artifact) -> None:
     manifest = artifact.manifest
     sizes = typical_sizes(manifest)
     found = simulated(artifact, machine(), sizes)
     pairs = zip(found.played.classes, found.bytes, strict=True)
     predicted = {rank: bytes for one, bytes in pairs for rank in one.ranks}
-    measured = dict(enumerate(counted(tmp_path / "build", manifest, sizes)))
+    measured = dict(enumerate(counted(artifact.folder, manifest, sizes)))
     if any(one.op in LOOKUPS for one in manifest.collectives):
         assert all(0 < measured[rank] <= predicted[rank] for rank in measured), "distinct rows travel, at most all"
     else:
         assert predicted == measured
+
+
+@pytest.mark.parametrize("plan", PIPELINES, indirect=True)
+def test_a_step_takes_what_its_schedule_takes(artifact: Artifact, plan: str) -> None:
+    """Played action by action, and task by task with the same times."""
+    none = curve(1e18)
+    fast = Machine("", 0, machine().processors, [Link("default", 2, 1, 1.0, 0.0, none, none)])
+    found = simulated(artifact, fast, {"seq": 64} if plan.startswith("gpt") else {})
+    times: dict[str, float] = defaultdict(float)
+    begins, ends = [], []
+    for some in found.played.intervals:
+        for one in some:
+            if isinstance(one.action, Compute) and one.action.task:
+                times[one.action.task] += one.end - one.begin
+                begins.append(one.begin)
+                ends.append(one.end)
+    pipeline = pipeline_of(artifact)
+    assert pipeline is not None
+    schedule = pipeline.schedule
+    assert {*times} == {str(task) for row in schedule.rows for task in row}
+    timing = simulate(schedule, with_times(unit_costs(schedule.stages), times))
+    assert max(ends) - min(begins) == pytest.approx(timing.total, rel=1e-3)

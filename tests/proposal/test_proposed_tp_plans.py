@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from partc.compiler import compile_model
 from partc.compiler.emit.whole import write_exported
 from partc.compiler.frontend import load
+from partc.compiler.frontend.huggingface.tp_plan import tp_plan
+from partc.compiler.frontend.source import Source
+from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.proposal.propose import Degrees, propose
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.propose import propose
 from partc.runtime import load_local
 
 torch = pytest.importorskip("torch")
@@ -44,10 +49,20 @@ def saved(kind: str, folder: Path, **more: Any) -> Path:
     return folder
 
 
-def run_by(model: Path, text: str, place: Path) -> tuple[Counter[str], np.ndarray, np.ndarray]:
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Source]:
+    """The folder of the Llama and what it is loaded as, which is `exported.onnx` there, too: to export it takes longer than all else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = saved("Llama", tmp_path_factory.mktemp("llama") / "model")
+        source = load(folder)
+    write_exported(source, folder / "exported.onnx")
+    return folder, source
+
+
+def run_by(model: Path, source: Source, text: str, place: Path) -> tuple[Counter[str], np.ndarray, np.ndarray]:
     """What a step sends by op, and the logits of the ranks and of transformers."""
-    (place / "plan.yaml").write_text(text)
-    report = compile_model(model, place / "plan.yaml", place / "build")
+    report = compile_source(source, parse_plan(text, "plan.yaml"), place / "build")
     ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (3, 7))
     with load_local(report.out) as program:
         have = program({"input_ids": ids})["logits"]
@@ -59,11 +74,14 @@ def run_by(model: Path, text: str, place: Path) -> tuple[Counter[str], np.ndarra
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_tp_plan_is_what_is_proposed(kind: str, tmp_path: Path) -> None:
+def test_the_tp_plan_is_what_is_proposed(kind: str, tmp_path: Path, llama: tuple[Path, Source]) -> None:
     """Each line of the configuration stands in the plan and names its class; two AllReduce a layer and one for the embedding are sent."""
     more, ffn = MODELS[kind]
-    folder = saved(kind, tmp_path / "model", **more)
-    source = load(folder)
+    folder, source = llama
+    if kind != "Llama":
+        folder = saved(kind, tmp_path / "model", **more)
+        source = load(folder)
+        write_exported(source, folder / "exported.onnx")
     text, missing = propose(source, "model", Degrees(tp=2))
     assert not missing
     styles = {rule.pattern: rule.style for rule in parse_plan(text, "plan.yaml").sharding}
@@ -73,11 +91,10 @@ def test_the_tp_plan_is_what_is_proposed(kind: str, tmp_path: Path) -> None:
     assert text.count(f"  # tp_plan of {kind}Config: each rank computes") == 2
     assert f"# tp_plan of {kind}ForCausalLM: each rank" in text
     assert f"#   lm_head: colwise_gather_output ({kind}ForCausalLM): taken as colwise, since" in text
-    sent, have, logits = run_by(folder, text, tmp_path)
+    sent, have, logits = run_by(folder, source, text, tmp_path)
     assert sent == {"AllReduce": 2 * LAYERS + 1, "Exchange": 1}
     np.testing.assert_allclose(have, logits, rtol=1e-4, atol=1e-6)
-    write_exported(source, tmp_path / "model.onnx")
-    assert propose(load(tmp_path / "model.onnx"), "model", Degrees(tp=2))[0] == text
+    assert propose(load(folder / "exported.onnx"), "model", Degrees(tp=2))[0] == text
 
 
 def test_what_does_not_hold_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +104,8 @@ def test_what_does_not_hold_is_told_with_its_reason(tmp_path: Path, monkeypatch:
     more |= {"layers.[": "colwise", "layers.*.post_attention_layernorm": "rowwise"}
     monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", own | more)
     folder = saved("Llama", tmp_path / "model", num_key_value_heads=1, intermediate_size=111)
-    text, _ = propose(load(folder), "model", Degrees(tp=2))
+    source = load(folder)
+    text, _ = propose(source, "model", Degrees(tp=2))
     told = text.partition("# Of the model's tp_plan not taken as it stands:\n")[2].partition("# Not sharded by tp")[0]
     reasons = dict(line.removeprefix("#   ").split(": ", 1) for line in told.splitlines())
     odd = "(LlamaConfig): dim 0 of 'model.layers.0.mlp.gate_proj.weight' (111) is not divisible by 2"
@@ -101,19 +119,23 @@ def test_what_does_not_hold_is_told_with_its_reason(tmp_path: Path, monkeypatch:
     assert reasons["model.layers.*.post_attention_layernorm"] == no_dim
     assert "needs it whole" in reasons["model.layers.*.self_attn.k_proj"]
     assert reasons.keys() & {"model.norm", "model.layers.*.self_attn.q_proj", "model.embed_tokens"} == set()
-    sent, have, logits = run_by(folder, text, tmp_path)
+    sent, have, logits = run_by(folder, source, text, tmp_path)
     assert sent["AllReduce"] == LAYERS + 1
     np.testing.assert_allclose(have, logits, rtol=1e-4, atol=1e-6)
 
 
-def test_what_a_tp_plan_replicates_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tp_plan_replicates_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: tuple[Path, Source]
+) -> None:
     plan = {f"layers.*.self_attn.{name}": style for name, style in LAYER.items()} | {"layers.*.mlp": "replicate"}
     monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", plan)
-    folder = saved("Llama", tmp_path / "model")
-    text, _ = propose(load(folder), "model", Degrees(tp=2))
+    folder, source = llama[0], load(llama[0] / "exported.onnx")
+    said = tp_plan(transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True))
+    source = replace(source, declared=replace(source.declared, tp_plan=said))
+    text, _ = propose(source, "model", Degrees(tp=2))
     assert "mlp" not in text.partition("sharding:")[2].partition("# outputs")[0]
     assert "the tp_plan of LlamaConfig says replicate of model.layers.*.mlp" in text
-    sent, have, logits = run_by(folder, text, tmp_path)
+    sent, have, logits = run_by(folder, source, text, tmp_path)
     assert sent["AllReduce"] == LAYERS + 1
     np.testing.assert_allclose(have, logits, rtol=1e-4, atol=1e-6)
 

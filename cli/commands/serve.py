@@ -1,0 +1,84 @@
+"""The command `partc serve`: a server of completions over an artifact whose plan generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from partc.cli.commands.run import WithLauncherOptions, place_options, start
+from partc.cli.job.job import Job
+from partc.cli.server.settings import ServerSettings
+
+_RESTARTS = 5
+
+
+@click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
+@click.option(
+    "--port",
+    type=click.IntRange(min=0, max=65535),
+    default=8000,
+    show_default=True,
+    metavar="N",
+    help="The port on which it listens; 0: a free one.",
+)
+@click.option(
+    "--address",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="A",
+    help="The address of this machine on which it listens; 0.0.0.0: all of them.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The model's tokenizer.json, for text; its chat template is looked for beside it.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(min=0),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="How many requests may wait for a slot; a further one is answered with 429.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A request ends after this time, if it does not name its own.",
+)
+@click.option(
+    "--drain",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long open requests may go on after SIGTERM or Ctrl-C.",
+)
+@click.option("--restart", is_flag=True, help=f"Start the ranks again when one fails, {_RESTARTS} times at most.")
+@place_options
+@click.pass_context
+def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
+    """Serve completions with the artifact in FOLDER (by default build), which was compiled by a plan with `generate`.
+
+    Its API is OpenAI's: /v1/completions and /v1/chat/completions, also as streams, and /v1/models; /health,
+    /metrics for Prometheus, and a page at / to try it. Requests run at once in the artifact's slots.
+
+    \b
+    partc serve --tokenizer llama/tokenizer.json
+    curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
+    """
+    settings = ServerSettings(
+        host=given["address"],
+        port=given["port"],
+        drain=given["drain"],
+        queue=given["queue"],
+        timeout=given["timeout"],
+        tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
+        restart=_RESTARTS if given["restart"] else 0,
+    )
+    return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)

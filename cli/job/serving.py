@@ -1,0 +1,194 @@
+"""One rank of `partc serve`: steps for requests that come and go, which rank 0 gets from the server and tells the others.
+
+The server is in the process that has started the ranks, or, where those are threads or have a launcher of the user's own, in a thread of
+rank 0's process.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from partc.cli.job.job import Job
+from partc.cli.output import console
+from partc.cli.output.failures import described
+from partc.cli.server.link import Link
+from partc.cli.server.settings import ServerSettings
+from partc.cli.text.chat_template import end_of_text, find_chat_template
+from partc.cli.text.tokenizer import open_tokenizer, refuse_other_vocabulary
+from partc.runtime.errors import ArtifactError, InputError, PartcError, UsageError
+
+if TYPE_CHECKING:
+    from partc.cli.server.bodies import Reader
+    from partc.cli.server.front import Front
+    from partc.runtime import ContinuousBatch
+    from partc.runtime.artifact.format import Manifest
+    from partc.runtime.communication.transport import Transport
+
+_BEAT = 5.0
+"""Seconds after which rank 0 tells the others that there is nothing to do, so that they do not report a long wait."""
+
+
+def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
+    """Who reads requests for this artifact; PartcError where it makes no tokens, or the tokenizer is another model's."""
+    from partc.cli.server.bodies import Reader
+
+    record = manifest.generation
+    if record is None:
+        fact = "the artifact makes no tokens"
+        raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
+    path, tokenizer = settings.tokenizer, open_tokenizer(settings.tokenizer)
+    if path is None:
+        return Reader(manifest.model.name, record, None, None)
+    refuse_other_vocabulary(path, tokenizer, record.vocabulary)
+    return Reader(manifest.model.name, record, tokenizer, find_chat_template(path), tuple(end_of_text(path, tokenizer)))
+
+
+def open_front(settings: ServerSettings, manifest: Manifest) -> Front:
+    """The server, which has its port; PartcError where it cannot have it, or lacks a package."""
+    from partc.cli.server.front import Front
+
+    return Front(settings, reader_of(settings, manifest))
+
+
+def report_address(front: Front) -> None:
+    """The line that says where the server is."""
+    console.echo(f"serving on {front.address}; Ctrl-C ends it")
+    sys.stdout.flush()
+
+
+def report_draining(front: Front) -> None:
+    """The line that says that the server ends."""
+    console.echo(f"ends: no more requests are taken, open ones have {front.settings.drain:g} s", err=True)
+
+
+def run_server(job: Job, transport: Transport) -> int:
+    """This rank's part of the job; the exit code."""
+    from partc.runtime import ContinuousBatch, load_generator
+    from partc.runtime.artifact.manifest import open_artifact
+
+    assert job.serving is not None
+    own: Front | None = None
+    problem = ""
+    if transport.rank == 0 and not job.serving.link:
+        try:
+            own = open_front(job.serving, open_artifact(job.folder, trust=True).manifest)
+        except PartcError as error:
+            problem = str(error)
+    if problem := transport.all_gather_text(problem)[0]:
+        raise InputError(problem)
+    on_error = "abort" if job.run_dir is None else "raise"
+    options = {"threads": job.threads, "trust": job.trust, "devices": job.devices, "on_error": on_error}
+    with own or nullcontext(), load_generator(job.folder, transport, **options) as generator:
+        batch = ContinuousBatch(generator)
+        batch.warm_up()
+        if transport.rank:
+            for number in (signal.SIGINT, signal.SIGTERM) if job.run_dir is None else ():
+                signal.signal(number, signal.SIG_IGN)  # rank 0 hears them, and says when the last step was
+            while batch.step() is not None:
+                pass
+        elif own is not None:
+            _lead_here(batch, own, min(_BEAT, job.stall / 3))
+        else:
+            with closing(_connected(job.serving.link)) as link:
+                lead(batch, link, min(_BEAT, job.stall / 3))
+        transport.all_gather_text("")
+    return 0
+
+
+def run_threads(job: Job, manifest: Manifest) -> int:
+    """The job with all ranks as threads of this process; the exit code."""
+    from partc.runtime import ContinuousBatch, load_local_generator
+
+    assert job.serving is not None
+    options = {"threads": job.threads, "trust": job.trust, "stall": job.stall, "devices": job.devices}
+    with open_front(job.serving, manifest) as front, load_local_generator(job.folder, **options) as generator:
+        batch = ContinuousBatch(generator)
+        batch.warm_up()
+        _lead_here(batch, front, _BEAT)
+    return 0
+
+
+def _lead_here(batch: ContinuousBatch, front: Front, beat: float) -> None:
+    """Runs the steps with the server in a thread of this process, until a signal or a failure ends both."""
+    near, far = socket.socketpair()
+    with closing(Link(near)) as link, _ending(front):
+        front.attach(far)
+        try:
+            lead(batch, link, beat, lambda: report_address(front))
+        except BaseException as error:
+            front.fail(described(error)[1] if isinstance(error, Exception) else "the server was interrupted")
+            raise
+
+
+@contextmanager
+def _ending(front: Front) -> Iterator[None]:
+    """A signal that asks the process to end lets open requests end before; a second one does not wait."""
+
+    def note(number: int, frame: object) -> None:
+        if front.is_draining:
+            raise KeyboardInterrupt
+        report_draining(front)
+        front.drain()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lead(batch: ContinuousBatch, link: Link, beat: float, began: Callable[[], None] = lambda: None) -> None:
+    """Runs the steps of the requests that come over the link, until it ends; while there are none, an empty one every `beat` seconds."""
+    link.send({"ready": True})
+    began()
+    used = 0
+    while True:
+        for message in link.receive(beat if batch.idle else 0.0):
+            _heed(batch, message)
+        begin, before = time.perf_counter(), batch.slots.used
+        made = batch.step()
+        if made is None:
+            return
+        taken = time.perf_counter() - begin
+        if made or used != batch.slots.used:
+            used = batch.slots.used
+            link.send(
+                {
+                    "made": [[one.request, one.token, one.finish] for one in made],
+                    "used": used,
+                    "waiting": batch.slots.waiting,
+                    "seconds": taken if made or before else 0.0,
+                }
+            )
+
+
+def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:
+    """Does what the server says."""
+    from partc.runtime import Request
+
+    match message:
+        case {"admit": number, "request": fields}:
+            batch.admit(number, Request(**fields))
+        case {"cancel": number}:
+            batch.cancel(number)
+        case {"end": True}:
+            batch.end()
+
+
+def _connected(path: str) -> Link:
+    """Rank 0's end of the link; UsageError where the launching process is on another machine."""
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.connect(path)
+    except OSError as error:
+        fact = f"rank 0 does not reach the server that has started it: {error.strerror}"
+        help = "help: run rank 0 on the machine of `partc serve`, or start all ranks by your own launcher: mpiexec -n 2 partc serve"
+        raise UsageError(f"{fact}\n  {help}") from None
+    return Link(end)

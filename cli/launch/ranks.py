@@ -1,0 +1,38 @@
+"""How the ranks of a job are started, and what an action of one is called: what runs and servers have in common."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from partc.cli.job.job import Job
+from partc.cli.launch.launcher import Hosts, Launcher, command_line, launch_environment
+from partc.cli.launch.run_dir import RunDir
+from partc.cli.output import console
+
+
+def command_of(job: Job, launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str]) -> list[str]:
+    """The command line that starts the ranks of a job; shown with `-v`."""
+    # -P: modules are never looked for in the folder where the job is started, which may be anybody's
+    program = [sys.executable, "-P", "-m", "partc.cli.job.rank", job.dumps()]
+    command = command_line(launcher, ranks, hosts, extra, program)
+    console.detail(shlex.join(command))
+    return command
+
+
+def environment_of(launcher: Launcher, hosts: Hosts, run_dir: RunDir) -> dict[str, str]:
+    """The environment of that command."""
+    return launch_environment(launcher, run_dir.folder if hosts.are_local else None, run_dir.memory)
+
+
+def where_of(job: Job) -> Callable[[int, int], str]:
+    """The name of a rank's action, for messages."""
+
+    def where(rank: int, action: int) -> str:
+        from partc.runtime.execution.rank_program import describe_action
+
+        return describe_action(Path(job.folder), rank, action)
+
+    return where

@@ -1,0 +1,126 @@
+"""Runs a server: its HTTP side in a thread of this process, and the ranks under a launcher, which it outlives and may start again.
+
+    port is bound -> ranks start -> rank 0 connects -> requests
+                     ^                                   |
+                     +----------- with --restart --------+  a rank has failed: open requests end with the message of the failure
+
+A signal makes the server take no more requests; the ranks end when the open ones have, or when `drain` seconds are over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from partc.cli.job.job import Job
+from partc.cli.job.serving import open_front, report_address, report_draining
+from partc.cli.launch.launcher import Hosts, Launcher, find_launcher
+from partc.cli.launch.ranks import command_of, environment_of, where_of
+from partc.cli.launch.run_dir import RunDir
+from partc.cli.launch.signals import Signals
+from partc.cli.launch.supervise import supervise
+from partc.cli.output import console
+from partc.cli.server.front import Front
+from partc.runtime.artifact.format import Manifest
+from partc.runtime.job.status_board import states
+
+_LINK = "link"
+_LAST_SECONDS = 5.0
+"""How long the ranks may take to end once nothing is open."""
+
+
+def serve(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
+    """Serves until a signal or a failure ends it; the exit code."""
+    assert job.serving is not None
+    launcher, left = find_launcher(manifest.ranks), job.serving.restart
+    with Signals(("SIGINT", "SIGTERM"), once=True) as signals, open_front(job.serving, manifest) as front:
+        while True:
+            current = _ServerJob(job, front, signals)
+            code = current.run(launcher, manifest.ranks, hosts, extra)
+            if signals.exit_code is not None and not current.ends:
+                return signals.exit_code
+            if current.ends:
+                return 0
+            if current.began is None or not left:
+                return code or 1
+            left -= 1
+            front.restarting()
+            console.echo(f"starts the ranks again; {left} more times at most", err=True)
+
+
+class _ServerJob:
+    """One job of the server."""
+
+    def __init__(self, job: Job, front: Front, signals: Signals) -> None:
+        self.job, self.front, self.signals = job, front, signals
+        self.began: float | None = None
+        """When the ranks had loaded."""
+        self.ends = False
+        """Whether a signal has asked the server to end."""
+        self._drained: float | None = None
+        self._stopped: dict[int, float] = {}
+
+    def run(self, launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str]) -> int:
+        """Runs the job to its end; the exit code."""
+        job = self.job
+        assert job.serving is not None
+        with RunDir(ranks) as run_dir:
+            link = run_dir.folder / _LINK
+            self.front.listen(link)
+            given = dataclasses.replace(
+                job, run_dir=str(run_dir.folder), serving=dataclasses.replace(job.serving, link=str(link))
+            )
+            command, environment = (
+                command_of(given, launcher, ranks, hosts, extra),
+                environment_of(launcher, hosts, run_dir),
+            )
+            return supervise(
+                command,
+                environment,
+                run_dir,
+                where_of(job),
+                lambda: self._look(run_dir),
+                lambda: None,
+                self.signals,
+                job.stall,
+                hosts.are_here,
+                self._failed,
+            )
+
+    def _failed(self, text: str) -> None:
+        console.failure(text)
+        self.front.fail(text)
+
+    def _look(self, run_dir: RunDir) -> None:
+        """What is to be done some times a second."""
+        if self.began is None and self.front.is_ready:
+            self.began = time.monotonic()
+            report_address(self.front)
+        if self.signals.passed:
+            self.signals.passed, self.ends = 0, True
+            report_draining(self.front)
+            if self.began is None:
+                self.signals.noted.append(signal.SIGTERM)
+            self.front.drain()
+        if self.front.drained.is_set():
+            self._drained = self._drained or time.monotonic()
+            if time.monotonic() - self._drained > _LAST_SECONDS:
+                self.signals.noted.append(signal.SIGTERM)
+        self._end_stopped(run_dir.pids())
+
+    def _end_stopped(self, pids: Sequence[int]) -> None:
+        """Kills a rank that has been stopped for too long: no request would ever be answered."""
+        now = time.monotonic()
+        for rank, (pid, state) in enumerate(zip(pids, states(pids), strict=True)):
+            if not pid or state not in ("T", "t"):
+                self._stopped.pop(rank, None)
+            elif now - self._stopped.setdefault(rank, now) > self.job.stall:
+                console.echo(
+                    f"rank {rank} (process {pid}) has been stopped for {self.job.stall:.0f} s: it is killed", err=True
+                )
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,147 @@
+"""The nodes of an artifact by class of ranks, with the values between them: what a picture of it is drawn from.
+
+Tasks of a pipeline stand once, as the calls of their first microbatch. Texts are numbers of a list, since most of them occur often.
+
+    {"texts": ["Gemm", ...], "classes": [{"ranks": "0-3", "values": [[name, type, bytes], ...], "nodes": [[op, path, ...], ...]}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from partc.cli.report.classes import RankClass
+from partc.runtime.artifact.byte_count import of_tensor
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.format import (
+    BYTES,
+    CAUSE,
+    CUT,
+    DOMAIN,
+    GROUP,
+    PATH,
+    PEER,
+    PHASE,
+    RECV,
+    RULE,
+    SEND,
+    TAG,
+    TASK,
+    Manifest,
+)
+from partc.runtime.artifact.graph.onnx_graph import integer_of, reads, text_of
+from partc.runtime.artifact.graph.targets import is_copy, output_target, target_of
+from partc.runtime.artifact.ranks import ranks_text
+from partc.runtime.artifact.tasks.calls import unrolled
+from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.checker.graph.declared import ValueType, declared_types
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+COLUMNS = ("op", "path", "phase", "task", "target", "why", "cut", "bytes", "tag", "inputs", "outputs")
+"""What stands at which place of a node's row; `bytes` is the expression of a message or collective, `tag` is -1 of others."""
+
+
+@dataclass
+class Texts:
+    """Texts by number, each once."""
+
+    texts: list[str] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, text: str) -> int:
+        """The number of a text."""
+        if text not in self.numbers:
+            self.numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self.numbers[text]
+
+
+def graph_of(manifest: Manifest, classes: Sequence[RankClass]) -> dict[str, object]:
+    """The graph of all classes as JSON has it."""
+    texts = Texts()
+    found = [_class(manifest, one, texts) for one in classes]
+    return {"columns": COLUMNS, "texts": texts.texts, "classes": found}
+
+
+def _class(manifest: Manifest, ranks: RankClass, texts: Texts) -> dict[str, object]:
+    model = unrolled(ranks.model, once=True)
+    types: dict[str, ValueType] = declared_types(model)
+    weights = {tensor.name: of_tensor(tensor) for tensor in model.graph.initializer}
+    for record in manifest.state:
+        if ranks.ranks[0] in record.ranks and (dtype := dense(record.type)) is not None:
+            weights[record.value] = dtype.bytes_of(record.local_shape(ranks.ranks[0]))
+    groups = manifest.groups_of(ranks.ranks[0])
+    values: dict[str, int] = {}
+    rows: list[list[int]] = []
+
+    def place(name: str) -> int:
+        if name not in values:
+            values[name] = len(values)
+            shown = type_text(*types[name]) if name in types else ""
+            rows.append([texts.number(name), texts.number(shown), weights.get(name, 0)])
+        return values[name]
+
+    nodes = []
+    for node in _without_repeats(model):
+        said = {entry.key: entry.value for entry in node.metadata_props}
+        communicates = node.domain == DOMAIN and not is_copy(node)
+        shown = [
+            _op(node, groups),
+            said.get(PATH) or node.name or next(iter(node.output), ""),
+            said.get(PHASE, ""),
+            said.get(TASK, ""),
+            target_of(node) or "",
+            said.get(CAUSE if node.domain == DOMAIN else RULE, ""),
+            said.get(CUT, ""),
+            said.get(BYTES, "") if communicates else "",
+        ]
+        tag = integer_of(node, TAG, -1) if communicates else -1
+        ends = ([place(name) for name in names if name] for names in (reads(node), node.output))
+        nodes.append([*map(texts.number, shown), tag, *ends])
+    return {
+        "ranks": ranks_text(ranks.ranks),
+        "size": len(ranks.ranks),
+        "first": ranks.ranks[0],
+        "nodes": nodes,
+        "values": rows,
+    }
+
+
+def nodes_once(ranks: RankClass) -> list[NodeProto]:
+    """The nodes of a class of ranks, those of tasks once."""
+    return _without_repeats(unrolled(ranks.model, once=True))
+
+
+def _without_repeats(model: ModelProto) -> list[NodeProto]:
+    """The nodes without messages of later microbatches: no node reads what they receive, and what they send has been sent."""
+    read = {name for node in model.graph.node for name in reads(node)} | {value.name for value in model.graph.output}
+    sent: set[tuple[str, int]] = set()
+    found = []
+    for node in model.graph.node:
+        if node.domain == DOMAIN and node.op_type == RECV and read.isdisjoint(node.output):
+            continue
+        if node.domain == DOMAIN and node.op_type == SEND:
+            message = node.input[0], integer_of(node, PEER, -1)
+            if message in sent:
+                continue
+            sent.add(message)
+        found.append(node)
+    return found
+
+
+def _op(node: NodeProto, groups: Mapping[str, tuple[int, ...]]) -> str:
+    """The op of a node, of a collective with the number of its ranks."""
+    if is_copy(node):
+        return f"Copy to {output_target(node)}"
+    if node.domain == DOMAIN and node.op_type in GROUP_OPS:
+        return f"{node.op_type} of {len(groups.get(text_of(node, GROUP), ()))}"
+    return node.op_type
+
+
+def type_text(type: str, shape: Sequence[int | str] | None) -> str:
+    """A type with its shape: `float[batch, 10]`."""
+    dims = "" if shape is None else f"[{', '.join(map(str, shape))}]"
+    return type.removeprefix("tensor(").removesuffix(")") + dims if type.startswith("tensor(") else type + dims

@@ -1,0 +1,176 @@
+"""The graph as text for Graphviz or Mermaid: a frame for each class of alike ranks, boxes by module, messages as thick arrows with bytes.
+
+    subgraph r3["rank 3"]                          subgraph cluster_3 { label="rank 3";
+    b0["conv1<br>1 node"] --> b1["relu ..."]       b0 -> b1; b2 -> b5 [label="4704*batch", penwidth=2]; }
+
+Boxes are modules of one depth: the deepest at which there are at most `MOST_BOXES`, unless one is asked for. What collectives of a module
+send stands in its box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from partc.cli.output.stats import moved_text
+from partc.cli.report.classes import RankClass
+from partc.cli.report.graph import nodes_once
+from partc.runtime.artifact.comm.lookup_ops import GROUP_OPS
+from partc.runtime.artifact.format import BYTES, DOMAIN, PATH, PEER, RECV, SEND
+from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, reads
+from partc.runtime.artifact.ranks import ranks_text
+from partc.runtime.units import count
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+MOST_BOXES = 60
+FORMATS = ("dot", "mermaid")
+
+
+@dataclass
+class Box:
+    """A module of a class of ranks: its nodes, and by op the bytes of its collectives."""
+
+    path: str
+    nodes: int = 0
+    collectives: dict[str, list[str]] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """What stands in the box."""
+        yield self.path
+        if self.nodes:
+            yield count(self.nodes, "node")
+        for op, texts in self.collectives.items():
+            yield f"{len(texts)} {op}: {moved_text(texts)} bytes"
+
+
+@dataclass
+class Drawing:
+    """Boxes by class, and edges between boxes with the bytes of their messages, none of one within a class."""
+
+    frames: list[tuple[str, list[int]]] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    edges: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+
+
+def graph_text(classes: Sequence[RankClass], format: str, depth: int | None = None) -> str:
+    """The graph of these classes in one of `FORMATS`."""
+    return _WRITERS[format](_drawing(classes, depth))
+
+
+def _drawing(classes: Sequence[RankClass], depth: int | None) -> Drawing:
+    nodes = [nodes_once(one) for one in classes]
+    paths = [[_path(node) for node in some] for some in nodes]
+    depth = depth or _depth(paths)
+    drawing = Drawing()
+    makers: list[dict[str, int]] = []
+    for one, some, own in zip(classes, nodes, paths, strict=True):
+        numbers: dict[str, int] = {}
+        made: dict[str, int] = {}
+        read = {name for node in some for name in reads(node)}
+        for node, path in zip(some, own, strict=True):
+            delivered = _is(node, RECV) and read.isdisjoint(node.output)
+            if _is(node, SEND) or (_is(node, RECV) and not delivered):
+                continue
+            module = f"output {node.output[0]}" if delivered else ".".join(path.split(".")[:depth])
+            if module not in numbers:
+                numbers[module] = len(drawing.boxes)
+                drawing.boxes.append(Box(module))
+            box = drawing.boxes[numbers[module]]
+            if node.domain == DOMAIN and node.op_type in GROUP_OPS:
+                box.collectives.setdefault(node.op_type, []).append(metadata_of(node, BYTES, "unknown"))
+            else:
+                box.nodes += not delivered
+            made |= dict.fromkeys(node.output, numbers[module])
+        makers.append(made)
+        title = f"{'ranks' if len(one.ranks) > 1 else 'rank'} {ranks_text(one.ranks)}"
+        drawing.frames.append((title, list(numbers.values())))
+    class_of = {rank: k for k, one in enumerate(classes) for rank in one.ranks}
+    for k, some in enumerate(nodes):
+        _add_edges(drawing, some, makers, k, class_of)
+    return drawing
+
+
+def _depth(paths: Sequence[Sequence[str]]) -> int:
+    """The deepest depth of modules at which there are few boxes."""
+    parts = [{tuple(path.split(".")) for path in some} for some in paths]
+    deepest = max((len(path) for some in parts for path in some), default=1)
+    numbers = {d: sum(len({path[:d] for path in some}) for some in parts) for d in range(1, deepest + 1)}
+    return max((d for d, number in numbers.items() if number <= MOST_BOXES), default=1)
+
+
+def _path(node: NodeProto) -> str:
+    return metadata_of(node, PATH) or node.name or next(iter(node.output), "")
+
+
+def _is(node: NodeProto, op: str) -> bool:
+    return node.domain == DOMAIN and node.op_type == op
+
+
+def _add_edges(
+    drawing: Drawing,
+    nodes: Sequence[NodeProto],
+    makers: Sequence[Mapping[str, int]],
+    own: int,
+    class_of: Mapping[int, int],
+) -> None:
+    """Edges to what reads a value in a class, from what makes it there, or on the rank from which it is received.
+
+    A value has the same name on every rank. What comes from a class that is not drawn has no edge.
+    """
+    received: dict[str, tuple[str, int | None]] = {}
+    sent: set[tuple[int, int, str]] = set()
+    for node in nodes:
+        if _is(node, RECV):
+            peer = class_of.get(integer_of(node, PEER, -1))
+            received |= dict.fromkeys(node.output, (metadata_of(node, BYTES, "unknown"), peer))
+        target = makers[own].get(next(filter(None, node.output), ""))
+        if target is None:
+            continue
+        for name in node.output if _is(node, RECV) else reads(node):
+            bytes, peer = received.get(name, ("", own))
+            source = makers[peer].get(name) if peer is not None else None
+            if source is None or source == target or (source, target, name) in sent:
+                continue
+            sent.add((source, target, name))
+            drawing.edges.setdefault((source, target), []).extend([bytes] if bytes else [])
+
+
+def _dot(drawing: Drawing) -> str:
+    lines = ["digraph partc {", "  rankdir=TB;", '  node [shape=box, style=rounded, fontname="sans-serif"];']
+    for k, (title, boxes) in enumerate(drawing.frames):
+        lines += [f"  subgraph cluster_{k} {{", f"    label={_quoted([title])};"]
+        lines += [f"    b{at} [label={_quoted([*drawing.boxes[at].lines()])}];" for at in boxes]
+        lines.append("  }")
+    for (source, target), texts in drawing.edges.items():
+        about = f" [label={_quoted([moved_text(texts)])}, penwidth=2, color=orangered]" if texts else ""
+        lines.append(f"  b{source} -> b{target}{about};")
+    return "\n".join([*lines, "}"])
+
+
+def _quoted(lines: Sequence[str]) -> str:
+    return '"' + "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines) + '"'
+
+
+_ENTITIES = {"#": "#35;", "&": "#amp;", '"': "#quot;", "<": "#lt;", ">": "#gt;"}
+
+
+def _mermaid(drawing: Drawing) -> str:
+    lines = ["flowchart TB"]
+    for k, (title, boxes) in enumerate(drawing.frames):
+        lines.append(f"  subgraph r{k}[{_labelled([title])}]")
+        lines += [f"    b{at}[{_labelled([*drawing.boxes[at].lines()])}]" for at in boxes]
+        lines.append("  end")
+    for (source, target), texts in drawing.edges.items():
+        arrow = f"==>|{_labelled([moved_text(texts)])}|" if texts else "-->"
+        lines.append(f"  b{source} {arrow} b{target}")
+    return "\n".join(lines)
+
+
+def _labelled(lines: Sequence[str]) -> str:
+    return '"' + "<br>".join("".join(_ENTITIES.get(letter, letter) for letter in line) for line in lines) + '"'
+
+
+_WRITERS: Mapping[str, Callable[[Drawing], str]] = {"dot": _dot, "mermaid": _mermaid}

@@ -1,0 +1,155 @@
+"""An answer as it comes: text and tokens by deltas, up to a token or a text that ends it, and the documents of OpenAI's API for both.
+
+A text that ends an answer may begin in one token and end in another one, so letters with which it might begin are held back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from partc.cli.server.bodies import Completion
+from partc.cli.server.engine import Ended, Engine, Failed, News, Ticket, Token
+from partc.cli.server.refusals import RefusedError
+from partc.cli.text.tokenizer import TextStream
+
+LEFT = "left"
+_NOT_FINITE = "the logits of this request are not finite: no token follows its prompt and the tokens made so far"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is added to an answer, and why it is the last; empty where it is not."""
+
+    text: str
+    tokens: list[int]
+    finish: str
+
+
+class Letters:
+    """The text of tokens, up to one of `stops`."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._stream = None if tokenizer is None else TextStream(tokenizer)
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that is sure to be part of the answer now."""
+        return "" if self._stream is None else self._sure(self._stream.add(token))
+
+    def end(self) -> str:
+        """The text that was held back, where nothing follows."""
+        if self._stream is None or self.stopped:
+            return ""
+        text, self._held = self._sure(self._stream.end()) + self._held, ""
+        return text
+
+    def _sure(self, added: str) -> str:
+        text = self._held + added
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last letters of a text are the first ones of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+@dataclass
+class Answer:
+    """The answer to a request; `deltas` makes it."""
+
+    completion: Completion
+    model: str
+    ticket: Ticket
+    letters: Letters
+    made: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def deltas(self, engine: Engine) -> AsyncGenerator[Delta, None]:
+        """The answer as it comes; RefusedError where the ranks fail, or the request's logits are not finite."""
+        try:
+            while True:
+                delta = self._delta(engine, await self._news())
+                if delta.text or delta.tokens or delta.finish:
+                    yield delta
+                if delta.finish:
+                    return
+        finally:
+            engine.end(self.ticket, LEFT)
+
+    async def _news(self) -> list[News]:
+        """What has happened since the last look, once something has."""
+        found = [await self.ticket.news.get()]
+        while not self.ticket.news.empty():
+            found.append(self.ticket.news.get_nowait())
+        return found
+
+    def _delta(self, engine: Engine, news: Sequence[News]) -> Delta:
+        text, tokens, finish = "", list[int](), ""
+        for one in news:
+            match one:
+                case Failed(why):
+                    raise RefusedError(500, why, code="ranks_failed")
+                case Ended(finish):
+                    pass
+                case Token(_, "error"):
+                    raise RefusedError(500, _NOT_FINITE, code="not_finite")
+                case Token(number, finish):
+                    tokens.append(number)
+                    text += "" if finish == "stop" else self.letters.add(number)
+                    if self.letters.stopped:
+                        engine.end(self.ticket, "stop")
+                        finish = "stop"
+            if finish:
+                text += self.letters.end()
+                break
+        self.made += len(tokens)
+        return Delta(text, tokens, finish)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """How many tokens were read and made."""
+        read = len(self.completion.request.prompt)
+        return {"prompt_tokens": read, "completion_tokens": self.made, "total_tokens": read + self.made}
+
+    def document(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The whole answer."""
+        text, tokens = "".join(one.text for one in deltas), [token for one in deltas for token in one.tokens]
+        content = {"message": {"role": "assistant", "content": text}} if self.completion.chat else {"text": text}
+        return self._document(False, [self._choice(content, tokens, deltas[-1].finish)]) | {"usage": self.usage}
+
+    def chunk(self, delta: Delta, first: bool) -> dict[str, Any]:
+        """The event of a stream for a delta."""
+        role = {"role": "assistant"} if first else {}
+        content = {"delta": {**role, "content": delta.text}} if self.completion.chat else {"text": delta.text}
+        return self._document(True, [self._choice(content, delta.tokens, delta.finish)])
+
+    def counts(self) -> dict[str, Any]:
+        """The event that ends a stream with how many tokens it took."""
+        return self._document(True, []) | {"usage": self.usage}
+
+    def _choice(self, content: dict[str, Any], tokens: list[int], finish: str) -> dict[str, Any]:
+        return {"index": 0, **content, "token_ids": tokens, "logprobs": None, "finish_reason": finish or None}
+
+    def _document(self, streams: bool, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = (
+            ("chat.completion.chunk" if streams else "chat.completion") if self.completion.chat else "text_completion"
+        )
+        prefix = "chatcmpl" if self.completion.chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self.ticket.number}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }

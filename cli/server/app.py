@@ -1,0 +1,190 @@
+"""The routes of the server, as an ASGI application of starlette."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from partc.cli.server.answer import LEFT, Answer, Letters
+from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
+from partc.cli.server.engine import Engine, State
+from partc.cli.server.refusals import RefusedError, error_body
+from partc.runtime.files import counted
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+_BODY_SECONDS = 30.0
+_PAGE_BYTES = 1 << 20
+_PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+
+
+class Document(JSONResponse):
+    """JSON that ends with its line, for who reads it in a terminal."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return super().render(content) + b"\n"
+
+
+class Server:
+    """What the routes share: who reads bodies, and who has the open requests."""
+
+    def __init__(self, reader: Reader, engine: Engine, timeout: float) -> None:
+        self.reader, self.engine, self.timeout = reader, engine, timeout
+        self.created = int(time.time())
+
+    def app(self) -> Starlette:
+        """The application."""
+        routes = [
+            Route("/", self.page, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
+        handlers: dict[Any, Callable[[Request, Any], Response]] = {
+            RefusedError: self.refused,
+            HTTPException: _http_error,
+            Exception: _fault,
+        }
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def page(self, request: Request) -> Response:
+        """The page on which to try it."""
+        text = counted.read_text(Path(__file__).with_name("page.html"), _PAGE_BYTES)
+        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken."""
+        state = self.engine.state
+        return Document({"status": state.value}, 200 if state is State.READY else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Counts for Prometheus."""
+        return PlainTextResponse(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        record = self.reader.record
+        sizes = {"max_model_len": record.length, "vocabulary": record.vocabulary}
+        texts = {"text": self.reader.tokenizer is not None, "chat": self.reader.template is not None}
+        one = {
+            "id": self.reader.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "partc",
+            **sizes,
+            **texts,
+        }
+        return Document({"object": "list", "data": [one]})
+
+    async def completions(self, request: Request) -> Response:
+        """Continues a prompt."""
+        return await self._answer(request, self.reader.completion)
+
+    async def chat(self, request: Request) -> Response:
+        """Answers a conversation."""
+        return await self._answer(request, self.reader.chat)
+
+    def refused(self, request: Request, error: RefusedError) -> Response:
+        """The answer to a request that is not met."""
+        self.engine.metrics.requests["refused"] += 1
+        headers = {"Retry-After": str(error.retry)} if error.retry else None
+        return Document(error.body(), error.status, headers=headers)
+
+    async def _answer(self, request: Request, read: Callable[[bytes], Completion]) -> Response:
+        _refuse_other_origin(request)
+        completion = await asyncio.to_thread(read, await _body(request))
+        timeout = self.timeout if completion.timeout is None else completion.timeout
+        ticket = self.engine.submit(completion.request, timeout)
+        answer = Answer(completion, self.reader.model, ticket, Letters(self.reader.tokenizer, completion.stops))
+        if completion.streams:
+            return StreamingResponse(
+                self._events(request, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        async with _ended_when_left(request, self.engine, answer), aclosing(answer.deltas(self.engine)) as deltas:
+            return Document(answer.document([delta async for delta in deltas]))
+
+    async def _events(self, request: Request, answer: Answer) -> AsyncIterator[str]:
+        first = True
+        async with _ended_when_left(request, self.engine, answer), aclosing(answer.deltas(self.engine)) as deltas:
+            try:
+                async for delta in deltas:
+                    yield f"data: {_json(answer.chunk(delta, first))}\n\n"
+                    first = False
+            except RefusedError as error:
+                yield f"event: error\ndata: {_json(error.body())}\n\n"
+                return
+        if answer.completion.counts:
+            yield f"data: {_json(answer.counts())}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+class _ended_when_left:
+    """Watches a client meanwhile, and ends its request where it goes away."""
+
+    def __init__(self, request: Request, engine: Engine, answer: Answer) -> None:
+        self._request, self._engine, self._answer = request, engine, answer
+
+    async def __aenter__(self) -> None:
+        self._watch = asyncio.create_task(self._until_left())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watch.cancel()
+
+    async def _until_left(self) -> None:
+        receive: Callable[[], Awaitable[Any]] = self._request.receive
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._engine.end(self._answer.ticket, LEFT)
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body; RefusedError where it is too long, or takes too long."""
+    found = bytearray()
+    if int(request.headers.get("content-length") or 0) > MOST_BYTES:
+        raise _too_long()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for data in request.stream():
+                found += data
+                if len(found) > MOST_BYTES:
+                    raise _too_long()
+    except TimeoutError:
+        raise RefusedError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
+    return bytes(found)
+
+
+def _too_long() -> RefusedError:
+    return RefusedError(413, f"the body has more than {MOST_BYTES:,} bytes", code="too_large")
+
+
+def _refuse_other_origin(request: Request) -> None:
+    """A page of another server may not use this one in the name of who looks at it."""
+    origin, host = request.headers.get("origin"), request.headers.get("host")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise RefusedError(403, "requests of other pages are refused", code="origin")
+
+
+def _http_error(request: Request, error: HTTPException) -> Response:
+    words = {404: "there is no such path", 405: f"{request.method} is not a method of this path"}
+    fact = words.get(error.status_code, error.detail)
+    return Document(error_body(fact, "invalid_request_error"), error.status_code, headers=error.headers)
+
+
+def _fault(request: Request, error: Exception) -> Response:
+    """A fault of the server itself."""
+    return Document(error_body(f"{type(error).__name__}: {error}", "server_error"), 500)
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))

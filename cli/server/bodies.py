@@ -1,0 +1,200 @@
+"""The bodies of requests, as OpenAI's API has them, checked before a rank hears of one.
+
+A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`logprobs`, `n` above 1),
+while its neutral value is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
+
+from partc.cli.server.refusals import RefusedError
+from partc.cli.text.chat_template import ChatTemplate
+from partc.runtime.artifact.generation import GenerationRecord
+from partc.runtime.errors import InputError
+from partc.runtime.generation.request import Request, faults_of
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MOST_BYTES = 1_000_000
+"""The longest body."""
+MOST_STOPS, MOST_STOP_LETTERS = 16, 256
+_DEFAULT_TOKENS = 16
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+}
+"""Fields of the API that ask for what this server does not do, and the values that ask for nothing."""
+
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LETTERS)]
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    user: str | None = None
+
+
+class _CompletionBody(_Body):
+    prompt: str | list[int]
+
+
+class _TextContent(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Annotated[str, Field(pattern="^text$")]
+    text: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
+    content: str | list[_TextContent]
+    name: str | None = None
+
+
+class _ChatBody(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=1024)]
+    max_completion_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request that can be met: what the ranks get, the texts that end it, and how it is answered."""
+
+    request: Request
+    stops: tuple[str, ...]
+    streams: bool
+    counts: bool
+    """Whether a stream ends with how many tokens it took."""
+    timeout: float | None
+    chat: bool
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads bodies for one model. `ending`: tokens behind which it has nothing more to say, beside those of the artifact."""
+
+    model: str
+    record: GenerationRecord
+    tokenizer: Any
+    template: ChatTemplate | None
+    ending: tuple[int, ...] = ()
+
+    def completion(self, data: bytes) -> Completion:
+        """The request of `/v1/completions`; RefusedError."""
+        body = self._body(data, _CompletionBody.model_validate)
+        ids = self._ids(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        return self._checked(body, ids, body.max_tokens, _DEFAULT_TOKENS, False)
+
+    def chat(self, data: bytes) -> Completion:
+        """The request of `/v1/chat/completions`; RefusedError."""
+        if self.template is None:
+            fact = "the server has no chat template: start it with --tokenizer, and the template in tokenizer_config.json beside it"
+            raise RefusedError(400, fact, "messages")
+        body = self._body(data, _ChatBody.model_validate)
+        try:
+            prompt = self.template.prompt([_plain(message) for message in body.messages])
+        except InputError as error:
+            raise RefusedError(400, str(error), "messages") from None
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return self._checked(body, self._ids(prompt, special=False), most, self.record.length, True)
+
+    def _body(self, data: bytes, validate: Callable[[object], Any]) -> Any:
+        try:
+            found = json.loads(data, parse_constant=_not_json)
+            json.dumps(found, ensure_ascii=False).encode()  # half a pair of UTF-16 is no text
+        except UnicodeError:
+            raise RefusedError(400, "the body is not valid UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(400, f"the body is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise RefusedError(400, "the body is not a JSON object")
+        for name, neutral in _NEUTRAL.items():
+            value = found.pop(name, None)
+            if value is not None and value not in neutral:
+                shown = json.dumps(value)[:80]
+                raise RefusedError(
+                    400, f"'{name}' is {shown}: this server does not do that; leave it out", name, "unsupported"
+                )
+        try:
+            body = validate(found)
+        except ValidationError as error:
+            faults = error.errors(include_url=False, include_input=False)
+            texts = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults[:8]]
+            raise RefusedError(400, "; ".join(texts), str(faults[0]["loc"][0]) if faults[0]["loc"] else None) from None
+        if body.model not in (None, self.model):
+            raise RefusedError(
+                404, f"the model '{body.model}' is not here; this is '{self.model}'", "model", "model_not_found"
+            )
+        return body
+
+    def _ids(self, text: str, special: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise RefusedError(
+                400, "text needs a tokenizer: start the server with --tokenizer, or give a list of ids", "prompt"
+            )
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return found
+
+    def _checked(self, body: _Body, ids: list[int], most: int | None, default: int, chat: bool) -> Completion:
+        room = self.record.length - len(ids)
+        if room < 1:
+            fact = f"the prompt has {len(ids)} tokens; of the {self.record.length} of a sequence at least one is the answer's"
+            raise RefusedError(400, fact, "prompt", "context_length_exceeded")
+        stops = () if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        if stops and self.tokenizer is None:
+            raise RefusedError(
+                400, "a text that ends the answer needs a tokenizer: start the server with --tokenizer", "stop"
+            )
+        request = Request(
+            ids,
+            max_tokens=min(room, default) if most is None else most,
+            temperature=body.temperature or 0.0,
+            top_k=body.top_k or 0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            stop=self.ending,
+        )
+        if faults := [*faults_of(request, self.record)]:
+            raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))
+        counts = body.stream_options is not None and body.stream_options.include_usage
+        return Completion(request, stops, bool(body.stream), counts, body.timeout, chat)
+
+
+def _plain(message: _Message) -> dict[str, str]:
+    """A message as templates read it, its content one text."""
+    content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": content, **name}
+
+
+def _not_json(word: str) -> NoReturn:
+    """NaN and Infinity, which Python reads, and JSON does not have."""
+    raise ValueError(f"{word} is not a number")

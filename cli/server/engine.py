@@ -1,0 +1,200 @@
+"""The server's side of the loop of steps: open requests, their news, and who may still join.
+
+All of it runs in the event loop of the server's thread. The first token of a request and the last one are passed on at once, those between
+in groups: the ranks need the cores more than a reader needs a letter some milliseconds earlier. A request that ended, by its last token,
+its deadline, its client or a failure, is forgotten here at once, and the ranks are told of those that they still run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from partc.cli.server.link import MOST_BYTES
+from partc.cli.server.metrics import Metrics
+from partc.cli.server.refusals import RefusedError
+from partc.runtime.generation.request import Request
+
+_RETRY = 1
+_TOGETHER = 0.02
+"""Seconds whose tokens are passed on together."""
+
+
+class State(enum.Enum):
+    """What becomes of a new request: it is taken where the ranks are `READY`."""
+
+    STARTING = "the ranks are loading"
+    READY = "ok"
+    DRAINING = "the server ends"
+    FAILED = "the ranks have failed"
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token, and why it is the last one; empty where it is not."""
+
+    number: int
+    finish: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The server ends a request, for a reason: `timeout`, `shutdown`, or `left`, where its client has gone."""
+
+    finish: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The ranks have failed, and how."""
+
+    text: str
+
+
+News: TypeAlias = Token | Ended | Failed
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An open request: its number, and a queue of what happens to it."""
+
+    number: int
+    begun: float
+    news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    deadline: asyncio.TimerHandle | None = None
+    has_token: bool = False
+    held: list[News] = field(default_factory=list)
+    """Tokens that are not passed on yet."""
+
+    def add(self, news: News) -> None:
+        """Passes on what was held back, and then this."""
+        for one in (*self.held, news):
+            self.news.put_nowait(one)
+        self.held.clear()
+
+
+class Engine:
+    """The open requests of a server, and its connection to the loop of steps."""
+
+    def __init__(self, slots: int, queue: int, metrics: Metrics) -> None:
+        self.state = State.STARTING
+        self.metrics = metrics
+        self._most = slots + queue
+        self._open: dict[int, Ticket] = {}
+        self._next = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._flush: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes the messages of a loop of steps until it ends."""
+        self._writer = writer
+        try:
+            while line := await reader.readline():
+                self._take(json.loads(line))
+        except (ConnectionError, ValueError):
+            pass  # its end is what the launching process reports
+        finally:
+            self._writer = None
+            self.metrics.used = self.metrics.waiting = 0
+            if self.state is State.READY:
+                self.state = State.FAILED
+            writer.close()
+
+    def submit(self, request: Request, timeout: float) -> Ticket:
+        """Sends a request to the ranks; RefusedError where they take none now."""
+        if self.state is not State.READY or self._writer is None:
+            raise RefusedError(503, f"no request is taken: {self.state.value}", code="unavailable", retry=_RETRY)
+        if len(self._open) >= self._most:
+            fact = f"{len(self._open)} requests are open, and no more can wait"
+            raise RefusedError(429, fact, code="queue_full", retry=_RETRY)
+        ticket = Ticket(self._next, time.monotonic())
+        self._next += 1
+        self._open[ticket.number] = ticket
+        self._empty.clear()
+        self.metrics.prompt_tokens += len(request.prompt)
+        ticket.deadline = asyncio.get_running_loop().call_later(timeout, self.end, ticket, "timeout")
+        self._send({"admit": ticket.number, "request": asdict(request)})
+        return ticket
+
+    def end(self, ticket: Ticket, finish: str) -> None:
+        """Ends a request that is still open: its slot is free two steps later."""
+        if self._forget(ticket, finish):
+            ticket.add(Ended(finish))
+            self._send({"cancel": ticket.number})
+
+    def fail(self, text: str) -> None:
+        """The ranks have failed: every open request ends with this text."""
+        if self.state is not State.DRAINING:
+            self.state = State.FAILED
+        for ticket in [*self._open.values()]:
+            self._forget(ticket, "error")
+            ticket.add(Failed(text))
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests, gives the open ones so many seconds, and ends the loop of steps."""
+        self.state = State.DRAINING
+        try:
+            await asyncio.wait_for(self._empty.wait(), seconds)
+        except TimeoutError:
+            for ticket in [*self._open.values()]:
+                self.end(ticket, "shutdown")
+        self._send({"end": True})
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "ready" in message and self.state is not State.DRAINING:
+            self.state = State.READY
+        if "made" in message:
+            self._tokens(message["made"])
+            self.metrics.used, self.metrics.waiting = message["used"], message["waiting"]
+            if message["seconds"]:
+                self.metrics.steps.add(message["seconds"])
+
+    def _tokens(self, made: Iterable[tuple[int, int, str]]) -> None:
+        for number, token, finish in made:
+            ticket = self._open.get(number)
+            if ticket is None:
+                continue
+            if finish != "error":
+                self.metrics.completion_tokens += 1
+            if finish:
+                self._forget(ticket, finish)
+            if finish or not ticket.has_token:
+                ticket.add(Token(token, finish))
+            else:
+                ticket.held.append(Token(token, finish))
+                if self._flush is None:
+                    self._flush = asyncio.get_running_loop().call_later(_TOGETHER, self._pass_on)
+            if not ticket.has_token:
+                ticket.has_token = True
+                self.metrics.first.add(time.monotonic() - ticket.begun)
+
+    def _pass_on(self) -> None:
+        """Passes on the tokens of all open requests."""
+        self._flush = None
+        for ticket in self._open.values():
+            if ticket.held:
+                ticket.add(ticket.held.pop())
+
+    def _forget(self, ticket: Ticket, finish: str) -> bool:
+        """Takes a request from the open ones; False where it is not among them."""
+        if self._open.pop(ticket.number, None) is None:
+            return False
+        if ticket.deadline is not None:
+            ticket.deadline.cancel()
+        self.metrics.requests[finish] += 1
+        if not self._open:
+            self._empty.set()
+        return True
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+            assert len(data) < MOST_BYTES
+            self._writer.write(data)

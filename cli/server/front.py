@@ -1,0 +1,212 @@
+"""The server's thread: it listens before a rank is started, outlives the ranks of a job, and ends when the last answer is out.
+
+    front = Front(settings, reader)                 # UsageError where the port is in use
+    with front:
+        front.listen(folder / "link")               # rank 0 connects here; or `attach`, with a socket
+        ...                                         # the job runs
+        front.fail("rank 1 was killed ...")         # open requests end with this text
+
+Its methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from partc.cli.server.bodies import Reader
+from partc.cli.server.engine import Engine, State
+from partc.cli.server.link import MOST_BYTES
+from partc.cli.server.metrics import Metrics
+from partc.cli.server.settings import ServerSettings
+from partc.runtime.errors import UsageError
+
+_LAST_SECONDS = 2
+_BACKLOG = 512
+_CONNECTIONS = 800
+"""How many may be open: a process has a thousand files at most by default."""
+_PATH_BYTES = 100
+
+
+class Front:
+    """The server of one model, on the port that the settings name."""
+
+    def __init__(self, settings: ServerSettings, reader: Reader) -> None:
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise UsageError(f'a server needs the package {error.name}\n  help: pip install "partc[serve]"') from None
+        self.settings, self._reader = settings, reader
+        self._socket = _bound(settings.host, settings.port)
+        self._loop = asyncio.new_event_loop()
+        self._engine: Engine | None = None
+        self._ready = threading.Event()
+        self._stop: asyncio.Event | None = None
+        self._links: list[asyncio.Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._problem: BaseException | None = None
+        self.drained = threading.Event()
+        """Set when nothing is open any more after `drain`, and the loop of steps was told to end."""
+        self._thread = threading.Thread(target=self._run, name="partc-server", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the ranks have loaded and take requests."""
+        return self._engine is not None and self._engine.state is State.READY
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._engine is not None and self._engine.state is State.DRAINING
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        if self._problem is not None:
+            raise self._problem
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail("the server has ended")
+        self._call(self._end)
+        self._thread.join(_LAST_SECONDS + 3)
+        self._socket.close()
+
+    def listen(self, path: Path) -> None:
+        """Rank 0 of the next job connects here."""
+        if len(bytes(path)) > _PATH_BYTES:
+            raise UsageError(f"{path}: is too long for a socket\n  help: set TMPDIR to a shorter path")
+        self._await(self._listen(path))
+
+    def attach(self, end: socket.socket) -> None:
+        """The loop of steps of this process is at the other end of the socket."""
+        self._await(self._attach(end))
+
+    def restarting(self) -> None:
+        """The ranks are started again: requests are refused until they have loaded."""
+        self._call(self._restarting)
+
+    def fail(self, text: str) -> None:
+        """The ranks have failed: every open request ends with this text."""
+        assert self._engine is not None
+        self._call(lambda: self._engine.fail(text) if self._engine else None)
+
+    def drain(self) -> None:
+        """Takes no more requests, lets open ones end, and then ends the loop of steps; returns at once."""
+        self._call(self._drain)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._problem = error
+            self._ready.set()
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        import uvicorn
+        from partc.cli.server.app import Server
+
+        self._stop = asyncio.Event()
+        record = self._reader.record
+        engine = self._engine = Engine(record.slots, self.settings.queue, Metrics(slots=record.slots))
+        app = Server(self._reader, engine, self.settings.timeout).app()
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http="h11",
+                loop="asyncio",
+                server_header=False,
+                limit_concurrency=_CONNECTIONS,
+                timeout_graceful_shutdown=_LAST_SECONDS,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        self._ready.set()
+        await asyncio.wait({serving, asyncio.ensure_future(self._stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+        for link in self._links:
+            link.close()
+
+    async def _listen(self, path: Path) -> None:
+        assert self._engine is not None
+        link = await asyncio.start_unix_server(self._engine.converse, path, limit=MOST_BYTES)
+        self._links.append(link)
+
+    async def _attach(self, end: socket.socket) -> None:
+        assert self._engine is not None
+        streams = await asyncio.open_connection(sock=end, limit=MOST_BYTES)
+        self._keep(self._engine.converse(*streams))
+
+    def _restarting(self) -> None:
+        assert self._engine is not None
+        if self._engine.state is not State.DRAINING:
+            self._engine.state = State.STARTING
+            self._engine.metrics.restarts += 1
+
+    def _drain(self) -> None:
+        self._keep(self._drained())
+
+    async def _drained(self) -> None:
+        assert self._engine is not None
+        await self._engine.drain(self.settings.drain)
+        self.drained.set()
+
+    def _end(self) -> None:
+        assert self._stop is not None
+        self._stop.set()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a task, which the loop alone would not keep."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _call(self, action: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(action)
+
+    def _await(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens; UsageError where the address cannot be had."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        found = socket.socket(family, kind)
+    except OSError as error:
+        raise UsageError(f"--host {host}: {error.strerror}\n  help: give an address of this machine") from None
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(_BACKLOG)
+    except OSError as error:
+        found.close()
+        fact = f"cannot listen on {host}, port {port}: {error.strerror}"
+        raise UsageError(f"{fact}\n  help: give another --port, or 0 for a free one") from None
+    return found

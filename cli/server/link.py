@@ -1,0 +1,50 @@
+"""Messages between the server and the loop of steps, JSON lines over a socket; here is the loop's end.
+
+| from | message | meaning |
+|---|---|---|
+| server | `{"admit": 7, "request": {...}}` | a request joins |
+| server | `{"cancel": 7}` | it leaves |
+| server | `{"end": true}` | no request follows, and none is open |
+| loop | `{"ready": true}` | the ranks have loaded |
+| loop | `{"made": [[7, 306, ""]], "used": 1, "waiting": 0, "seconds": 0.004}` | a step: tokens, slots in use, requests that wait |
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+MOST_BYTES = 1 << 25
+"""The longest message."""
+_READ = 1 << 16
+
+
+class Link:
+    """The loop's end of a connected socket; ConnectionError where the other end has gone."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._read = bytearray()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message."""
+        self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    def receive(self, seconds: float) -> list[dict[str, Any]]:
+        """The messages that are there, and where there is none the next ones that come within so many seconds."""
+        while select.select([self._socket], [], [], seconds)[0]:
+            data = self._socket.recv(_READ)
+            if not data:
+                raise ConnectionError("the server has ended")
+            self._read += data
+            seconds = 0.0
+        *lines, rest = self._read.split(b"\n")
+        self._read = bytearray(rest)
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()

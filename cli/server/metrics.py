@@ -1,0 +1,77 @@
+"""Counts of the server in the text form that Prometheus reads (exposition format 0.0.4)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass
+class Seconds:
+    """A histogram of times."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * len(_BUCKETS))
+    number: int = 0
+    total: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts a time."""
+        self.number += 1
+        self.total += seconds
+        for place, most in enumerate(_BUCKETS):
+            self.counts[place] += seconds <= most
+
+    def lines(self, name: str) -> Iterator[str]:
+        """The samples of the histogram."""
+        for most, count in zip(_BUCKETS, self.counts, strict=True):
+            yield f'{name}_bucket{{le="{most}"}} {count}'
+        yield f'{name}_bucket{{le="+Inf"}} {self.number}'
+        yield f"{name}_sum {self.total:.6f}"
+        yield f"{name}_count {self.number}"
+
+
+@dataclass
+class Metrics:
+    """What has been counted since the server began, and what is so now."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    """By finish reason, or `refused`."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    restarts: int = 0
+    slots: int = 0
+    used: int = 0
+    waiting: int = 0
+    steps: Seconds = field(default_factory=Seconds)
+    first: Seconds = field(default_factory=Seconds)
+
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        yield from _head("partc_requests_total", "counter", "Requests that ended, by the reason; refused ones too.")
+        for reason, count in sorted(self.requests.items()):
+            yield f'partc_requests_total{{finish="{reason}"}} {count}'
+        for name, kind, about, value in (
+            ("partc_prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
+            ("partc_completion_tokens_total", "counter", "Tokens of answers.", self.completion_tokens),
+            ("partc_restarts_total", "counter", "Times that the ranks were started again.", self.restarts),
+            ("partc_slots", "gauge", "Sequences that run at once.", self.slots),
+            ("partc_slots_used", "gauge", "Sequences that run now.", self.used),
+            ("partc_queue_length", "gauge", "Requests that wait for a slot.", self.waiting),
+        ):
+            yield from _head(name, kind, about)
+            yield f"{name} {value}"
+        yield from _head("partc_step_seconds", "histogram", "Time of a step.")
+        yield from self.steps.lines("partc_step_seconds")
+        yield from _head("partc_first_token_seconds", "histogram", "Time from a request to its first token.")
+        yield from self.first.lines("partc_first_token_seconds")
+
+
+def _head(name: str, kind: str, about: str) -> Iterator[str]:
+    yield f"# HELP {name} {about}"
+    yield f"# TYPE {name} {kind}"

@@ -1,0 +1,148 @@
+"""The candidates of a search that are compiled, and played as by `partc simulate`: the best by their estimates, and baselines.
+
+A candidate that cannot be faster than what is found, by the bound of the ranks that it uses, is not played. How many are played depends on
+the size of the model alone, so that the same input gives the same plan; a limit of time ends the search before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from partc.cli.simulation.step import Simulation, simulated
+from partc.compiler.emit.emit import emit
+from partc.compiler.errors import CompileError
+from partc.compiler.garbage_collection import uncollected
+from partc.compiler.ir.program import Complete
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.estimate import Estimate
+from partc.compiler.search.search import Search
+from partc.runtime.artifact.format import SourceRecord
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.errors import UsageError
+from partc.runtime.units import seconds
+
+_NODES, _FEWEST, _MOST = 8000, 3, 8
+"""Candidates are played until they have so many nodes of the model together, but so many at least and at most."""
+_ALIKE = 3
+"""Candidates of the same degrees that are played before others."""
+_FAR = 2.0
+"""A baseline whose estimate is so many times what is found is not played, but where all are that can be."""
+
+
+@dataclass(frozen=True)
+class Play:
+    """A candidate that was played: the seconds of a step, the bytes that its ranks give, and the peak memory of the largest."""
+
+    candidate: Candidate
+    seconds: float
+    bytes: int
+    peak: int
+
+
+@dataclass
+class Plays:
+    """What was played in order; what the compiler refused, with its reason; whether time was over before all were."""
+
+    search: Search
+    memory: int | None
+    played: list[Play] = field(default_factory=list)
+    refused: dict[Candidate, str] = field(default_factory=dict)
+    cut_short: bool = False
+
+    @property
+    def best(self) -> Play | None:
+        """The fastest that is within the memory; of equals the one that was played first."""
+        fits = [one for one in self.played if self.memory is None or one.peak <= self.memory]
+        return min(fits, key=lambda one: one.seconds, default=None)
+
+    @property
+    def surplus(self) -> float:
+        """The bytes by which peaks are above their estimates, in the median of what was played: sessions, inputs, code."""
+        above = [one.peak - self.search.estimate(one.candidate).bytes for one in self.played]
+        return median(above) if above else 0.0
+
+    def of(self, candidate: Candidate) -> Play | None:
+        """What was played of a candidate."""
+        return next((one for one in self.played if one.candidate == candidate), None)
+
+
+@uncollected()
+def played(search: Search, memory: int | None, began: float, limit: float | None) -> Plays:
+    """Plays candidates; UsageError where the limit of time, in seconds since it `began`, is over before one is within the memory."""
+    found = Plays(search, memory)
+    nodes, longest = len(search.program.model.graph), 0.0
+    most = max(_FEWEST, min(_MOST, _NODES // max(1, nodes)))
+    for candidate in _in_turn(found, most):
+        begin = time.monotonic()
+        if limit is not None and begin - began + longest > limit:
+            found.cut_short = True
+            break
+        try:
+            done = search.proposal(candidate).done
+        except CompileError as error:
+            found.refused[candidate] = error.problems[0].fact
+            continue
+        step = play_program(search, done)
+        peak = max(one.peak for one in step.memory.values())
+        given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
+        found.played.append(Play(candidate, step.played.seconds, given, peak))
+        longest = max(longest, time.monotonic() - begin)
+    if found.cut_short and found.best is None:
+        fact = f"--time {seconds(limit or 0)}: is over before a plan is found"
+        raise UsageError(
+            f"{fact}\n  help: give it more, such as --time {2 * (time.monotonic() - began + longest) + 1:.0f}s"
+        )
+    return found
+
+
+def play_program(search: Search, done: Complete) -> Simulation:
+    """A step of a program, as it would be written."""
+    request = search.request
+    with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
+        folder = Path(name) / "build"
+        emit(done, folder, {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}, bare=True)
+        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts)
+
+
+def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
+    """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
+    search, tried, turns = found.search, set[Candidate](), Counter[Degrees]()
+    waiting = {one: search.estimate(one) for one in search.candidates}
+
+    def rank(pair: tuple[Candidate, Estimate]) -> tuple[bool, bool, float, float]:
+        one, estimate = pair
+        bytes = estimate.bytes + found.surplus
+        over = found.memory is not None and bytes > found.memory
+        return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
+
+    while waiting and len(found.played) < (most if found.best is not None else 2 * most):
+        candidate = min(waiting.items(), key=rank)[0]
+        del waiting[candidate]
+        if not _is_behind(found, candidate):
+            tried.add(candidate)
+            turns[candidate.degrees] += 1
+            yield candidate
+    near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
+    for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
+        if not _is_behind(found, candidate) and not _is_far(found, estimate):
+            yield candidate
+
+
+def _is_behind(found: Plays, candidate: Candidate) -> bool:
+    """Whether a candidate cannot be faster than what was found, by the bound of its ranks."""
+    best, search = found.best, found.search
+    if best is None:
+        return False
+    return search.estimates.bound(candidate.degrees.ranks, search.request.base.has_frozen) >= best.seconds
+
+
+def _is_far(found: Plays, estimate: Estimate) -> bool:
+    best = found.best
+    return best is not None and estimate.seconds > _FAR * found.search.estimate(best.candidate).seconds

@@ -1,0 +1,201 @@
+"""`partc plan --ranks`: searches a plan, and says how its step compares with baselines and with what no plan is below."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+from partc.cli.output.table import Table
+from partc.cli.simulation.plays import Play, Plays, played
+from partc.compiler.cost.default_machine import default_machine
+from partc.compiler.cost.machine_file import read_machine
+from partc.compiler.frontend.source import Source
+from partc.compiler.proposal.batch import batch_of
+from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.search import Request, Search
+from partc.compiler.search.taken_over import Base, base_of
+from partc.runtime.errors import UsageError
+from partc.runtime.units import count, seconds, size_text
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the options of `partc plan --ranks` say; `limit`: seconds that the search may take, `plan`: what is taken over."""
+
+    ranks: int
+    fixed: Fixed
+    sizes: Mapping[str, int]
+    batch: int | None = None
+    memory: int | None = None
+    machine: Path | None = None
+    hosts: int = 1
+    limit: float | None = None
+    plan: Path | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, what is printed beside it, and warnings."""
+
+    text: str
+    report: str
+    warnings: tuple[str, ...]
+
+
+def searched(source: Source, name: str, options: Options) -> Found:
+    """Searches a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory."""
+    least = options.fixed.least.ranks
+    if options.ranks % least:
+        given = {"--tp": options.fixed.tp, "--dp": options.fixed.dp, "--stages": options.fixed.stages}
+        shown = " ".join(f"{option} {number}" for option, number in given.items() if number is not None)
+        fact = f"--ranks {options.ranks} is not divisible by the {least} ranks of {shown}"
+        raise UsageError(f"{fact}\n  help: give a multiple of {least}, or leave out what is to be searched")
+    machine = default_machine() if options.machine is None else read_machine(options.machine)
+    base, source = (Base(), source) if options.plan is None else base_of(options.plan, source)
+    request = Request(options.ranks, options.fixed, base, machine, _sizes(source, options, base), options.hosts)
+    began = time.monotonic()
+    search = Search.of(source, name, request)
+    if not search.candidates:
+        raise UsageError(f"{name}: there is no plan for {_wanted(options)}\n  help: {_why_none(search)}")
+    plays = played(search, options.memory, began, options.limit)
+    best = plays.best
+    if best is None:
+        raise UsageError(_none_fits(plays, options))
+    found = search.proposal(best.candidate, tuple(_head(plays, best, options)))
+    return Found(found.text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
+
+
+def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
+    """The sizes that are given; `--batch` is that of the symbol that counts records."""
+    if options.batch is None:
+        return dict(options.sizes)
+    if base.batch not in (None, options.batch):
+        fact = f"--batch {options.batch}: the 'train' of {options.plan} has a batch of {base.batch}"
+        raise UsageError(f"{fact}\n  help: leave out --batch, or change the plan")
+    first = next(iter(batch_of(source, 2).symbols), None)
+    if first is None:
+        raise UsageError(f"--batch {options.batch}: the batch of the model is fixed\n  help: leave out --batch")
+    return {**options.sizes, first: options.batch}
+
+
+def _wanted(options: Options) -> str:
+    one = options.fixed.least
+    return f"--ranks {options.ranks} --tp {one.tp} --dp {one.dp} --stages {one.stages}"
+
+
+def _why_none(search: Search) -> str:
+    if search.records is not None:
+        return f"the batch of {search.records} is divided by dp, so choose another --batch, or leave a degree out"
+    return "the model has no dim of a batch, so leave out --dp and --stages, or give another --tp"
+
+
+def _none_fits(plays: Plays, options: Options) -> str:
+    if not plays.played:
+        facts = "; ".join(dict.fromkeys(plays.refused.values()))
+        return f"{plays.search.name}: the compiler refuses every candidate: {facts}\n  help: try other --ranks"
+    least = min(plays.played, key=lambda one: one.peak)
+    fact = f"--memory {size_text(options.memory or 0)}: no plan on {count(options.ranks, 'rank')} was found that needs as little"
+    return f"{fact}; {least.candidate} needs {size_text(least.peak, at_least=True)}\n  help: give that, or more --ranks"
+
+
+def _at(plays: Plays) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in plays.search.request.sizes.items())
+    where = plays.search.request.machine.where
+    return f"on {where if '(' in where else PurePath(where).name}" + (f" at {sizes}" if sizes else "")
+
+
+def _gap(plays: Plays, best: Play) -> str:
+    bound = plays.search.least_bound
+    return (
+        f"no plan takes less than {seconds(bound)}, which is {100 * (best.seconds - bound) / best.seconds:.0f} % less"
+    )
+
+
+def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+    """Comment lines at the head of the plan: its cost, the bound, the baselines, and what each of its choices saves."""
+    yield f"# Found by `partc plan --ranks {options.ranks}`: a step takes {seconds(best.seconds)} {_at(plays)};"
+    yield f"# {_gap(plays, best)}. Peak memory of a rank: {size_text(best.peak, at_least=True)}."
+    for name, candidate in plays.search.baselines.items():
+        yield f"#   {name}: {_told(plays, candidate)}"
+    yield from (f"# {line}" for line in _savings(plays, best))
+    if (fact := _idle(best, options)) is not None:
+        yield f"# {fact[0].upper()}{fact[1:]}."
+
+
+def _told(plays: Plays, candidate: Candidate) -> str:
+    """The time of a baseline: as it was played, else as it is estimated."""
+    one = plays.of(candidate)
+    if one is not None:
+        return seconds(one.seconds)
+    if candidate in plays.refused:
+        return f"refused: {plays.refused[candidate]}"
+    return f"about {seconds(plays.search.estimate(candidate).seconds)}"
+
+
+def _savings(plays: Plays, best: Play) -> Iterator[str]:
+    """What each choice of the plan saves, by the estimates of the plan with and without it."""
+    one, estimate = best.candidate, plays.search.estimate
+    own = estimate(one)
+    degrees = one.degrees
+    without = {
+        f"tp {degrees.tp}": replace(one, degrees=replace(degrees, tp=1)),
+        f"dp {degrees.dp}": replace(one, degrees=replace(degrees, dp=1), zero=False),
+        f"{degrees.stages} stages": replace(one, degrees=replace(degrees, stages=1), schedule=""),
+        f"{one.microbatches} microbatches": replace(one, microbatches=1, schedule=""),
+        one.schedule: replace(one, schedule="1f1b"),
+        "ZeRO": replace(one, zero=False),
+        "recomputing": replace(one, recompute=False),
+    }
+    for name, other in without.items():
+        if other == one or not name:
+            continue
+        there = estimate(other)
+        parts = []
+        if (saved := there.seconds - own.seconds) > 0:
+            parts.append(f"about {seconds(saved)} of a step")
+        if (saved := there.bytes - own.bytes) > 0:
+            parts.append(f"about {size_text(saved)} of a rank")
+        yield f"{name} saves {' and '.join(parts) or 'nothing by itself'}."
+
+
+def _idle(best: Play, options: Options) -> str | None:
+    """Why not all ranks are used."""
+    used = best.candidate.degrees.ranks
+    if used == options.ranks:
+        return None
+    return f"it uses {used} of {count(options.ranks, 'rank')}: every plan that was played on more takes longer, for what they send"
+
+
+def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+    search = plays.search
+    known = f"{count(len(search.candidates), 'candidate')}, {len(plays.played)} played"
+    known += f", {len(plays.refused)} refused" if plays.refused else ""
+    yield f"{search.name}: a plan for {count(options.ranks, 'rank')} {_at(plays)}; {known}"
+    names = {candidate: name for name, candidate in search.baselines.items()}
+    table = Table(["plan", ">step", ">bytes given", ">peak memory", ""])
+    for one in sorted(plays.played, key=lambda one: one.seconds):
+        word = "found" if one is best else names.get(one.candidate, "")
+        over = " (too much)" if options.memory is not None and one.peak > options.memory else ""
+        table.add(one.candidate, seconds(one.seconds), size_text(one.bytes), size_text(one.peak) + over, word)
+    for candidate, name in names.items():
+        if plays.of(candidate) is None:
+            estimate = search.estimate(candidate)
+            told = (
+                ("refused", "")
+                if candidate in plays.refused
+                else (f"~{seconds(estimate.seconds)}", f"~{size_text(estimate.bytes)}")
+            )
+            table.add(candidate, told[0], "", told[1], name)
+    yield table.plain()
+    yield f"found {seconds(best.seconds)}; {_gap(plays, best)}"
+
+
+def _warnings(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+    if plays.search.request.machine.where == default_machine().where:
+        yield "no machine file was given; `partc measure -o machine.yaml` measures this one"
+    if (fact := _idle(best, options)) is not None:
+        yield fact
+    if plays.cut_short:
+        yield "the time was over before all candidates were played; with more of it the plan may be another"

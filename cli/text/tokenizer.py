@@ -1,0 +1,88 @@
+"""A model's tokenizer, its file `tokenizer.json` read by the package `tokenizers`, and text out of tokens as they come."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from partc.runtime.errors import InputError, UsageError
+from partc.runtime.files import counted
+
+CONFIG = "tokenizer_config.json"
+"""The file beside a tokenizer that names its special tokens, and has its chat template."""
+_CONFIG_BYTES = 1 << 24
+_PADDED = 1024
+"""By how many numbers, or by a tenth, a model's vocabulary may be padded."""
+
+
+@functools.cache
+def open_tokenizer(path: str | None) -> Any:
+    """The tokenizer of a file; None where none is given."""
+    if path is None:
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError('--tokenizer needs the package tokenizers\n  help: pip install "partc[text]"') from None
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # what tokenizers raises has no class of its own
+        raise InputError(f"{path}: is not a tokenizer: {error}\n  help: give the tokenizer.json of the model") from None
+
+
+def refuse_other_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
+    """InputError where the tokenizer cannot be that of a model with so many tokens: it has more, or so few that padding cannot be why."""
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if size <= vocabulary <= max(size + _PADDED, size * 1.1):
+        return
+    fact = f"its tokens are 0 to {size - 1}, and those of the model 0 to {vocabulary - 1}"
+    raise InputError(
+        f"{path}: is not the tokenizer of this model: {fact}\n  help: give the tokenizer.json of the model"
+    )
+
+
+def tokenizer_settings(path: str) -> dict[str, Any]:
+    """The mapping in the file `tokenizer_config.json` beside a tokenizer; empty where there is none."""
+    file = Path(path).with_name(CONFIG)
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(counted.read_text(file, _CONFIG_BYTES))
+    except ValueError as error:
+        raise InputError(f"{file}: is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: is not a mapping")
+    return found
+
+
+class TextStream:
+    """Text out of tokens as they come: letters of several tokens are held back until they are whole."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._text = ""
+        self._begin()
+
+    def _begin(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def add(self, token: int) -> str:
+        """What a token adds."""
+        self._tokens.append(token)
+        try:
+            added = self._stream.step(self._tokenizer, token) or ""
+        except Exception:  # it refuses tokens whose text changes what is before them
+            self._begin()
+            added = self._tokenizer.decode([token])
+        self._text += added
+        return added
+
+    def end(self) -> str:
+        """What is held back behind the last token: a letter that is not whole, as the tokenizer shows it."""
+        whole = self._tokenizer.decode(self._tokens)
+        return whole[len(self._text) :] if whole.startswith(self._text) else ""

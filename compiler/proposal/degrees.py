@@ -1,0 +1,34 @@
+"""Over how many ranks a proposal shards a layer, the batch and the layers: the axes of its mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks share a layer, how many have a part of the batch each, how many stages there are."""
+
+    tp: int = 1
+    dp: int = 1
+    stages: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp * self.stages
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes of more than one rank."""
+        axes = {"pp": self.stages, "dp": self.dp, "tp": self.tp}
+        return {name: size for name, size in axes.items() if size > 1} if self.tp * self.dp > 1 else {}
+
+    @property
+    def mesh_line(self) -> str:
+        """`mesh: {dp: 2, tp: 4}`, or nothing."""
+        return f"mesh: {{{', '.join(f'{axis}: {size}' for axis, size in self.mesh.items())}}}" if self.mesh else ""
+
+    @property
+    def frame(self) -> str:
+        """A plan that has the ranks and places nothing on them."""
+        return f"ranks: {self.ranks}\n{self.mesh_line}\n"

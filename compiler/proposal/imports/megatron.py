@@ -1,0 +1,203 @@
+"""Megatron-LM's arguments: a command line or script with `--tensor-model-parallel-size 4`, or a YAML or JSON file with such keys.
+
+Sizes become degrees of a proposal, options of the training lines of `train:`, and what neither has a place for is listed. Options of the
+network itself, such as `--num-layers`, are the model's here: they are counted, not listed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.proposal.imports.imported import Imported
+
+TP, STAGES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+_OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+_OF_THE_MODEL = re.compile(
+    r"num_layers|hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|group_query_attention|kv_channels|seq_length|"
+    r"max_position_embeddings|vocab_size|make_vocab_size_divisible_by|padded_vocab_size|position_embedding_type|rotary_base|"
+    r"rotary_percent|swiglu|normalization|norm_epsilon|attention_dropout|hidden_dropout|untie_embeddings_and_output_weights|"
+    r"disable_bias_linear|add_qkv_bias|init_method_std|attention_softmax_in_fp32|apply_layernorm_1p|tokenizer_type|"
+    r"tokenizer_model|transformer_impl"
+)
+_WITHOUT_EFFECT = re.compile(
+    r"use_mcore_models|no_gradient_accumulation_fusion|overlap_grad_reduce|overlap_param_gather|distributed_backend|"
+    r"log_interval|use_flash_attn|no_async_tensor_model_parallel_allreduce|tensorboard_dir|nproc_per_node|nnodes|node_rank|"
+    r"master_addr|master_port|rdzv_id|rdzv_backend|rdzv_endpoint|nproc|world_size"
+)
+_HINTS = {
+    "context_parallel_size": "partc does not shard the sequence of attention",
+    "expert_model_parallel_size": "experts are sharded by their columns and rows, not shared out",
+    "num_layers_per_virtual_pipeline_stage": "write more stages than ranks, with `schedule: interleaved`",
+    "virtual_pipeline_model_parallel_size": "write more stages than ranks, with `schedule: interleaved`",
+    "sequence_parallel": "`{style: rowwise, level: 1}` shards the sequence between layers for less memory",
+    "recompute_granularity": 'write `recompute: ["layers.*"]` with the modules\' names in `pipeline`',
+    "recompute_method": "`recompute` names modules",
+    "recompute_num_layers": "`recompute` names modules",
+    "data_path": "`data` of `train:` names files or a Python file",
+    "split": "`data` and `test` of `train:` name files",
+    "save": "pass the folder to `partc train --checkpoint`",
+    "load": "pass `--resume auto` to `partc train`",
+    "eval_iters": "an evaluation takes all of `test`",
+}
+
+
+def arguments(text: str, file: str) -> dict[str, str]:
+    """The options of a script or command line by name with `_`, the last of a name; "" of one without a value.
+
+    Lines that end in a backslash go on; comments are left out, as the shell does. CompileError where a quote is not closed.
+    """
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise CompileError(
+            Problem(file, f"the script cannot be read: {error}", help="pass the arguments alone")
+        ) from None
+    found: dict[str, str] = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if option := _OPTION.fullmatch(word.strip("()\"'")):
+            value = option[2] if option[2] is not None else "" if _OPTION.match(after) else after.strip("()")
+            found[option[1].replace("-", "_")] = value
+    return found
+
+
+def read_megatron(options: Mapping[str, object], source: str, file: str) -> Imported:
+    """What the options say. CompileError where a size is not a whole number, or the ranks do not hold tp x stages."""
+    read = _Options(options, file)
+    tp, stages = read.whole(TP, 1), read.whole(STAGES, 1)
+    ranks = read.whole("world_size", 0) or read.whole("nproc_per_node", 0) * read.whole("nnodes", 1)
+    dp = max(1, ranks // (tp * stages))
+    if ranks % (tp * stages):
+        read.problem(
+            f"{ranks} ranks are not a multiple of {tp} x {stages}", "give sizes whose product divides the ranks"
+        )
+    degrees = {"tp": tp, "stages": stages} | ({"dp": dp} if ranks else {})
+    batch, micro = read.whole("global_batch_size", 0), read.whole("micro_batch_size", 0)
+    training = [f"batch: {batch}"] if batch else []
+    microbatches = batch // (micro * dp) if batch and micro and batch % (micro * dp) == 0 else 1
+    if batch and micro and batch % (micro * dp):
+        read.problem(
+            f"a batch of {batch} is not a multiple of {micro} records on {dp} ranks", "give a batch that they divide"
+        )
+    if microbatches > 1 and stages == 1:
+        training.append(f"accumulate: {microbatches}")
+    training += read.training(dp)
+    if read.problems:
+        raise CompileError(read.problems)
+    return Imported(
+        source,
+        degrees,
+        training=tuple(training) if read.trains else (),
+        microbatches=microbatches if read.trains else 1,
+        pipeline=f"pipeline: {{microbatches: {microbatches}, schedule: 1f1b}}" if stages > 1 and read.trains else "",
+        precision=read.precision(),
+        left=tuple(read.left()),
+    )
+
+
+class _Options:
+    """Options as they are read: what has been taken, and what was wrong."""
+
+    def __init__(self, options: Mapping[str, object], file: str) -> None:
+        self.options, self.file = options, file
+        self.taken: set[str] = set()
+        self.problems: list[Problem] = []
+
+    @property
+    def trains(self) -> bool:
+        """Whether they are a training's: it has a learning rate."""
+        return "lr" in self.options
+
+    def problem(self, fact: str, remedy: str) -> None:
+        self.problems.append(Problem(self.file, fact, help=remedy))
+
+    def whole(self, name: str, default: int, least: int = 1) -> int:
+        return int(
+            self._number(name, default, lambda text: int(text, 10), f"a whole number of at least {least}", least)
+        )
+
+    def number(self, name: str, default: float) -> float:
+        return self._number(name, default, float, "a number", float("-inf"))
+
+    def _number(self, name: str, default: float, parse: Callable[[str], float], wanted: str, least: float) -> float:
+        if name not in self.options:
+            return default
+        self.taken.add(name)
+        try:
+            value = parse(str(self.options[name]))
+        except ValueError:
+            value = float("nan")
+        if not value >= least:
+            self.problem(
+                f"{name} is {self.options[name]!r}, not {wanted}", "write the number itself: variables are not read"
+            )
+            return 1
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        self.taken.add(name)
+        return str(self.options.get(name, default))
+
+    def flag(self, name: str) -> bool:
+        self.taken.add(name)
+        return str(self.options.get(name, "false")).lower() not in ("false", "0", "none")
+
+    def training(self, dp: int) -> list[str]:
+        """Lines of `train:` besides the batch and the loss."""
+        kind = self.text("optimizer", "adam")
+        keys = [f"lr: {self.number('lr', 0.001):g}"]
+        decay = self.number("weight_decay", 0.01)
+        if kind == "sgd":
+            keys += [f"momentum: {self.number('sgd_momentum', 0.9):g}"]
+        else:
+            betas = f"[{self.number('adam_beta1', 0.9):g}, {self.number('adam_beta2', 0.999):g}]"
+            keys += [f"betas: {betas}", f"eps: {self.number('adam_eps', 1e-8):g}"]
+        keys += [f"weight_decay: {decay:g}"] if decay else []
+        if self.flag("use_distributed_optimizer") and dp > 1:
+            keys.append("shard: dp")
+        type_ = "momentum" if kind == "sgd" else "adamw"
+        lines = [f"optimizer: {{type: {type_}, {', '.join(keys)}}}"]
+        steps = self.whole("train_iters", 0)
+        lines += self._schedule(steps)
+        clip = self.number("clip_grad", 1.0)
+        lines += [f"clip: {{norm: {clip:g}}}"] if clip else []
+        lines += [f"steps: {steps}"] if steps else []
+        lines += [f"seed: {self.whole('seed', 0, 0)}"] if "seed" in self.options else []
+        lines += [f"evaluate: {self.whole('eval_interval', 0)}"] if "eval_interval" in self.options else []
+        if "save_interval" in self.options:
+            lines.append(f"checkpoint: {{every: {self.whole('save_interval', 0)}}}")
+        return lines
+
+    def _schedule(self, steps: int) -> list[str]:
+        style = self.text("lr_decay_style", "linear")
+        warmup = self.whole("lr_warmup_iters", 0, 0)
+        warm = [f"warmup: {warmup}", "from_zero: true"] if warmup else []
+        if style == "constant":
+            return [f"schedule: {{type: constant, {', '.join(warm)}}}"] if warm else []
+        length = self.whole("lr_decay_iters", steps)
+        if style not in ("linear", "cosine") or not length:
+            self.taken.discard("lr_decay_style")
+            return []
+        least = self.number("min_lr", 0.0)
+        parts = [f"type: {style}", f"steps: {length}", *warm, *([f"minimum: {least:g}"] if least else [])]
+        return [f"schedule: {{{', '.join(parts)}}}"]
+
+    def precision(self) -> str:
+        """The section `precision` of 16 bits."""
+        for name, kind in (("bf16", "bfloat16"), ("fp16", "float16")):
+            if self.flag(name):
+                return f"precision: {{compute: {kind}}}"
+        return ""
+
+    def left(self) -> list[str]:
+        """What has no counterpart."""
+        off = ("", "false", "0", "1", "none")
+        sized = {name for name in self.options if name.endswith("_parallel_size")}
+        return [
+            f"--{name.replace('_', '-')}{f' {value}' if str(value) else ''}: {_HINTS.get(name, 'partc has no such option')}"
+            for name, value in self.options.items()
+            if not (name in self.taken or _OF_THE_MODEL.fullmatch(name) or _WITHOUT_EFFECT.fullmatch(name))
+            and not (name in sized and str(value).lower() in off)
+        ]

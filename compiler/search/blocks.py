@@ -1,0 +1,132 @@
+"""A model as a chain of blocks, each with one way of a sharding over `tp`: what is sharded there, and with what comes behind.
+
+    records    the batch is cut over tp, too: a rank computes its records, with all weights
+    whole      every rank of tp computes all
+    sharded    the dims that are linked are cut: an AllReduce of what is summed over them, forward, and of the cotangents of what made them
+
+A block is a set of linked dims that can be cut, with the nodes behind it up to the next set. Records come before all else, since a plan
+says so of the inputs; behind them what is sharded gathers them. Layouts are changed as the compiler changes them (`lower`), and each
+step has the time of its collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.cost.machine import Link
+from partc.compiler.layout.layout import Layout, layout_of
+from partc.compiler.layout.moves import AllGather, AllReduce, AllToAll, Move, ReduceScatter
+from partc.compiler.layout.reshard import lower
+from partc.compiler.proposal.flow import stored_bytes
+from partc.compiler.proposal.linked import Linked
+from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.chain import Chain
+from partc.compiler.search.estimate import Estimates, Sharding
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+
+
+class Way(IntEnum):
+    """How a block is sharded over `tp`."""
+
+    RECORDS = 0
+    WHOLE = 1
+    SHARDED = 2
+
+
+_OPS = {AllReduce: ALL_REDUCE, ReduceScatter: REDUCE_SCATTER, AllGather: ALL_GATHER, AllToAll: ALL_TO_ALL}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A set of linked dims with the nodes of its block, the sharding if it is sharded, and the bytes that it hands on."""
+
+    nodes: tuple[ir.Node, ...]
+    sharding: Sharding
+    weights: float
+    hands_on: float
+
+
+def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
+    """The blocks of the sets, in order."""
+    work = estimates.work
+    of: dict[ir.Node, int] = {node: k for k, one in enumerate(sets) for node in one.nodes}
+    for node in work.program.model.graph:
+        if node not in of:
+            before = [of[made] for value in node.inputs if value is not None and (made := value.producer()) in of]
+            of[node] = max(before, default=0)
+    found, counted = [], set[ir.Value]()
+    for k, one in enumerate(sets):
+        nodes = tuple(node for node in work.of if of[node] == k)
+        weights = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
+        ends = one.summed or one.made
+        hands_on = max((work.bytes(node.outputs[0]) for node in ends), default=0.0)
+        own = float(sum(map(stored_bytes, weights - counted)))
+        counted |= weights
+        found.append(Block(nodes, Sharding.of(work, tuple(one.places)), own, hands_on))
+    return found
+
+
+def chain_of(estimates: Estimates, blocks: Sequence[Block], candidate: Candidate) -> Chain:
+    """The ways of the blocks on the ranks of a candidate, with their times and bytes, and those of the layouts between them."""
+    rows = [[_cost(estimates, one, candidate, way) for way in Way] for one in blocks]
+    seconds = [np.array([pair[0] for pair in row]) for row in rows]
+    memory = [np.array([pair[1] for pair in row]) for row in rows]
+    between = [_between(estimates, one, candidate) for one in blocks[:-1]]
+    return Chain(seconds, memory, between)
+
+
+def _cost(estimates: Estimates, block: Block, one: Candidate, way: Way) -> tuple[float, float]:
+    """Seconds of a step, and bytes, of a block."""
+    degrees, processor = one.degrees, estimates.processor
+    trains, link = estimates.slots is not None, estimates.link(1, degrees.tp)
+    records = degrees.dp * one.microbatches * (degrees.tp if way is Way.RECORDS else 1)
+    total = kept = 0.0
+    for node in block.nodes:
+        work = estimates.work.of[node]
+        shards = degrees.tp if way is Way.SHARDED and node in block.sharding.nodes else 1
+        again = 1 + one.recompute if trains else 1
+        forward = again * work.seconds(processor, records, shards)
+        total += estimates.turns(degrees.ranks) * (
+            forward + (work.backward(processor, records, shards) if trains else 0.0)
+        )
+        kept += work.made / records / shards if trains else 0.0
+    if way is Way.SHARDED:
+        given = [*block.sharding.forward, *(block.sharding.backward if trains else ())]
+        total += sum(link.collective(ALL_REDUCE, degrees.tp, size / records) for size in given)
+    cut = block.sharding.weights if way is Way.SHARDED else 0.0
+    own = block.weights - cut + cut / degrees.tp
+    seconds = total * one.microbatches + estimates.after(one, own, degrees.tp if way is Way.RECORDS else 1)
+    return seconds, own * (2 + (estimates.slots or 0) if trains else 1) + kept
+
+
+def _between(estimates: Estimates, block: Block, one: Candidate) -> np.ndarray:
+    """Seconds between a block and the next one, by their ways; what is not handed on as it is, the compiler must bring."""
+    size, tp = block.hands_on / one.degrees.dp / one.microbatches, one.degrees.tp
+    cut, whole = layout_of((tp,), ((0,),)), layout_of((tp,), ((),))
+    link, found = estimates.link(1, tp), np.zeros((len(Way), len(Way)))
+    gathered = _seconds(cut, whole, size, link) + (
+        _seconds(whole, cut, size, link) if estimates.slots is not None else 0
+    )
+    found[Way.RECORDS, Way.SHARDED] = one.microbatches * gathered
+    found[Way.RECORDS, Way.WHOLE] = found[Way.WHOLE, Way.RECORDS] = found[Way.SHARDED, Way.RECORDS] = np.inf
+    return found
+
+
+def _seconds(source: Layout, target: Layout, size: float, link: Link) -> float:
+    """The seconds of the steps from one layout to another of a value of so many bytes on all ranks of an axis."""
+    group = tuple(range(source.size))
+    total, now = 0.0, source
+    for move in lower(source, target, group, group):
+        total += _of_move(move, now, size, link)
+        now = move.after
+    return total
+
+
+def _of_move(move: Move, before: Layout, size: float, link: Link) -> float:
+    op = _OPS.get(type(move))
+    given = size / np.prod(before.shards or (1,))
+    return 0.0 if op is None else link.collective(op, before.size, float(given))

@@ -1,0 +1,196 @@
+"""What a candidate takes, without compiling it: the work of its nodes, its collectives and messages, and what a rank keeps.
+
+    step        microbatches * task + bubble + gradients + update
+    task        F and B of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward
+    bubble      (stages - 1) tasks, of zb_h1 a third of that
+    gradients   an AllReduce over dp of a rank's gradients; of ZeRO a ReduceScatter, and an AllGather of parameters
+
+Stages are taken as equal. It ranks candidates: the best of them are compiled, and played as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+from partc.compiler.cost.machine import FALLBACK, Link, Machine
+from partc.compiler.proposal.flow import stored_bytes
+from partc.compiler.proposal.linked import Place
+from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.work import ModelWork
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
+
+_FORWARD_ACTIVATIONS = 0.1
+"""The share of all activations that a forward pass alone holds at one time."""
+_OF_NODE, _OF_VALUE = 16_500, 2_400
+"""About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
+_OPERANDS = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step, bytes of the rank that has most."""
+
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which nodes and weights of a model are sharded over `tp`, and the bytes of an AllReduce for each sum, forward and backward."""
+
+    nodes: frozenset[ir.Node] = frozenset()
+    weights: float = 0.0
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, work: ModelWork, places: tuple[Place, ...]) -> Sharding:
+        """What the dims at these places shard: a node that reads one and makes none of them is summed over."""
+        cut = {value for value, _ in places}
+        nodes, forward, backward = set(), [], dict[ir.Value, float]()
+        for node, own in work.nodes():
+            reads = [value for value in node.inputs if value in cut]
+            makes = any(value in cut for value in node.outputs)
+            if not (reads or makes):
+                continue
+            nodes.add(node)
+            if reads and not makes:
+                forward.append(work.bytes(node.outputs[0]))
+            if makes and own.is_product:
+                given = [value for value in node.inputs if value is not None and value not in cut]
+                backward.update((value, work.bytes(value)) for value in given if not value.is_initializer())
+        weights = sum(stored_bytes(value) for value in cut if value.is_initializer())
+        return cls(frozenset(nodes), float(weights), tuple(forward), tuple(backward.values()))
+
+
+class Estimates:
+    """Estimates of the candidates of a model on a machine whose ranks are on `hosts`; `slots`: of an optimizer, None without training."""
+
+    def __init__(self, work: ModelWork, machine: Machine, hosts: int = 1, slots: int | None = None) -> None:
+        self.work, self.machine, self.slots = work, machine, slots
+        self.cores = machine.cores * hosts
+        self.processor = machine.processor(CPU)
+        graph = work.program.model.graph
+        self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
+        self._tasks: dict[object, tuple[float, float]] = {}
+
+    def of(self, one: Candidate, sharding: Sharding) -> Estimate:
+        """The estimate of a candidate with this sharding over `tp`."""
+        return Estimate(self.seconds(one, sharding), self.bytes(one, sharding))
+
+    def seconds(self, one: Candidate, sharding: Sharding) -> float:
+        degrees, count = one.degrees, one.microbatches
+        forward, backward = self.task(sharding, degrees.dp * count, degrees.tp)
+        if self.slots is None:
+            backward = 0.0
+        elif one.recompute:
+            backward += forward
+        shared = self.turns(degrees.ranks)
+        sums = self._sums(sharding, one)
+        session = self.processor.session
+        task = shared * ((forward + backward) / degrees.stages + 2 * session) + sums / degrees.stages
+        turns = (degrees.stages - 1) * (1 / 3 if one.schedule == "zb_h1" else 1)
+        message = self._between(one) if degrees.stages > 1 else 0.0
+        return (
+            self.processor.step
+            + (count + turns) * task
+            + 2 * turns * message
+            + self.after(one, self._own(sharding, one))
+        )
+
+    def task(self, sharding: Sharding, records: int, shards: int) -> tuple[float, float]:
+        """The seconds of all nodes forward and backward, of one of so many shards of the records, and of layers that are sharded."""
+        key = sharding.nodes, records, shards
+        if key not in self._tasks:
+            forward = backward = 0.0
+            for (work, is_sharded), many in self.work.counted(sharding.nodes).items():
+                own = shards if is_sharded else 1
+                forward += many * work.seconds(self.processor, records, own)
+                backward += many * work.backward(self.processor, records, own)
+            self._tasks[key] = forward, backward
+        return self._tasks[key]
+
+    def bytes(self, one: Candidate, sharding: Sharding) -> float:
+        """Parameters with gradients and slots, and what microbatches under way keep."""
+        degrees = one.degrees
+        own = self._own(sharding, one)
+        under_way = min(one.microbatches, degrees.stages)
+        part = degrees.dp * one.microbatches * degrees.stages
+        made = self._made(sharding, degrees.tp)
+        nodes = len(self.work.of) / degrees.stages
+        if self.slots is None:
+            return own + made * _FORWARD_ACTIVATIONS / part + nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+        nodes *= 4 if one.recompute else 3
+        slots = self.slots / (degrees.dp if one.zero else 1)
+        kept = made * (_FORWARD_ACTIVATIONS * 2 if one.recompute else 1.0)
+        sessions = nodes * (_OF_NODE + _OF_VALUE * one.microbatches)
+        return own * (2 + slots) + kept * under_way / part + sessions
+
+    def _own(self, sharding: Sharding, one: Candidate) -> float:
+        """The bytes of a rank's parameters."""
+        degrees = one.degrees
+        return (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
+
+    def _made(self, sharding: Sharding, shards: int) -> float:
+        return sum(work.made / (shards if node in sharding.nodes else 1) for node, work in self.work.nodes())
+
+    def turns(self, ranks: int) -> float:
+        """By how much a rank takes longer, since the cores of its host are shared."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
+
+    def link(self, stride: int, count: int) -> Link:
+        """What connects ranks that are so far apart."""
+        return self.machine.link([stride * k for k in range(max(2, count))])
+
+    def _sums(self, sharding: Sharding, one: Candidate) -> float:
+        """The AllReduces over `tp` of all layers for one microbatch."""
+        degrees = one.degrees
+        if degrees.tp == 1:
+            return 0.0
+        link, records = self.link(1, degrees.tp), degrees.dp * one.microbatches
+        given = [*sharding.forward]
+        if self.slots is not None:
+            given += [*sharding.backward, *(sharding.forward if one.recompute else ())]
+        return sum(link.collective(ALL_REDUCE, degrees.tp, size / records) for size in given)
+
+    @cached_property
+    def crossing(self) -> float:
+        """The bytes of the value that layers hand on: the median of what products make."""
+        made = sorted(work.made for _, work in self.work.nodes() if work.is_product)
+        return made[len(made) // 2] if made else 0.0
+
+    def _between(self, one: Candidate) -> float:
+        degrees = one.degrees
+        link = self.link(degrees.tp * degrees.dp, 2)
+        return link.send(self.crossing / degrees.dp / one.microbatches)
+
+    def after(self, one: Candidate, own: float, beside: int = 1) -> float:
+        """The reduction of the gradients of so many bytes of parameters, and their update; `beside`: how many ranks of tp have the same."""
+        if self.slots is None:
+            return 0.0
+        degrees, count = one.degrees, one.degrees.dp * beside
+        link, shared = self.link(1 if beside > 1 else degrees.tp, count), self.turns(degrees.ranks)
+        updated = own / (degrees.dp if one.zero else 1)
+        update = shared * _nodes_of_update(self.slots) * self.processor.kernel(FALLBACK)(_OPERANDS * updated)
+        if count == 1:
+            return update
+        if one.zero:
+            scattered = link.collective(REDUCE_SCATTER, count, own)
+            return update + scattered + link.collective(ALL_GATHER, count, own / count)
+        return update + link.collective(ALL_REDUCE, count, own)
+
+    def bound(self, ranks: int, frozen: bool) -> float:
+        """Seconds that no plan on these ranks is below: all products at the amount that is fastest, evenly on all ranks, nothing sent.
+
+        `frozen`: whether some parameters are not trained; then no product of the backward pass is counted.
+        """
+        times = self.work.products_of_training() if self.slots is not None and not frozen else {}
+        least = sum(times.get(node, 1) * work.least(self.processor) for node, work in self.work.nodes())
+        return self.processor.step + least / (min(ranks, self.cores) if self.cores else ranks)
+
+
+def _nodes_of_update(slots: int) -> int:
+    """About how many elementwise nodes update a parameter: Adam has 14, momentum 9."""
+    return 4 + 5 * slots

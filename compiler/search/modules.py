@@ -1,0 +1,61 @@
+"""The way of each module over `tp`: the shortest path through its blocks, and what one way saves against another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.linked import Linked
+from partc.compiler.search.blocks import Way, blocks_of, chain_of
+from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.chain import Chain, shortest
+from partc.compiler.search.estimate import Estimates
+from partc.runtime.units import seconds
+
+
+@dataclass(frozen=True)
+class Modules:
+    """A chain of blocks, and the fastest way of each."""
+
+    chain: Chain
+    ways: tuple[Way, ...]
+
+    @classmethod
+    def of(cls, estimates: Estimates, sets: Sequence[Linked], degrees: Degrees, records: int | None) -> Modules:
+        """The ways on these degrees, of a batch of one microbatch; records are cut where they divide, and in one stage."""
+        if not sets:
+            return cls(Chain((), (), ()), ())
+        chain = chain_of(estimates, blocks_of(estimates, sets), Candidate(degrees))
+        if records is None or records % (degrees.dp * degrees.tp) or degrees.stages > 1:
+            for one in chain.seconds:
+                one[Way.RECORDS] = float("inf")
+        return cls(chain, tuple(map(Way, shortest(chain))))
+
+    @property
+    def sharded(self) -> tuple[Way, ...]:
+        """All blocks sharded."""
+        return (Way.SHARDED,) * len(self.ways)
+
+    @property
+    def differ(self) -> bool:
+        """Whether the fastest ways are neither all sharded, nor all of another kind, for which fewer ranks of `tp` do."""
+        return self.ways != self.sharded and Way.SHARDED in self.ways
+
+    def difference(self, ways: Sequence[Way]) -> tuple[float, float]:
+        """Seconds of a step and bytes of a rank that these ways take more than all sharded."""
+        (own, kept), (others, kept_there) = self.chain.cost(ways), self.chain.cost(self.sharded)
+        return own - others, kept - kept_there
+
+    def saved(self, ways: Sequence[Way], blocks: Collection[int]) -> float:
+        """Seconds that sharded blocks save against being whole."""
+        other = [Way.WHOLE if k in blocks else way for k, way in enumerate(ways)]
+        found = self.chain.cost(other)[0] - self.chain.cost(ways)[0]
+        return found if found < float("inf") else 0.0
+
+    def reason(self, ways: Sequence[Way], block: int) -> str:
+        """Why a block is not sharded."""
+        what = "each rank has its part of the records" if ways[block] is Way.RECORDS else "every rank computes it"
+        other = [Way.SHARDED if k == block else way for k, way in enumerate(ways)]
+        more = self.chain.cost(other)[0] - self.chain.cost(ways)[0]
+        return f"{what}, which saves about {seconds(more)} of a step" if 0 < more < float("inf") else what

@@ -1,0 +1,254 @@
+"""A search over plans of a model: what it knows of the model once, the candidates with their estimates, and a plan of each.
+
+search = Search.of(source, "model.onnx", 16, Fixed(), Base(), machine, {"batch": 64})
+min(search.candidates, key=lambda one: search.estimate(one).seconds)
+search.proposal(candidate)             # its plan, compiled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from partc.compiler.analysis.shapes import shapes
+from partc.compiler.cost.machine import Machine
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.program import Typed
+from partc.compiler.pipeline import run_passes
+from partc.compiler.proposal.batch import Batch, batch_of
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.linked import Linked, linked_dims
+from partc.compiler.proposal.names import template
+from partc.compiler.proposal.propose import Proposal, TakenOver, Work, parsed, taken_apart
+from partc.compiler.proposal.stages import Stage, balanced_stages
+from partc.compiler.proposal.starting_plan import key
+from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
+from partc.compiler.search.blocks import Way
+from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
+from partc.compiler.search.estimate import Estimate, Estimates, Sharding
+from partc.compiler.search.modules import Modules
+from partc.compiler.search.taken_over import Base
+from partc.compiler.search.work import ModelWork
+from partc.compiler.start import start
+from partc.runtime.units import seconds
+
+_TWO = Degrees(dp=2)
+"""Degrees of a frame in which a model is looked at."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is searched: on how many ranks of how many hosts, what of it is given, what is taken over, on which machine, at which sizes."""
+
+    ranks: int
+    fixed: Fixed
+    base: Base
+    machine: Machine
+    sizes: Mapping[str, int]
+    hosts: int = 1
+
+
+@dataclass
+class Search:
+    """A search; `program` is the model, `apart` the form of it that is sharded."""
+
+    source: Source
+    name: str
+    request: Request
+    program: Typed
+    apart: Typed
+    batch: Batch
+    estimates: Estimates
+    records: int | None
+    _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _modules: dict[Degrees, Modules] = field(default_factory=dict)
+    _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Source, name: str, request: Request) -> Search:
+        """A search of the model; CompileError names the symbols whose sizes are not known."""
+        frame, base = _TWO.frame, request.base
+        program = run_passes(start(*parsed(source, frame, name)), shapes)
+        batch = _batch(source)
+        sizes = _sizes(program, batch, request)
+        apart = taken_apart(source, frame, name)
+        work = ModelWork(apart, sizes)
+        slots = base.slots if base.trains else None
+        records = _records(program, batch, sizes)
+        estimates = Estimates(work, request.machine, request.hosts, slots)
+        return cls(
+            source, name, Request(**{**vars(request), "sizes": sizes}), program, apart, batch, estimates, records
+        )
+
+    @cached_property
+    def repeated(self) -> tuple[str, ...]:
+        """Patterns of modules in lists, the outermost, such as `layers.*`: what is recomputed is recomputed module by module."""
+        found: dict[str, set[str]] = {}
+        for path in self.program.paths.values():
+            parts = path.split(".")
+            at = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+            if at is not None:
+                prefix = ".".join(parts[: at + 1])
+                found.setdefault(template(prefix), set()).add(prefix)
+        return tuple(pattern for pattern, members in found.items() if len(members) > 1)
+
+    @cached_property
+    def linked(self) -> list[Linked]:
+        """The sets of dims that are cut together."""
+        return linked_dims(self.apart)
+
+    @cached_property
+    def least_bound(self) -> float:
+        """Seconds that no plan is below."""
+        return self.estimates.bound(self.request.ranks, self.request.base.has_frozen)
+
+    @cached_property
+    def baselines(self) -> dict[str, Candidate]:
+        """By name what is usually chosen, of what is allowed and can be proposed."""
+        most = max((one for one in range(1, self.request.ranks + 1) if self._can_share(one)), default=1)
+        found = baselines(self.request.ranks, self.records, self.request.base.trains, most)
+        fixed = self.request.fixed
+        return {
+            name: one for name, one in found.items() if fixed.allows(one.degrees) and self._is_possible(one.degrees)
+        }
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """All candidates."""
+        base = self.request.base
+        again = base.trains and bool(self.repeated)
+        return [
+            one
+            for degrees in degrees_of(self.request.ranks, self.request.fixed)
+            if self._is_possible(degrees)
+            for one in candidates(
+                degrees,
+                self.records,
+                base.trains,
+                again,
+                base.is_sharded,
+                degrees.tp > 1 and self.modules(degrees).differ,
+            )
+        ]
+
+    def estimate(self, one: Candidate) -> Estimate:
+        """The estimate of a candidate."""
+        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1])
+        if not one.by_module:
+            return found
+        modules = self.modules(one.degrees)
+        seconds, bytes = modules.difference(modules.ways)
+        return Estimate(found.seconds + seconds / one.degrees.stages, found.bytes + bytes / one.degrees.stages)
+
+    def modules(self, degrees: Degrees) -> Modules:
+        """The ways of the modules over `tp`, which is the same for all candidates of these degrees."""
+        if degrees not in self._modules:
+            sets = self._sharded(degrees.tp)[0].sets
+            self._modules[degrees] = Modules.of(self.estimates, sets, degrees, self.records)
+        return self._modules[degrees]
+
+    def proposal(self, one: Candidate, head: tuple[str, ...] = ()) -> Proposal:
+        """The plan of a candidate, with further lines at its head; CompileError where the compiler refuses it."""
+        degrees = one.degrees
+        stages = self._balanced(degrees.stages)
+        if len(stages) < degrees.stages > 1:
+            raise CompileError(Problem(self.name, f"the model has fewer than {degrees.stages} stages"))
+        sharding = self._written(one) if degrees.tp > 1 else None
+        over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
+        batch = batch_of(self.source, over * one.microbatches)
+        sections = (*self._pipeline(one), *self.request.base.written(one.zero))
+        more = TakenOver(head, sections, self.request.base.trains)
+        work = Work(self.source, self.name, degrees, batch, self.program, stages, taken_over=more)
+        return work.proposed(sharding)
+
+    def _written(self, one: Candidate) -> TensorParallel:
+        """The shardings of a candidate, each with what it saves."""
+        modules, sets = self.modules(one.degrees), self._sharded(one.degrees.tp)[0].sets
+        ways = modules.ways if one.by_module else modules.sharded
+        number = {id(linked): k for k, linked in enumerate(sets)}
+
+        def told(some: Sequence[Linked]) -> str:
+            saved = modules.saved(ways, [number[id(linked)] for linked in some])
+            return f"; saves about {seconds(saved)} of a step" if saved > 0 else ""
+
+        whole = {k: modules.reason(ways, k) for k, way in enumerate(ways) if way is not Way.SHARDED}
+        paths = self.program.paths.values()
+        found = tensor_parallel(self.apart, paths, one.degrees.tp, None, whole, self.linked, told)
+        return replace(found, has_records=Way.RECORDS in ways)
+
+    def _pipeline(self, one: Candidate) -> tuple[str, ...]:
+        if one.microbatches == 1 and not one.recompute:
+            return ()
+        options = [f"microbatches: {one.microbatches}"]
+        options += [f"schedule: {one.schedule}"] if one.schedule else []
+        options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if one.recompute else []
+        return (f"pipeline: {{{', '.join(options)}}}", "")
+
+    def _balanced(self, count: int) -> list[Stage]:
+        if count not in self._stages:
+            self._stages[count] = balanced_stages(self.program, count, self.request.machine) if count > 1 else []
+        return self._stages[count]
+
+    def _sharded(self, shards: int) -> tuple[TensorParallel, Sharding]:
+        """All that can be sharded over so many ranks."""
+        if shards not in self._shardings:
+            paths, found = self.program.paths.values(), TensorParallel((), (), ())
+            if shards > 1:
+                found = tensor_parallel(self.apart, paths, shards, linked=self.linked)
+            self._shardings[shards] = found, Sharding.of(self.estimates.work, found.places)
+        return self._shardings[shards]
+
+    def _can_share(self, shards: int) -> bool:
+        return self.request.ranks % shards == 0 and (shards == 1 or bool(self._sharded(shards)[0].groups))
+
+    def _is_possible(self, degrees: Degrees) -> bool:
+        """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
+        return self._can_share(degrees.tp) and degrees.stages <= len(self.program.model.graph)
+
+
+def _batch(source: Source) -> Batch:
+    try:
+        return batch_of(source, _TWO.dp)
+    except CompileError:
+        return Batch()
+
+
+def _sizes(program: Typed, batch: Batch, request: Request) -> dict[str, int]:
+    """The sizes of all symbols: those given, a training's batch, or the only legal one."""
+    first, known = next(iter(batch.symbols), None), dict[str, int]()
+    problems = [
+        Problem(
+            f"--set {name}",
+            "the model has no such symbol",
+            help=f"its symbols are {', '.join(program.symbols) or 'none'}",
+        )
+        for name in request.sizes
+        if name not in program.symbols
+    ]
+    for name, info in program.symbols.items():
+        only = info.facts.value
+        if name in request.sizes:
+            known[name] = request.sizes[name]
+        elif name == first and request.base.batch is not None:
+            known[name] = request.base.batch
+        elif only is not None:
+            known[name] = only
+        else:
+            option = "--batch 64" if name == first else f"--set {name}=128"
+            fact = f"the size of '{name}' is not known, by which times are computed"
+            problems.append(Problem(program.name, fact, help=f"give it, such as {option}"))
+    if problems:
+        raise CompileError(problems)
+    return known
+
+
+def _records(program: Typed, batch: Batch, sizes: Mapping[str, int]) -> int | None:
+    """The records of a batch; None where inputs have no dim of them."""
+    if not batch.inputs:
+        return None
+    value = next(value for value in program.model.graph.inputs if value.name == batch.inputs[0])
+    shape = program.values[value].shape
+    first = shape[0] if shape else None
+    return first if isinstance(first, int) else sizes.get(str(first))

@@ -1,0 +1,105 @@
+"""What a search takes over from a plan that exists: its training, precision, symbols and dims of inputs, as they are written.
+
+What it says of ranks, placement, sharding, how inputs arrive and outputs leave, and of a pipeline, is what is searched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.source import Source
+from partc.compiler.plan.document import read_text
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.plan.rules import Plan
+from partc.compiler.proposal.edited_plan import with_optimizer
+from ruamel.yaml import YAML
+from ruamel.yaml.nodes import MappingNode
+
+_TAKEN = ("batch_dims", "precision", "train")
+_MERGED = ("inputs", "symbols")
+_SEARCHED = ("dataset", "mesh", "outputs", "pipeline", "placement", "ranks", "sharding")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The sections by name; of a training its batch, None where it is not stated, and the tensors that are kept of a parameter."""
+
+    sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    batch: int | None = None
+    slots: int = 0
+    is_sharded: bool = False
+    has_frozen: bool = False
+
+    def written(self, zero: bool) -> tuple[str, ...]:
+        """The lines of the sections; of `zero` with an optimizer that is sharded over the axis dp."""
+        found = []
+        for name, section in self.sections.items():
+            text = with_optimizer(section, "shard: dp") if zero and name == "train" else section
+            found += [*text.splitlines(), ""]
+        return tuple(found)
+
+    @property
+    def trains(self) -> bool:
+        return "train" in self.sections
+
+
+def base_of(path: Path, source: Source) -> tuple[Base, Source]:
+    """What is taken over, and the model with the plan's symbols and dims; CompileError where the plan has what a search does not know."""
+    text = read_text(path)
+    plan = parse_plan(text, str(path))
+    root = YAML(typ="rt", pure=True).compose(text)
+    if not isinstance(root, MappingNode) or root.flow_style:
+        raise CompileError(
+            Problem(str(path), "the plan is one flow mapping", help="write each section on lines of its own")
+        )
+    starts = [(str(key.value), key.start_mark) for key, _ in root.value]
+    others = [(name, mark) for name, mark in starts if name not in (*_TAKEN, *_MERGED, *_SEARCHED)]
+    if others:
+        known = ", ".join((*_TAKEN, *_MERGED))
+        raise CompileError(
+            [
+                Problem(f"{path}:{mark.line + 1}", f"a search does not take '{name}' over", help=f"it takes {known}")
+                for name, mark in others
+            ]
+        )
+    ends = [*(mark.index for _, mark in starts[1:]), len(text)]
+    sections = {
+        name: _without_remarks(text[mark.index : end])
+        for (name, mark), end in zip(starts, ends, strict=True)
+        if name in _TAKEN
+    }
+    train = plan.train
+    base = Base(
+        sections,
+        None if train is None else train.batch,
+        0 if train is None else len(train.optimizer.slots),
+        train is not None and bool(train.optimizer.shard),
+        train is not None and any(rule.frozen for rule in train.parameters.values()),
+    )
+    return base, _with_dims(source, plan)
+
+
+def _without_remarks(section: str) -> str:
+    """A section without the comments behind it, which are of the next one."""
+    lines = section.rstrip().splitlines()
+    while lines and (not lines[-1].strip() or lines[-1].startswith("#")):
+        lines.pop()
+    return "\n".join(lines)
+
+
+def _with_dims(source: Source, plan: Plan) -> Source:
+    """The model with the plan's names and sizes of dims, and its promises of symbols."""
+    model = source.model.clone()
+    for value in model.graph.inputs:
+        rule = plan.dims.inputs.get(value.name or "")
+        if rule is not None and value.shape is not None and len(value.shape) == len(rule.dims):
+            value.shape = ir.Shape(
+                [own if given is None else given for own, given in zip(value.shape, rule.dims, strict=True)]
+            )
+    symbols = {**source.declared.symbols, **{name: rule.symbol for name, rule in plan.dims.symbols.items()}}
+    return dataclasses.replace(source, model=model, declared=dataclasses.replace(source.declared, symbols=symbols))

@@ -1,0 +1,104 @@
+"""What the nodes of a model cost at chosen sizes, and what of that a rank has of a shard: nodes that cost the same are priced once.
+
+Of a node that reads weights its operands are the weights and the others. A rank that has one of r shards of the records and one of c of a
+layer computes 1/(r c) of its operations, and moves 1/c of its weights and 1/(r c) of all else. A backward pass computes each product
+twice, for both operands, and any other node once more.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+from partc.compiler.cost.machine import Processor
+from partc.compiler.cost.node import PRODUCT, VIEW
+from partc.compiler.cost.price import CONVOLUTION, NodeCost, Operand, cost_of
+from partc.compiler.ir.program import Typed
+from partc.compiler.placement.typical_sizes import TypicalSizes
+from partc.compiler.proposal.flow import stored_bytes, weights_read
+
+
+@dataclass(frozen=True)
+class Work:
+    """What alike nodes cost each: `weights` and `made` are the bytes of weights that one reads, and of what it makes."""
+
+    cost: NodeCost
+    weights: float
+    made: float
+
+    @property
+    def is_product(self) -> bool:
+        return self.cost.kernel in (PRODUCT, CONVOLUTION)
+
+    def seconds(self, processor: Processor, records: int, shards: int) -> float:
+        """Forward, of one of so many shards of the records and of the layer."""
+        one, both = self.cost, records * shards
+        moved = self.weights / shards + max(0.0, one.moved - self.weights) / both
+        matrices = max(1, one.matrices // both) if one.matrices > 1 else 1
+        return replace(one, operations=one.operations / both, matrices=matrices, moved=moved).seconds(processor)
+
+    def backward(self, processor: Processor, records: int, shards: int) -> float:
+        """The seconds of its backward pass."""
+        return (2 if self.is_product else 1) * self.seconds(processor, records, shards)
+
+    def least(self, processor: Processor) -> float:
+        """The seconds that all ranks together take at least, in whatever shards, to do what cannot be left out: its operations."""
+        if not self.is_product:
+            return 0.0
+        curve = processor.products.get(self.cost.kernel) or processor.products["matmul"]
+        each = self.cost.operations / self.cost.matrices
+        amounts = [amount for amount, _ in curve.points if amount < each] + [each]
+        return self.cost.operations * min(curve(amount) / amount for amount in amounts) if each else 0.0
+
+
+class ModelWork:
+    """The work of the nodes of a model at these sizes of its symbols."""
+
+    def __init__(self, program: Typed, sizes: Mapping[str, int]) -> None:
+        self.program, self.sizes = program, TypicalSizes(program, sizes)
+        read = weights_read(program)
+        known: dict[object, Work] = {}
+        self.of: dict[ir.Node, Work] = {}
+        for node in program.model.graph:
+            given, made = (list(map(self._operand, some)) for some in (node.inputs, node.outputs))
+            weights = float(sum(map(stored_bytes, read.get(node, ()))))
+            attributes = tuple(sorted((name, str(one)) for name, one in node.attributes.items()))
+            key = node.domain, node.op_type, attributes, tuple(given), tuple(made), weights
+            if key not in known:
+                bytes = sum(one.bytes for one in made if one is not None)
+                known[key] = Work(cost_of(node, given, made), weights, bytes)
+            self.of[node] = known[key]
+
+    def _operand(self, value: ir.Value | None) -> Operand | None:
+        info = self.program.values.get(value) if value is not None else None
+        if value is None or info is None:
+            return None
+        sizes = None if info.shape is None else tuple(map(self.sizes.dim, info.shape))
+        return Operand(sizes, info.item_bytes or 1)
+
+    def bytes(self, value: ir.Value) -> float:
+        """All of a value."""
+        found = self._operand(value)
+        return 0.0 if found is None else found.bytes
+
+    def counted(self, sharded: frozenset[ir.Node] = frozenset()) -> collections.Counter[tuple[Work, bool]]:
+        """How many nodes have which work, and whether they are among the `sharded`; views are left out."""
+        return collections.Counter((work, node in sharded) for node, work in self.nodes())
+
+    def products_of_training(self) -> dict[ir.Node, int]:
+        """By node that is a product how often at least a training computes it: forward, and for each operand that has a gradient."""
+        have = set[ir.Value](self.program.model.graph.initializers.values())
+        found = {}
+        for node, work in self.of.items():
+            own = [value for value in node.inputs if value in have]
+            if own:
+                have.update(node.outputs)
+            if work.is_product:
+                found[node] = 1 + len(own[:2])
+        return found
+
+    def nodes(self) -> Iterator[tuple[ir.Node, Work]]:
+        """The nodes that compute or move anything, in order."""
+        yield from ((node, work) for node, work in self.of.items() if work.cost.kernel != VIEW)

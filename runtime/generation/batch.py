@@ -1,0 +1,91 @@
+"""A batch that requests join and leave between steps, as rank 0 says: the step-wise interface of a server.
+
+    batch = ContinuousBatch(generator)              # on every rank
+    if rank == 0:
+        batch.admit(7, Request([1, 306]))
+    while (made := batch.step()) is not None:       # on every rank, as often
+        ...                                         # rank 0: shows tokens; batch.admit, batch.cancel, and at last batch.end()
+
+Each step begins with a command of rank 0, and all ranks find out alike what it is given. Where a step runs the next command is sent before
+it: a request that joins or leaves meanwhile does so with the command after that one, so within two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..execution.program import Program
+from .commands import Command, begin
+from .generator import Generator
+from .request import Request, refuse_unfit
+from .slots import NewToken, Slots
+
+
+class ContinuousBatch:
+    """This rank's end of the batch, or that of all ranks of one process; making one is collective."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.slots = Slots(generator.record)
+        program = generator.program
+        several = isinstance(program, Program) and program.size > 1
+        self._agreements = program.agreements() if isinstance(program, Program) and several else None
+        self._leads = not isinstance(program, Program) or program.rank == 0
+        self._admitted: dict[int, Request] = {}
+        self._cancelled: list[int] = []
+        self._ends = False
+        self._begun: Callable[[], Command] | None = None
+        """What waits for the command that was sent before the step that ran last."""
+
+    def warm_up(self) -> None:
+        """Runs the first steps, which take longer, of a prompt of its own; collective, before any other step."""
+        record, slots = self.generator.record, Slots(self.generator.record)
+        slots.admit(0, Request([0] * min(record.chunk + 1, record.length - 1), max_tokens=1))
+        while (step := slots.next()) is not None:
+            self.generator.make(slots, step)
+
+    def admit(self, number: int, request: Request) -> None:
+        """Rank 0's: a request joins, under a number that no other one has; InputError where it cannot be met."""
+        refuse_unfit([request], self.generator.record)
+        self._admitted[number] = request
+
+    def cancel(self, number: int) -> None:
+        """Rank 0's: a request leaves, whether it runs or waits; nothing where it has ended."""
+        if self._admitted.pop(number, None) is None:
+            self._cancelled.append(number)
+
+    def end(self) -> None:
+        """Rank 0's: after the command under way there is no step."""
+        self._ends = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step has nothing to do before rank 0 admits a request or ends."""
+        return not (self.slots.used or self.slots.waiting or self._admitted or self._cancelled or self._ends)
+
+    def step(self) -> list[NewToken] | None:
+        """The tokens of the next step, none where there is nothing to do; None after the end. Collective."""
+        begun, self._begun = self._begun or self._begin(), None
+        command = begun()
+        for number, request in command.admitted.items():
+            self.slots.admit(number, request)
+        for number in command.cancelled:
+            self.slots.cancel(number)
+        if command.ends:
+            return None
+        step = self.slots.next()
+        if step is None:
+            return []
+        if self._agreements is not None:
+            self._begun = self._begin()
+        return self.generator.make(self.slots, step)
+
+    def _begin(self) -> Callable[[], Command]:
+        """Begins the next command; in one process it is sent to no other."""
+        command: Command | None = None
+        if self._leads:
+            command = Command(self._admitted, self._cancelled, self._ends)
+            self._admitted, self._cancelled = {}, []
+        if self._agreements is not None:
+            return begin(self._agreements, command)
+        return lambda: command or Command()

@@ -1,0 +1,84 @@
+"""How far a training is: the numbers of a progress line, and who receives them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from partc.runtime.artifact.training.metric_formula import Totals
+
+from .report import Report
+from .trainer import Trainer
+
+Metrics: TypeAlias = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is: steps taken and to take, the epoch, means since the last time, and records a second.
+
+    `total` and `remaining` are None where epochs of unknown length are counted.
+    """
+
+    step: int
+    total: int | None
+    epoch: float
+    metrics: Metrics
+    rate: float
+    speed: float
+    remaining: float | None
+    records: int | None = None
+    """The records of the epoch so far, where it is not known how many it has; then `epoch` counts whole ones."""
+    more: Metrics = field(default_factory=dict)
+    """The further numbers that the plan's `report` asks for, but for the gradient's norm, which is among the metrics."""
+
+
+class Listener(Protocol):
+    """Receives the progress of a training, on rank 0."""
+
+    def stepped(self, progress: Progress) -> None:
+        """Some steps are done."""
+        ...
+
+    def not_finite(self, step: int, outputs: Mapping[str, Any], skipped: bool) -> None:
+        """The loss of a step, or a gradient, is not finite; a skipped step has changed nothing."""
+        ...
+
+    def evaluated(self, step: int, epoch: float, metrics: Metrics) -> None:
+        """The model was evaluated."""
+        ...
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint was written."""
+        ...
+
+
+class Meter:
+    """Counts the steps since the last progress line: their loss and metrics, and their time, in which no evaluation nor checkpoint is."""
+
+    def __init__(self, trainer: Trainer, batch: int, report: Report | None) -> None:
+        self._trainer, self._batch, self._report = trainer, batch, report
+        self._totals = Totals(trainer.record)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins to measure time anew."""
+        self._begun, self._records = time.perf_counter(), 0
+
+    def count(self, outputs: Mapping[str, Any], records: int) -> None:
+        """Counts a step that had a batch of so many records."""
+        self._totals.add(outputs, records)
+        self._records += self._batch
+        if self._report is not None:
+            self._report.step()
+
+    def take(self, total: int | None, epoch: float, records: int | None) -> Progress:
+        """The progress after the last step, of `total`; all is counted anew. Collective where the plan reports numbers of all ranks."""
+        passed, step, read = time.perf_counter() - self._begun, self._trainer.step, self._records
+        metrics, more = self._totals.take(), {} if self._report is None else self._report.numbers(passed)
+        remaining = None if total is None else (total - step) * self._batch * passed / read
+        self.restart()
+        return Progress(step, total, epoch, metrics, self._trainer.last_rate, read / passed, remaining, records, more)

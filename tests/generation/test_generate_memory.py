@@ -1,0 +1,60 @@
+"""What `partc inspect` says of a decoder's memory holds however long its sequences are: no value is larger at any position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from decoders import decoder
+from onnx.reference import ReferenceEvaluator
+from partc.cli.main import invoke
+from partc.compiler.pipeline import compile_model
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.execution.memory.needed import _Program, rank_memory
+from partc.runtime.program.rank_file import read_rank_file
+
+LENGTH, CHUNK, SLOTS = 32, 4, 2
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decoder")
+    onnx.save(decoder(1, ["attention_mask"]), folder / "model.onnx")
+    (folder / "plan.yaml").write_text(f"ranks: 1\ngenerate: {{slots: {SLOTS}, length: {LENGTH}, chunk: {CHUNK}}}\n")
+    compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
+    return folder / "build"
+
+
+@pytest.mark.parametrize(("name", "rows", "tokens"), [("decode", SLOTS, 1), ("prefill", 1, CHUNK)])
+def test_no_value_is_larger_than_it_is_said(name: str, rows: int, tokens: int, build: Path) -> None:
+    artifact = open_artifact(build).beside(name)
+    generation = artifact.beside().manifest.generation
+    program, model = _Program(read_rank_file(artifact, 0), {}, generation), artifact.model(0)
+    made = [value for node in model.graph.node for value in node.output]
+    del model.graph.output[:]
+    model.graph.output.extend(onnx.ValueInfoProto(name=value) for value in made)
+    onnx.load_external_data_for_model(model, str(build))
+    step, largest = ReferenceEvaluator(model), dict[str, tuple[int, ...]]()
+    given = {record.value: np.zeros(record.shape, np.float32) for record in artifact.manifest.state}
+    given |= {"ids": np.ones((rows, tokens), np.int64)}
+    given |= {port.name: np.full(rows, tokens) for port in artifact.manifest.inputs if port.name == "count"}
+    for position in (0, 7, LENGTH - 1):
+        found = step.run(made, {**given, "position": np.full(rows, position)})
+        for value, array in zip(made, found, strict=True):
+            largest[value] = tuple(map(max, largest.get(value, array.shape), array.shape))
+    assert len(program.bounds) > 5
+    assert {value: largest[value] for value in program.bounds} == {
+        value: shape for value, (_, shape) in program.bounds.items()
+    }
+    assert max(max(shape, default=0) for _, shape in program.bounds.values()) == LENGTH - 1 + tokens
+
+
+def test_inspect_says_that_the_longest_sequences_count(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = rank_memory(open_artifact(build), 0, {})
+    assert (memory.unknown, memory.targets[0].prefill > 0) == (0, True)
+    assert invoke(["inspect", str(build)]) == 0
+    shown = capsys.readouterr().out
+    assert "+?" not in shown
+    assert f"what grows with the sequences counts as in a step of sequences of {LENGTH} tokens, the longest" in shown

@@ -1,0 +1,181 @@
+"""`partc plan --ranks`: the found plan is that of the least step, as it is simulated, and not below the bound; memory; what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from equivalence import same_as_whole
+from machines import curve, machine
+from onnx import TensorProto, helper
+from partc.cli.main import invoke
+from partc.cli.simulation.search import Found, Options, searched
+from partc.compiler.cost.machine import Machine
+from partc.compiler.cost.machine_file import machine_text
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
+from partc.runtime.units import parse_bytes
+from proposal_case import Graph, source
+
+Capture = pytest.CaptureFixture[str]
+WIDE, DEEP = 64, 2
+TRAIN = """ranks: 1
+train:
+  loss: {type: mse, prediction: head.Add.out, target: label}
+  optimizer: {type: adam, lr: 0.01}
+  batch: 64
+"""
+
+
+def layers(width: int = WIDE, depth: int = DEEP, batch: int | str = "batch") -> onnx.ModelProto:
+    """Perceptrons in a list, each of an up and a down projection, and a head."""
+    g = Graph()
+    x = "x"
+    for k in range(depth):
+        h = g.node(f"layers.{k}.act", "Relu", g.linear(f"layers.{k}.up", x, width, 4 * width))
+        x = g.linear(f"layers.{k}.down", h, 4 * width, width)
+    out = g.linear("head", x, width, 6)
+    ports = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, size]) for name, size in (("x", width), (out, 6))
+    ]
+    graph = helper.make_graph(g.nodes, "g", ports[:1], ports[1:], g.weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def links(latency: float, speed: float, flops: float = 1e9) -> Machine:
+    """The machine of the tests with other links, and another speed of products."""
+    one = machine()
+    link = replace(one.links[0], send=curve(speed, latency), all_reduce=curve(speed, 2 * latency))
+    cpu = one.processors["cpu"]
+    return replace(one, links=[link], processors={"cpu": replace(cpu, products={"matmul": curve(flops)})})
+
+
+def found(folder: Path, on: Machine, ranks: int = 4, train: str = "", depth: int = DEEP, **options: object) -> Found:
+    """What a search finds for the layers, at 64 records."""
+    (folder / "machine.yaml").write_text(machine_text(on))
+    plan = None
+    if train:
+        plan = folder / "train.yaml"
+        plan.write_text(train)
+    given = {"sizes": {} if train else {"batch": 64}, "fixed": Fixed(), **options}
+    asked = Options(ranks, machine=folder / "machine.yaml", plan=plan, **given)  # type: ignore[arg-type]
+    return searched(source(layers(depth=depth)), "model.onnx", asked)
+
+
+def times(report: str) -> list[str]:
+    """The first words of the rows of played candidates, the fastest first."""
+    return [line.split("  ")[0] for line in report.splitlines()[2:-1] if "~" not in line]
+
+
+def test_the_found_plan_is_the_fastest_and_equals_the_model(tmp_path: Path) -> None:
+    one, again = (found(tmp_path, links(1e-7, 1e12)) for _ in range(2))
+    assert (one.text, one.report) == (again.text, again.report)
+    plan = parse_plan(one.text, "plan.yaml")
+    assert plan.ranks == 4
+    assert times(one.report)[0] in one.report.splitlines()[2]
+    assert one.report.splitlines()[2].endswith("found")
+    same_as_whole(
+        layers(),
+        one.text,
+        {"x": np.random.default_rng(2).standard_normal((64, WIDE), np.float32)},
+        rtol=1e-4,
+        atol=1e-3,
+    )
+
+
+def test_what_is_predicted_is_what_simulate_says(tmp_path: Path, capsys: Capture) -> None:
+    import json
+
+    text = found(tmp_path, links(1e-6, 1e10)).text
+    onnx.save(layers(), tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text(text)
+    options = [
+        "--model",
+        str(tmp_path / "model.onnx"),
+        "--machine",
+        str(tmp_path / "machine.yaml"),
+        "--set",
+        "batch=64",
+    ]
+    assert invoke(["simulate", str(tmp_path / "plan.yaml"), *options, "--json"]) == 0
+    seconds = json.loads(capsys.readouterr().out)["seconds"]
+    assert f"a step takes {seconds * 1e6:.0f} us" in text or f"a step takes {seconds * 1e3:.3g} ms" in text
+
+
+def test_training_within_a_memory(tmp_path: Path) -> None:
+    """With less memory than the fastest plan needs another one is found, which is slower, and needs as little."""
+    on, fixed = links(1e-6, 1e10), Fixed(tp=2)
+    free = found(tmp_path, on, train=TRAIN, fixed=fixed)
+    peak = int(size(free.text) * 0.95)
+    less = found(tmp_path, on, train=TRAIN, fixed=fixed, memory=peak)
+    assert size(less.text) <= peak
+    assert less.text != free.text
+    for one in (free, less):
+        assert parse_plan(one.text, "plan.yaml").train is not None
+
+
+def size(text: str) -> int:
+    """The peak memory that a found plan states."""
+    stated = text.partition("Peak memory of a rank: ")[2].partition(".\n")[0]
+    return parse_bytes(stated) or 0
+
+
+@pytest.mark.parametrize(
+    ("options", "fact", "help"),
+    [
+        (["--ranks", "4"], "the size of 'batch' is not known", "--batch 64"),
+        (
+            ["--ranks", "6", "--tp", "4", "--batch", "8"],
+            "--ranks 6 is not divisible by the 4 ranks of --tp 4",
+            "a multiple of 4",
+        ),
+        (
+            ["--ranks", "2", "--batch", "8", "--memory", "1kB"],
+            "no plan on 2 ranks was found that needs as little",
+            "more --ranks",
+        ),
+        (["--ranks", "2", "--batch", "8", "--time", "1e9"], "is not a time above 0", ""),
+        (["--ranks", "2", "--batch", "8", "--time", "0.001s"], "is over before a plan is found", "give it more"),
+        (
+            ["--ranks", "3", "--dp", "3", "--batch", "8"],
+            "there is no plan for --ranks 3",
+            "the batch of 8 is divided by dp",
+        ),
+        (["--ranks", "2", "--set", "rows=8"], "the model has no such symbol", "its symbols are batch"),
+        (["--ranks", "2", "--target", "auto"], "--target is for a proposal of given degrees", "leave out --ranks"),
+        (["--memory", "1GB", "--time", "3s"], "--memory, --time are for a search", "add --ranks"),
+    ],
+)
+def test_what_is_refused(options: list[str], fact: str, help: str, tmp_path: Path, capsys: Capture) -> None:
+    onnx.save(layers(depth=1), tmp_path / "model.onnx")
+    assert invoke(["plan", str(tmp_path / "model.onnx"), *options]) == 2
+    told = capsys.readouterr().err
+    assert fact in told
+    assert help in told
+
+
+def test_candidates_are_all_degrees_of_divisors() -> None:
+    assert len(degrees_of(12, Fixed())) == sum({1: 1, 2: 3, 3: 3, 4: 6, 6: 9, 12: 18}.values())
+    assert degrees_of(12, Fixed(tp=3, stages=2)) == [Degrees(3, 2, 2), Degrees(3, 1, 2)]
+    some = list(candidates(Degrees(1, 2, 2), 8, trains=True, again=True, sharded=False))
+    assert len(some) == len(set(some)) == 2 * 2 * (1 + 2 * 2)
+    assert Candidate(Degrees(1, 2, 2), 4, "zb_h1", zero=True, recompute=True) in some
+    assert not list(candidates(Degrees(1, 3, 1), 8, trains=False, again=False, sharded=False))
+    assert list(candidates(Degrees(2, 1, 1), None, trains=False, again=False, sharded=False)) == [Candidate(Degrees(2))]
+
+
+def test_baselines_are_named() -> None:
+    named = {name: str(one) for name, one in baselines(16, 64, trains=True, most=16).items()}
+    assert named == {
+        "one rank": "one rank",
+        "data parallel": "dp 16",
+        "tensor parallel": "tp 16",
+        "stages": "16 stages, 32 microbatches, 1f1b",
+        "Megatron": "dp 2, tp 8",
+        "data parallel, stages": "dp 8, 2 stages, 4 microbatches, 1f1b",
+        "tensor parallel, stages": "tp 8, 2 stages, 4 microbatches, 1f1b",
+    }

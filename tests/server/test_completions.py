@@ -1,0 +1,270 @@
+"""What clients of the server get: the tokens that a prompt has alone, as text and as streams, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from decoders import VOCABULARY, Unsharded, decoder
+from partc.cli.main import invoke
+from partc.compiler.pipeline import compile_model
+from server_case import LETTERS, Client, LocalServer, until, write_tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    onnx.save(decoder(), folder / "model.onnx")
+    (folder / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 2, length: 128, chunk: 4}\n")
+    compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
+    return folder / "build"
+
+
+@pytest.fixture(scope="module")
+def server(build: Path) -> Iterator[LocalServer]:
+    with LocalServer(build, write_tokenizer(build.parent), queue=2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    return Unsharded(decoder()).tokens(PROMPT, 40)
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def test_a_prompt_is_continued_as_ids_and_as_text(server: LocalServer, tokens: list[int]) -> None:
+    found = server.complete(PROMPT, max_tokens=40)
+    assert (found["token_ids"], found["text"], found["finish_reason"]) == (tokens, text_of(tokens), "length")
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45}
+    assert server.complete(text_of(PROMPT), max_tokens=3)["token_ids"] == tokens[:3]
+    neutral = {"n": 1, "echo": False, "logprobs": None, "user": "me", "presence_penalty": 0, "model": "model.onnx"}
+    assert server.complete(PROMPT, max_tokens=3, **neutral)["token_ids"] == tokens[:3]
+    drawn = [server.complete(PROMPT, temperature=0.9, top_p=0.9, seed=seed)["text"] for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    status, models = server.get("/v1/models")
+    assert (status, models["data"][0]["id"], models["data"][0]["max_model_len"]) == (200, "model.onnx", 128)
+    assert server.get("/health") == (200, {"status": "ok"})
+
+
+def test_a_stream_has_the_same_text_in_pieces(server: LocalServer, tokens: list[int]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 40, "stream_options": {"include_usage": True}}
+    with server.streaming(COMPLETIONS, body) as events:
+        found = [data for _, data in events]
+    assert found[-1] == "[DONE]"
+    documents = [json.loads(one) for one in found[:-1]]
+    assert documents[-1]["choices"] == []
+    assert documents[-1]["usage"]["completion_tokens"] == 40
+    choices = [one["choices"][0] for one in documents[:-1]]
+    assert "".join(one["text"] for one in choices) == text_of(tokens)
+    assert [one["finish_reason"] for one in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+def test_a_conversation_becomes_one_prompt(server: LocalServer) -> None:
+    messages = [{"role": "system", "content": "b"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    status, found = server.post(CHAT, {"messages": messages, "max_completion_tokens": 9})
+    assert status == 200
+    wanted = server.complete("sbuhiA", max_tokens=9)
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": wanted["text"]}
+    with server.streaming(CHAT, {"messages": messages, "max_tokens": 9}) as events:
+        deltas = [json.loads(data)["choices"][0]["delta"] for _, data in events if data != "[DONE]"]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(one["content"] for one in deltas) == wanted["text"]
+
+
+def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
+    server: LocalServer, tokens: list[int]
+) -> None:
+    text = text_of(tokens)
+    stop = text[7:10]
+    at = text.index(stop)
+    for stops in (stop, ["#", stop]):
+        found = server.complete(PROMPT, max_tokens=40, stop=stops)
+        assert (found["text"], found["finish_reason"]) == (text[:at], "stop")
+    with server.streaming(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "stop": [stop]}) as events:
+        found_text = "".join(json.loads(data)["choices"][0]["text"] for _, data in events if data != "[DONE]")
+    assert found_text == text[:at]
+    until(lambda: server.batch.slots.used == 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": PROMPT, "best": 1}, 400, "best"),
+        ({"prompt": PROMPT, "model": "other"}, 404, "'other' is not here"),
+        ({"prompt": PROMPT, "logprobs": 3}, 400, "'logprobs' is 3"),
+        ({"prompt": PROMPT, "n": 2}, 400, "'n' is 2"),
+        ({"prompt": PROMPT, "echo": True}, 400, "'echo' is true"),
+        ({"prompt": []}, 400, "no token"),
+        ({"prompt": ""}, 400, "no token"),
+        ({"prompt": [1] * 128}, 400, "at least one is the answer's"),
+        ({"prompt": [1, VOCABULARY]}, 400, f"{VOCABULARY} is not a token"),
+        ({"prompt": [1, -1]}, 400, "-1 is not a token"),
+        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": PROMPT, "max_tokens": 0}, 400, "asks for 0 tokens"),
+        ({"prompt": PROMPT, "max_tokens": 124}, 400, "129"),
+        ({"prompt": PROMPT, "temperature": -0.5}, 400, "temperature is -0.5"),
+        ({"prompt": PROMPT, "top_p": 1.5}, 400, "top_p is 1.5"),
+        ({"prompt": PROMPT, "top_k": -1}, 400, "top_k is -1"),
+        ({"prompt": PROMPT, "seed": -1}, 400, "seed is -1"),
+        ({"prompt": PROMPT, "stop": ["x"] * 17}, 400, "stop"),
+        ({"prompt": PROMPT, "stop": "x" * 257}, 400, "stop"),
+        ({"prompt": PROMPT, "stop": ""}, 400, "stop"),
+        ({"prompt": PROMPT, "timeout": 0}, 400, "timeout"),
+        ({}, 400, "prompt"),
+        ([1], 400, "not a JSON object"),
+        (b'{"prompt": [1], "temperature": NaN}', 400, "NaN is not a number"),
+        (b'{"prompt": "\xff"}', 400, "not valid UTF-8"),
+        (b'{"prompt": "\\ud800"}', 400, "not valid UTF-8"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"prompt": [1], "max_tokens": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+        (b" " * 1_000_001, 413, "1,000,000 bytes"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_before_a_rank_hears_of_it(
+    server: LocalServer, body: Any, status: int, words: str
+) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    before = server.metrics()
+    found, _, text = server.request("POST", COMPLETIONS, data)
+    error = json.loads(text)["error"]
+    assert (found, {*error}) == (status, {"message", "type", "param", "code"})
+    assert words in error["message"]
+    after = server.metrics()
+    assert (
+        after['partc_requests_total{finish="refused"}'] == before.get('partc_requests_total{finish="refused"}', 0) + 1
+    )
+    assert after["partc_step_seconds_count"] == before["partc_step_seconds_count"]
+
+
+def test_wrong_paths_methods_and_origins_have_errors_of_the_same_form(server: LocalServer) -> None:
+    for method, path, status in (("GET", COMPLETIONS, 405), ("POST", "/health", 405), ("GET", "/v1/none", 404)):
+        found, _, text = server.request(method, path)
+        assert (found, json.loads(text)["error"]["type"]) == (status, "invalid_request_error")
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    assert server.request("POST", COMPLETIONS, body, Origin="http://elsewhere.example")[0] == 403
+    assert server.request("POST", COMPLETIONS, body, Origin=f"http://127.0.0.1:{server.port}")[0] == 200
+    status, _, text = server.request("POST", CHAT, b'{"messages": [{"role": "\\u001b[2J", "content": "x"}]}')
+    assert status == 400
+    assert b"\x1b" not in text
+
+
+def test_a_client_that_leaves_frees_its_slot(server: LocalServer) -> None:
+    """One that gets a stream, one that waits for a whole answer, and one whose request waits for a slot."""
+    before = server.metrics().get('partc_requests_total{finish="left"}', 0)
+    many = {"prompt": [1], "max_tokens": 127}
+    with held(server) as entered, server.streaming(COMPLETIONS, many):
+        entered.wait(10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", COMPLETIONS, json.dumps(many))
+        with server.streaming(COMPLETIONS, many):
+            connection.close()
+    until(lambda: server.metrics()['partc_requests_total{finish="left"}'] == before + 3)
+    until(lambda: server.batch.slots.used == server.batch.slots.waiting == 0)
+    assert server.metrics()["partc_slots_used"] == 0
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(server: LocalServer, tokens: list[int]) -> None:
+    program, body = server.generator.program, {"prompt": PROMPT, "max_tokens": 3}
+
+    class Spoilt:
+        """Its steps find no token for any slot."""
+
+        ranks = program.ranks  # type: ignore[union-attr]
+
+        def __call__(self, given: Any) -> Any:
+            return {**program(given), "next_token": np.full(2, VOCABULARY)}
+
+    server.generator.program = Spoilt()  # type: ignore[assignment]
+    try:
+        status, found = server.post(COMPLETIONS, body)
+        assert (status, found["error"]["code"]) == (500, "not_finite")
+        with server.streaming(COMPLETIONS, body) as events:
+            kind, data = [*events][-1]
+        assert (kind, json.loads(data)["error"]["code"]) == ("error", "not_finite")
+    finally:
+        server.generator.program = program
+    assert server.complete(PROMPT, max_tokens=3)["token_ids"] == tokens[:3]
+
+
+def test_the_command_serves_in_one_process_until_a_signal(
+    build: Path, tokens: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        client = Client(free.getsockname()[1])
+    found: list[list[int]] = []
+
+    def ask() -> None:
+        try:
+            until(lambda: _healthy(client))
+            found.append(client.complete(PROMPT, max_tokens=9)["token_ids"])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    assert invoke(["serve", str(build), "--port", str(client.port), "--drain", "1"]) == 0
+    asks.join()
+    assert found == [tokens[:9]]
+    lines = capsys.readouterr()
+    assert lines.out == f"serving on http://127.0.0.1:{client.port}; Ctrl-C ends it\n"
+    assert lines.err == "ends: no more requests are taken, open ones have 1 s\n"
+
+
+def _healthy(client: Client) -> bool:
+    try:
+        return client.get("/health")[0] == 200
+    except ConnectionError:
+        return False
+
+
+def test_a_full_queue_and_a_deadline_are_reported(server: LocalServer) -> None:
+    """Two run and two wait; a fifth hears when to come again. A request ends at its deadline whether it runs or waits."""
+    many, short = {"prompt": [1], "max_tokens": 127}, {"prompt": [1], "max_tokens": 127, "timeout": 1.5}
+    with (
+        held(server),
+        server.streaming(COMPLETIONS, short) as runs,
+        server.streaming(COMPLETIONS, many),
+        server.streaming(COMPLETIONS, many),
+        server.streaming(COMPLETIONS, short) as waits,
+    ):
+        status, headers, text = server.request("POST", COMPLETIONS, json.dumps(many).encode())
+        assert (status, headers["retry-after"], json.loads(text)["error"]["code"]) == (429, "1", "queue_full")
+        for events in (runs, waits):
+            assert json.loads(next(events)[1])["choices"][0]["finish_reason"] == "timeout"
+    until(lambda: server.batch.slots.used == server.batch.slots.waiting == 0)
+
+
+@contextmanager
+def held(server: LocalServer) -> Iterator[threading.Event]:
+    """Steps do not end meanwhile; the event is set once one has begun."""
+    release, entered = threading.Event(), threading.Event()
+    make = server.generator.make
+
+    def wait(*given: Any) -> Any:
+        entered.set()
+        release.wait(20)
+        return make(*given)
+
+    server.generator.make = wait  # type: ignore[method-assign]
+    try:
+        yield entered
+    finally:
+        server.generator.make = make  # type: ignore[method-assign]
+        release.set()

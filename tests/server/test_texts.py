@@ -1,0 +1,125 @@
+"""Text out of tokens as they come, texts that end an answer, and chat templates, also hostile ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partc.cli.server.answer import Letters
+from partc.cli.text.chat_template import ChatTemplate, end_of_text, find_chat_template
+from partc.cli.text.tokenizer import TextStream, open_tokenizer, refuse_other_vocabulary
+from partc.runtime.errors import InputError
+from server_case import write_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+LETTER = "a\u00f1\u2603\U0001f600"
+"""Of one, two, three and four bytes."""
+
+
+def bytes_tokenizer() -> Any:
+    """A token a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+BYTES = bytes_tokenizer()
+
+
+@given(st.text(LETTER + " b", max_size=12))
+@settings(deadline=None)
+def test_letters_of_several_tokens_come_whole(text: str) -> None:
+    stream = TextStream(BYTES)
+    parts = [stream.add(token) for token in BYTES.encode(text).ids]
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert stream.end() == ""
+
+
+def test_what_is_cut_within_a_letter_is_shown_at_the_end() -> None:
+    stream = TextStream(BYTES)
+    assert [stream.add(token) for token in BYTES.encode("a\u2603").ids[:2]] == ["a", ""]
+    assert stream.end() == "\ufffd"
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
+@settings(deadline=None)
+def test_an_answer_is_what_is_before_the_first_text_that_ends_it(text: str, stops: list[str]) -> None:
+    letters = Letters(BYTES, stops)
+    found, read = "", 0
+    for token in BYTES.encode(text).ids:
+        found += letters.add(token)
+        read += 1
+        if letters.stopped:
+            break
+    found += letters.end()
+    shortest = next((size for size in range(len(text) + 1) if any(stop in text[:size] for stop in stops)), None)
+    if shortest is None:
+        assert (found, letters.stopped) == (text, False)
+    else:
+        assert (read, letters.stopped) == (shortest, True)
+        assert found == text[: min(at for stop in stops if (at := text[:shortest].find(stop)) >= 0)]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(write_tokenizer(tmp_path)))
+    for vocabulary in (64, 66, 1088):
+        refuse_other_vocabulary("t", tokenizer, vocabulary)
+    for vocabulary in (63, 1089):
+        with pytest.raises(
+            InputError, match=f"t: is not the tokenizer of this model: its tokens are 0 to 63, .* 0 to {vocabulary - 1}"
+        ):
+            refuse_other_vocabulary("t", tokenizer, vocabulary)
+
+
+def test_templates_are_found_beside_the_tokenizer(tmp_path: Path) -> None:
+    path = str(write_tokenizer(tmp_path, template=None))
+    assert find_chat_template(path) is None
+    config = {
+        "eos_token": {"content": "b"},
+        "chat_template": [
+            {"name": "tools", "template": ""},
+            {"name": "default", "template": "{{ eos_token }}{{ messages[0].role }}"},
+        ],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = find_chat_template(path)
+    assert found is not None
+    assert found.prompt([{"role": "user", "content": ""}]) == "buser"
+    assert end_of_text(path, open_tokenizer(path)) == [1]
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}")
+    found = find_chat_template(path)
+    assert found is not None
+    assert found.prompt([{"role": "user"}, {}]) == '{"role": "user"}'
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(InputError, match=r"chat_template\.jinja: is not a template"):
+        find_chat_template(path)
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(InputError, match="is not JSON"):
+        find_chat_template(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "fact"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
+        (
+            "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}",
+            "more than 4,194,304 letters|takes more",
+        ),
+        ("{% for a in range(9999999) %}x{% endfor %}", "too big|OverflowError|Range"),
+        ("{{ messages[0].content + 1 }}", "str"),
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template: str, fact: str) -> None:
+    with pytest.raises(InputError, match=fact):
+        ChatTemplate("t", template, {}).prompt([{"role": "user", "content": "x"}])
