@@ -138,6 +138,18 @@ def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
 
 
+@pytest.mark.parametrize(("layout", "own"), [("one rank", 0), ("tensor parallel", 2), ("stages", 0)])
+def test_both_programs_run_by_the_same_sessions(compiled: Compiled, layout: str, own: int) -> None:
+    """But for `own` ones: under tensor parallelism a prefill sums the last layer's terms behind the choice of the scored token."""
+    folder = compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True)
+    with load_local_generator(folder) as generator:
+        decode, prefill = (program.ranks for program in (generator.program, generator._prefill))  # type: ignore[union-attr]
+        for one, other in zip(decode, prefill, strict=True):
+            sessions = [[id(runner.session) for runner in rank._program.runners.values()] for rank in (one, other)]
+            assert sum(pair[0] != pair[1] for pair in zip(*sessions, strict=True)) == own
+    assert not [*folder.glob("weights/prefill*")]
+
+
 @pytest.mark.parametrize(("slots", "window"), [(1, 5), (1, 63), (3, 5)])
 def test_attention_of_another_mask_stays(compiled: Compiled, slots: int, window: int) -> None:
     """A window of 63 differs from causal at the last positions alone: the proof looks at each."""
