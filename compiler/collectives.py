@@ -106,7 +106,7 @@ def local_map(
             results = fn(op, *shards)
             values = list(results) if isinstance(results, list | tuple) else [results]
             _follow(one, list(graph)[before:], problems)
-            problems.extend(_wrong_results(one, values, made, graph))
+            problems.extend(_wrong_results(one, values, made))
             if problems:
                 raise CompileError(problems)
             left = [_border(one, LEAVE, y, spec) for y, spec in zip(values, made, strict=True)]
@@ -261,7 +261,7 @@ def _follow(one: _Map, nodes: Sequence[ir.Node], problems: list[Problem]) -> Non
 
 
 def _wrong_results(
-    one: _Map, values: Sequence[Any], made: Sequence[tuple[tuple[str, ...], ...] | None], graph: ir.Graph
+    one: _Map, values: Sequence[Any], made: Sequence[tuple[tuple[str, ...], ...] | None]
 ) -> Iterator[Problem]:
     if len(values) != len(made):
         yield Problem(one.where, f"out_specs has {len(made)} specs, and the function gives {len(values)} results")

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import onnx_ir as ir
 from partc.compiler.dims.expression import facts_of
@@ -40,12 +41,15 @@ from partc.compiler.lower.job import Job, JobOp, Transfer
 from partc.compiler.lower.local_view import Localized
 from partc.compiler.ops.families.control.local_map import ALONG
 from partc.compiler.ops.registry import fresh_rule, rule_of
+from partc.compiler.ops.rule import Rule
 from partc.compiler.targets.laws import target_faults
 from partc.runtime.artifact.format import RECV, SEND
 
 VARIABLE = "PARTC_VERIFY_PASSES"
 """The environment variable that has every compile verify after every pass; tests set it."""
 _SHOWN = 12
+_own_rules: WeakKeyDictionary[ir.Node, Rule] = WeakKeyDictionary()
+"""By node the rule that was found to be its own."""
 
 
 class InvalidProgram(Exception):
@@ -149,7 +153,7 @@ def _choices(program: Sharded) -> Iterator[str]:
     known = {name: info.facts for name, info in program.symbols.items()}
     for instance, choice in program.choices.items():
         node, where = instance.node, program.paths.get(instance.node, instance.node.op_type)
-        if replace(rule_of(node), local=None) != replace(fresh_rule(node), local=None):
+        if not _has_own_rule(node):
             yield f"{where}: `rule_of` has the rule of another node, which is not alike"
         if node not in program.placement or instance.group not in program.placement[node].groups:
             yield f"{where}: it is cut over {list(instance.group)}, where it does not run"
@@ -169,6 +173,17 @@ def _choices(program: Sharded) -> Iterator[str]:
             yield f"{where}: it is cut along {', '.join(unknown)}, which its rule does not let be cut"
         for value, layout in _operands(instance, choice):
             yield from (f"{where}: '{value.name}' {fault}" for fault in _uneven(program, value, layout, known))
+
+
+def _has_own_rule(node: ir.Node) -> bool:
+    """Whether the rule that alike nodes share is the one worked out from this node itself; asked once of a node and a rule."""
+    rule = rule_of(node)
+    if _own_rules.get(node) is rule:
+        return True
+    equal = replace(rule, local=None) == replace(fresh_rule(node), local=None)
+    if equal:
+        _own_rules[node] = rule
+    return equal
 
 
 def _sums(program: Sharded) -> Iterator[str]:

@@ -157,7 +157,7 @@ def _unnumbered(words: re.Match[str]) -> str:
 
 
 def _begin(parts: Sequence[str]) -> int:
-    """Where a path begins in words with dots between them: at a name, or a number in front of a name; 0.5 is none."""
+    """Where a path begins in words with dots between them: at a name, or a number in front of a name; 0.5 is not a path."""
     for k, part in enumerate(parts):
         if _NAME.search(part) or (part.isdecimal() and k + 1 < len(parts) and _NAME.search(parts[k + 1])):
             return k

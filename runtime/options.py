@@ -97,7 +97,7 @@ class Options(BaseModel):
 
     @classmethod
     def instead_of(cls, key: str, keys: Collection[str]) -> str:
-        """The remedy for a key that is none of the `keys`: the one most like it, else all."""
+        """The remedy for a key that is not one of the `keys`: the one most like it, else all."""
         near = difflib.get_close_matches(key, keys, 1, 0.55)
         return f"the nearest is '{near[0]}'" if near else f"the keys here are {', '.join(keys)}"
 

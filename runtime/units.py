@@ -1,9 +1,10 @@
-"""Amounts as people write and read them: sizes in bytes, durations, operations, counts with their noun."""
+"""Amounts as people write and read them: sizes, durations, operations, counts with their noun; and lists of which the first are shown."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
@@ -76,6 +77,11 @@ def seconds(duration: float) -> str:
     """A duration with three digits and a unit: `1.23 s`, `45.6 ms`, `789 us`."""
     scale, unit = (1.0, "s") if duration >= 1 else (1e-3, "ms") if duration >= 1e-3 else (1e-6, "us")
     return f"{duration / scale:.3g} {unit}" if duration / scale < 999.5 else f"{duration / scale:.0f} {unit}"
+
+
+def first_of(texts: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """A list as messages show it, of many the first ones: `a, b, c and 4 more`."""
+    return between.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def count(number: int, word: str, words: str = "") -> str:

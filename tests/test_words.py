@@ -44,6 +44,11 @@ NOT = {
 """By the term to use, the words that it stands for."""
 PHRASES = {
     "'is no X': say 'is not an X'": (r"(?<!there )(?<!There )\b(?:is|are|was|were) no (?!longer|more\b)", 17),
+    "'is none': say 'is not one', or name what it is instead": (
+        r"(?<!there )(?<!There )\b(?:is|are) none\b(?! of them)",
+        0,
+    ),
+    "'Those that ...', 'Of the ...': begin with the noun": (r"\A(?:Those|That|Of) ", 0),
     "'nobody': name who does not": (r"\bnobody\b", 4),
     "'Of X: ...': name the subject first": (r"^\s*Of [^.]*:", 5),
 }

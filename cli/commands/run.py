@@ -129,7 +129,7 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
         return _as_rank(job, place)
     from partc.cli.job.rank import prepare, wrong_ranks
 
-    manifest = prepare(job)
+    job, manifest = prepare(job)
     if ranks not in (None, manifest.ranks):
         console.failure(wrong_ranks(str(folder), manifest.ranks, ranks or 0))
         return 2
@@ -220,7 +220,7 @@ def _as_rank(job: Job, place: Place) -> int:
     from partc.runtime.errors import PartcError
 
     try:
-        manifest = prepare(job)
+        job, manifest = prepare(job)
         if place.size not in (None, manifest.ranks):
             return _refused(wrong_ranks(job.folder, manifest.ranks, place.size or 0), 2, place)
     except PartcError as error:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from partc.cli.comparison.compare import Compared
 from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from partc.cli.comparison.first_difference import Compiled
     from partc.cli.job.inputs import Value
     from partc.compiler.pipeline import Report
@@ -27,7 +29,19 @@ class Case:
     scratch: Path
     mpi: bool
     devices: Mapping[str, str] = field(default_factory=dict)
-    """Those that the targets of the compiled model are asked to be."""
+    """By target of the compiled model the device that it is asked to be."""
+
+    def unsharded(self, model: ir.Model | None = None) -> Path:
+        """A file of the unsharded model: the user's own where it is one, else of `model`, which is loaded anew where none is given."""
+        if self.model.suffix == ".onnx":
+            return self.model
+        import onnx_ir as ir
+        from partc.compiler.frontend import load
+        from partc.compiler.rewrite.unrolled import unrolled
+
+        path, whole = self.scratch / "whole.onnx", load(self.model).model if model is None else model
+        ir.save(unrolled(whole, dict(self.report.program.plan.mesh)), path, external_data="whole.data")
+        return path
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,8 @@ def measured(
     moved = {new.name: float(noise[new.name].max()) for old, new in pairs if new.passed and not old.passed}
     if not moved:
         return []
-    names = ", ".join(f"'{name}' by {most:.3g}" for name, most in list(moved.items())[:3])
-    more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-    text = f"rounding alone changes the unsharded model's {names}{more}, in {DRAWS} runs with operands changed by units in the last place"
+    names = first_of([f"'{name}' by {most:.3g}" for name, most in moved.items()])
+    text = f"rounding alone changes the unsharded model's {names}, in {DRAWS} runs with operands changed by units in the last place"
     if is_quantized(alone.folder, open_artifact(alone.folder, trust=True).manifest):
         text += "; it is quantized, and a value halfway between two steps is rounded either way"
     return [text]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -97,7 +96,7 @@ class _Unsharded:
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        path = _file(case)
+        path = case.unsharded()
         try:
             self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:
@@ -138,16 +137,3 @@ class _Unsharded:
         kind = dense(self._given[name].type)
         assert kind is not None
         return array.astype(kind.numpy)
-
-
-def _file(case: Case) -> Path:
-    """A file of the model as it was loaded: the user's own where it is one."""
-    if case.model.suffix == ".onnx":
-        return case.model
-    import onnx_ir as ir
-    from partc.compiler.frontend import load
-    from partc.compiler.rewrite.unrolled import unrolled
-
-    path = case.scratch / "whole.onnx"
-    ir.save(unrolled(load(case.model).model, dict(case.report.program.plan.mesh)), path, external_data="whole.data")
-    return path

@@ -13,7 +13,6 @@ from partc.runtime.artifact.tensors.dtypes import Array
 
 if TYPE_CHECKING:
     from partc.cli.job.inputs import Value
-    from partc.compiler.pipeline import Report
     from partc.runtime.artifact.format import Manifest
 
 
@@ -30,7 +29,7 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
             return flatten(program(case.values))
 
     report, scratch = case.report, case.scratch
-    path = _unsharded_model(case.model, report, scratch)
+    path = case.unsharded(report.program.model)
     whole = flatten(run_unsharded(path, report.manifest, case.values))
     compiled = _run_over_mpi(case, flatten(case.values)) if case.mpi else run(report.out)
     first = Verdict(compare(whole, compiled, rtol, atol))
@@ -80,19 +79,6 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
         raise click.exceptions.Exit(code)
     with open_regular(made) as file, np.load(file) as outputs:
         return dict(outputs)
-
-
-def _unsharded_model(model: Path, report: Report, scratch: Path) -> Path:
-    """A file of the unsharded model: the user's own where it is one, else the loaded program's."""
-    if model.suffix == ".onnx":
-        return model
-    import onnx_ir as ir
-    from partc.compiler.rewrite.unrolled import unrolled
-
-    path = scratch / "whole.onnx"
-    whole = unrolled(report.program.model, dict(report.program.plan.mesh))
-    ir.save(whole, path, external_data="whole.data")
-    return path
 
 
 def run_unsharded(

@@ -14,7 +14,7 @@ from partc.runtime.errors import UsageError
 
 
 def common_sizes(old: Artifact, new: Artifact, given: Mapping[str, int]) -> dict[str, int]:
-    """Those given, else the first artifact's typical ones; UsageError where either forbids one."""
+    """The given sizes, else the first artifact's typical ones; UsageError where either forbids one."""
     typical = {**typical_sizes(new.manifest), **typical_sizes(old.manifest)}
     problems = [f"--set {name}: neither artifact has a symbol '{name}'" for name in given if name not in typical]
     sizes = {**typical, **given}

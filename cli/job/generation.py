@@ -5,6 +5,7 @@ Text needs a tokenizer (`cli/text/`). Without one prompts and answers are number
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -31,10 +32,12 @@ _KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 """Keys of a request that a line of the prompts' file may have beside its prompt."""
 
 
-def requests_of(job: GenerationJob, manifest: Manifest) -> list[Request]:
-    """The requests of a job, checked; PartcError with everything that is wrong with them."""
+def requests_of(job: GenerationJob, manifest: Manifest) -> Sequence[Request]:
+    """The requests of a job, read and checked, where they are not yet; PartcError with everything that is wrong with them."""
     from partc.runtime.generation.request import refuse_unfit
 
+    if job.requests is not None:
+        return job.requests
     if manifest.generation is None:
         fact = "the artifact makes no tokens"
         raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
@@ -46,14 +49,12 @@ def requests_of(job: GenerationJob, manifest: Manifest) -> list[Request]:
     return found
 
 
-def run_generation(job: Job, transport: Transport) -> int:
-    """This rank's part of the job; the exit code."""
-    from partc.runtime import load_generator
-    from partc.runtime.artifact.manifest import open_artifact
+def run_generation(job: Job, transport: Transport, requests: Sequence[Request], begin: float) -> int:
+    """This rank's part of the job, with the `requests` that rank 0 has read; the exit code."""
+    from partc.runtime import Request, load_generator
 
-    assert job.generation is not None
-    begin = time.perf_counter()
-    requests = requests_of(job.generation, open_artifact(job.folder, trust=True).manifest)
+    text = json.dumps([dataclasses.asdict(one) for one in requests]) if transport.rank == 0 else ""
+    requests = [Request(**one) for one in json.loads(transport.all_gather_text(text)[0])]
     on_error = "abort" if job.run_dir is None else "raise"
     options = {"threads": job.threads, "trust": job.trust, "devices": job.devices, "on_error": on_error}
     with load_generator(job.folder, transport, **options) as generator:
@@ -79,11 +80,11 @@ def _make(job: Job, generator: Generator, requests: Sequence[Request], shows: bo
     """Makes all tokens; of the ranks one shows them."""
     assert job.generation is not None
     loaded, started = time.perf_counter() - begin, time.perf_counter()
-    shown = _Shown(job, job.generation, requests)
+    shown = _Shown(job, job.generation, requests) if shows else None
     for made in generator.each(requests):
-        if shows:
+        if shown is not None:
             shown.add(made)
-    if shows:
+    if shown is not None:
         shown.end(loaded, time.perf_counter() - started)
 
 

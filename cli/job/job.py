@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json as text_of
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from partc.runtime import Request
 
 from partc.cli.server.settings import ServerSettings
 
@@ -64,7 +67,8 @@ class InferenceJob:
 class GenerationJob:
     """The command line of `partc generate`: prompts as `texts` or `ids`, or a `file` of them; `output` is the file of the answers, if any.
 
-    `options` are those of each `Request`.
+    `options` are those of each `Request`. `requests` are what the prompts ask for, where this process has read them; ranks that it starts
+    have them from rank 0.
     """
 
     texts: tuple[str, ...] = ()
@@ -73,6 +77,7 @@ class GenerationJob:
     tokenizer: str | None = None
     output: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    requests: Sequence[Request] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,9 @@ class Job:
     reporting: Reporting = Reporting()
 
     def dumps(self) -> str:
-        """The job as one line of JSON."""
-        return text_of.dumps(dataclasses.asdict(self))
+        """The job as one line of JSON, without the requests of a generation."""
+        generation = None if self.generation is None else dataclasses.replace(self.generation, requests=None)
+        return text_of.dumps(dataclasses.asdict(dataclasses.replace(self, generation=generation)))
 
     @staticmethod
     def loads(text: str) -> Job:

@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -43,6 +44,7 @@ from partc.runtime.units import count, size_text
 if TYPE_CHECKING:
     from mpi4py import MPI
     from partc.cli.job.inputs import InputReader
+    from partc.runtime import Request
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.artifact.tensors.dtypes import Array
     from partc.runtime.communication.mpi_watch import Watch
@@ -195,7 +197,8 @@ def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
         if job.generation is not None:
             from partc.cli.job.generation import run_generation
 
-            return run_generation(job, transport)
+            requests = _on_all_ranks(transport, lambda: _requests(job, transport.rank))
+            return run_generation(job, transport, requests, begin)
         if job.serving is not None:
             from partc.cli.job.serving import run_server
 
@@ -241,12 +244,21 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
     return 0
 
 
+def _requests(job: Job, rank: int) -> Sequence[Request]:
+    """The requests of a generation, of which rank 0 tells the others."""
+    from partc.cli.job.generation import requests_of
+    from partc.runtime.artifact.manifest import open_artifact
+
+    assert job.generation is not None
+    return requests_of(job.generation, open_artifact(job.folder, trust=True).manifest) if rank == 0 else ()
+
+
 def _open(job: Job, transport: Transport) -> dict[str, object]:
     """This rank's inputs, or its shards of them, once the number of ranks is known to be right."""
     from partc.runtime.execution.inputs import shard
 
     rank, size = transport.rank, transport.size
-    manifest = prepare(job)
+    _, manifest = prepare(job)
     if manifest.ranks != size:
         raise UsageError(wrong_ranks(job.folder, manifest.ranks, size))
     ports = {port.name: port for port in manifest.inputs if rank in port.ranks}
@@ -254,8 +266,8 @@ def _open(job: Job, transport: Transport) -> dict[str, object]:
     return {name: shard(ports[name], rank, value) for name, value in values.items()}
 
 
-def prepare(job: Job) -> Manifest:
-    """The manifest, after every check that needs no rank to be started; PartcError for what is wrong."""
+def prepare(job: Job) -> tuple[Job, Manifest]:
+    """The job with what was read of its prompts, and the manifest, after every check that needs no rank; PartcError for what is wrong."""
     from partc.runtime.artifact.manifest import open_artifact
 
     manifest = open_artifact(job.folder, trust=True).manifest
@@ -264,23 +276,23 @@ def prepare(job: Job) -> Manifest:
         from partc.cli.job.training_inputs import check
 
         check(job, manifest)
-        return manifest
+        return job, manifest
     if job.generation is not None:
         from partc.cli.job.generation import requests_of
 
-        requests_of(job.generation, manifest)
-        return manifest
+        requests = requests_of(job.generation, manifest)
+        return replace(job, generation=replace(job.generation, requests=requests)), manifest
     if job.serving is not None:
         from partc.cli.job.serving import reader_of
 
         reader_of(job.serving, manifest)
-        return manifest
+        return job, manifest
     open_job_inputs(job, manifest)
     if job.inference.output is not None:
         refuse_other(Path(job.inference.output))
         if not Path(job.inference.output).parent.is_dir():
             raise UsageError(f"{job.inference.output}: the folder {Path(job.inference.output).parent} does not exist")
-    return manifest
+    return job, manifest
 
 
 def open_job_inputs(job: Job, manifest: Manifest) -> InputReader:

@@ -93,8 +93,8 @@ def run_training(
             profiler = trainer.program.record_times() if job.reporting.profile else None
             received = (lambda: signals.received) if signals is not None else (lambda: 0)
             ended = run(trainer, loader, inputs.settings, listeners, test, received, began, resumed)
-            training.tell_counts(profiler)
-        training.tell_end(ended.reason)
+            training.report_counts(profiler)
+        training.report_end(ended.reason)
     training.refuse_stopped(ended.reason)
     return 0
 
@@ -169,7 +169,7 @@ class _Training:
         self.log.begins(self.trainer, loader, self.inputs.settings)
         return Listeners(found)
 
-    def tell_counts(self, profiler: Profiler | None) -> None:
+    def report_counts(self, profiler: Profiler | None) -> None:
         """Writes the profile, and logs what targets have done and what was looked up in tables; collective."""
         program, reporting = self.trainer.program, self.job.reporting
         if profiler is not None and reporting.profile:
@@ -183,7 +183,7 @@ class _Training:
         if self.log and tables:
             self.log.looked_up(self.trainer.step, tables)
 
-    def tell_end(self, reason: int) -> None:
+    def report_end(self, reason: int) -> None:
         """Logs why training ended before its last step, where that is the plan's `early_stop`."""
         early_stop = self.inputs.settings.early_stop
         if self.log and reason == EARLY_STOP and early_stop:

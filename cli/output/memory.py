@@ -79,7 +79,6 @@ def memory_table(memory: Sequence[RankMemory]) -> Table:
         "inside segments": [target.inside for _, target in rows],
         "sessions": [target.sessions for _, target in rows],
         "evaluation": [target.evaluation for _, target in rows],
-        "prefill": [target.prefill for _, target in rows],
         "loading": [target.loading for _, target in rows],
     }
     columns = {name: bytes for name, bytes in columns.items() if any(bytes)}

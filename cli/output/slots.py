@@ -10,7 +10,7 @@ from partc.runtime.units import count, size_text
 
 
 def slot_lines(manifest: Manifest) -> Iterator[str]:
-    """Of the rank that keeps most; none of an artifact that makes no tokens, or of another program than its main one."""
+    """Lines for the rank that keeps most; none for an artifact that makes no tokens, or for another program than its main one."""
     record = manifest.generation
     if record is None:
         return

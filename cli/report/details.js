@@ -58,6 +58,8 @@ function nodeDetails(report, item) {
   return element("div", {},
     element("h3", {}, item.path || item.name),
     facts([["op", node.op], ["ranks", ranksText(report, item.classes)], ["phase", node.phase], ["task", node.task && `${node.task}, once for each microbatch`]]),
+    ...(report.changesOf.get(item.path) || []).map((change) => element("p", { class: "changes" },
+      `${change.kind}: ${change.before || "none"} became ${change.after || "none"}${change.why ? ` (${change.why})` : ""}`)),
     ...[...forms.values()].slice(0, 6).map((some) => element("div", { class: forms.size > 1 ? "form" : "" },
       forms.size > 1 ? element("h4", {}, `on ${ranksText(report, new Set(some.map((one) => one.of)))}`) : null,
       facts([

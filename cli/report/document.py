@@ -41,6 +41,7 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
     given = asked.sizes if given is None else given
     manifest = artifact.manifest
     sizes = {**typical_sizes(manifest), **{k: v for k, v in asked.sizes.items() if k in manifest.symbols}}
+    own = {name: size for name, size in given.items() if name in manifest.symbols}
     classes = rank_classes(artifact)
     memory = memory_of_ranks(artifact, sizes, [one.ranks[0] for one in classes])
     pipeline = pipeline_of(artifact)
@@ -56,7 +57,7 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
         "ranks": manifest.ranks,
         "meshes": _meshes(artifact),
         "sizes": sizes,
-        "given": sorted(given),
+        "given": sorted(own),
         "symbols": {name: one.model_dump(mode="json") for name, one in manifest.symbols.items()},
         "measures": _measures(manifest, classes, memory, [one["stats"]["sent"]["bytes"] for one in found]),
         "inputs": [_port(one.name, one.type, one.shape, one.ranks) for one in manifest.inputs],
@@ -69,7 +70,7 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
     if pipeline is not None:
         document["schedule"] = schedule_of(pipeline, sizes)
     if asked.machine is not None or asked.trace is not None:
-        document["timeline"] = timeline_of(artifact, asked.machine, asked.trace, given)
+        document["timeline"] = timeline_of(artifact, asked.machine, asked.trace, own)
     return document
 
 

@@ -34,7 +34,11 @@ function whenShownOtherwise(node, action) {
     width = node.clientWidth;
     action();
   }).observe(node);
-  document.addEventListener("colours", action);
+  const recoloured = () => {
+    if (node.isConnected) action();
+    else document.removeEventListener("colours", recoloured);
+  };
+  document.addEventListener("colours", recoloured);
 }
 
 /** The value of a colour of the style sheet, for canvases. */

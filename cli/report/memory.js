@@ -34,8 +34,6 @@ function drawMemory(report, place, chosen = 0) {
     }, [x, all, between, kept], chart);
     under.textContent = mostText(curve);
   };
-  if (place.plot) document.removeEventListener("colours", place.plot);
-  place.plot = plot;
   whenShownOtherwise(chart, plot);
 }
 

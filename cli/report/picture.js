@@ -1,6 +1,8 @@
 "use strict";
 // The picture of the graph: boxes that open and close, drawn as SVG; it moves by dragging, the wheel and the keys.
 
+const READABLE = 0.72;
+
 /** The graph view. `onchoose` is called with what is chosen: an item of the tree, or null. */
 class Picture {
   constructor(place, report, onchoose) {
@@ -17,7 +19,8 @@ class Picture {
         shape("path", { d: "M0 0L8 4L0 8z", class: `tip ${name}` })))),
       this.world);
     this.note = element("div", { class: "note", role: "status" });
-    place.append(element("div", { class: "canvas-around" }, this.canvas, this.legend(), this.note));
+    this.legend = element("div", { class: "legend" });
+    place.append(element("div", { class: "canvas-around" }, this.canvas, this.legend, this.note));
     this.view = { x: 0, y: 0, scale: 1 };
     this.listen();
     this.build();
@@ -29,7 +32,7 @@ class Picture {
     this.chosen = null;
     if (!this.open.size) this.openFirst();
     this.draw();
-    this.fit();
+    this.fit(READABLE);
     if (this.report.picture === this) this.onchoose(null);
   }
 
@@ -50,19 +53,19 @@ class Picture {
     }
   }
 
-  legend() {
+  drawLegend() {
     const { classes } = this.report.data.graph;
     const shown = classes.slice(0, 12).map((one, k) => element("span", { class: "key" },
       element("i", { style: `background:${hue(k)}` }), one.size > 1 ? `ranks ${one.ranks}` : `rank ${one.ranks}`));
     if (classes.length > 12) shown.push(element("span", { class: "key" }, `and ${classes.length - 12} more`));
     shown.push(element("span", { class: "key" }, element("i", { class: "message" }), "message between ranks"));
-    return element("div", { class: "legend" }, ...shown);
+    this.legend.replaceChildren(...shown);
   }
 
   draw() {
     const isOpen = (item) => this.open.has(item.id);
-    const size = layOut(this.tree.root, isOpen);
-    this.size = size;
+    this.size = layOut(this.tree.root, isOpen);
+    this.drawLegend();
     this.at = new Map();
     this.elements = new Map();
     const [boxesOf, linesOf] = [[], []];
@@ -239,13 +242,12 @@ class Picture {
     return found;
   }
 
-  fit() {
+  /** Shows all of it, in the middle; no smaller than `least`, below which its upper part is shown. */
+  fit(least = 0.05) {
     const { width, height } = this.canvas.getBoundingClientRect();
     if (!width) return;
-    const scale = Math.min(1.15, (width - 24) / this.size.width, (height - 24) / this.size.height);
-    const readable = Math.max(scale, 0.42);
-    this.view = { scale: readable, x: Math.max(12, (width - this.size.width * readable) / 2), y: scale < readable ? 12 : Math.max(12, (height - this.size.height * readable) / 2) };
-    if (this.size.width * readable > width) this.view.x = (width - this.size.width * readable) / 2;
+    const scale = Math.max(least, Math.min(1.15, (width - 24) / this.size.width, (height - 24) / this.size.height));
+    this.view = { scale, x: (width - this.size.width * scale) / 2, y: Math.max(12, (height - this.size.height * scale) / 2) };
     this.move();
   }
 
@@ -286,16 +288,20 @@ class Picture {
       this.dragged = false;
       from = { x: event.clientX, y: event.clientY, view: { ...this.view } };
     });
-    window.addEventListener("pointermove", (event) => {
+    canvas.addEventListener("pointermove", (event) => {
       if (!from) return;
       const [x, y] = [event.clientX - from.x, event.clientY - from.y];
-      if (Math.abs(x) + Math.abs(y) > 4) this.dragged = true;
+      if (!this.dragged && Math.abs(x) + Math.abs(y) > 4) {
+        this.dragged = true;
+        canvas.setPointerCapture(event.pointerId);
+      }
       if (this.dragged) {
         this.view = { ...from.view, x: from.view.x + x, y: from.view.y + y };
         this.move();
       }
     });
-    window.addEventListener("pointerup", () => { from = null; });
+    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { from = null; });
+    canvas.addEventListener("pointerleave", () => { if (!this.dragged) from = null; });
     canvas.addEventListener("focusin", (event) => this.bringIntoSight(event.target));
     canvas.addEventListener("click", () => { if (!this.dragged) this.choose(null); });
     canvas.addEventListener("wheel", (event) => {

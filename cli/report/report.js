@@ -10,9 +10,11 @@ class Report {
     Object.assign(this, { data, difference, sides });
     this.graph = readNodes(data);
     this.receives = new Map(this.graph.nodes.filter((node) => node.delivered || node.op === "Recv").map((node) => [node.tag, node]));
-    this.changedPaths = new Set();
+    this.changesOf = new Map();
     for (const change of difference ? difference.programs[0].changes : []) {
-      if (["placement", "layouts"].includes(change.kind)) this.changedPaths.add(change.name);
+      if (!["placement", "layouts"].includes(change.kind)) continue;
+      if (!this.changesOf.has(change.name)) this.changesOf.set(change.name, []);
+      this.changesOf.get(change.name).push(change);
     }
   }
 
@@ -56,7 +58,7 @@ class Report {
   }
 
   changed(item) {
-    if (item.nodes) return this.changedPaths.has(item.path);
+    if (item.nodes) return this.changesOf.has(item.path);
     if (item.changed === undefined) item.changed = item.children.some((one) => this.changed(one));
     return item.changed;
   }
@@ -71,6 +73,19 @@ class Report {
     this.picture.phase = phase;
     this.picture.build();
     if (this.phases) this.phases.querySelector("select").value = phase;
+  }
+
+  /** Shows the graph as another artifact's was shown: the same mode and phase, and what was open and chosen. */
+  showAs({ mode, phase, open, chosen, view }) {
+    Object.assign(this.picture, { mode, phase, open: new Set(open) });
+    const [modes, phases] = section("graph").querySelectorAll(".choice select");
+    modes.value = mode;
+    if (phases) phases.value = phase;
+    this.picture.build();
+    Object.assign(this.picture, { view: { ...view } });
+    this.picture.move();
+    const item = chosen && [...this.picture.at.keys()].find((one) => one.id === chosen.id);
+    if (item) this.picture.choose(item);
   }
 
   showItem(item) {
@@ -166,7 +181,11 @@ function listenForTheme() {
   dark.addEventListener("change", () => set(dark.matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () => {
     set(root.dataset.theme === "dark" ? "light" : "dark");
-    shown.draw();
+  });
+  document.addEventListener("colours", () => {
+    if (!shown) return;
+    drawSummary(shown, section("summary"));
+    drawSchedule(shown, section("schedule"));
   });
 }
 
@@ -182,11 +201,13 @@ function start() {
   listenForTheme();
   listenForSearch(() => shown);
   const draw = (at) => {
+    const before = shown && shown.picture;
     shown = new Report(artifacts[at], difference, artifacts);
     const name = document.getElementById("name");
     name.textContent = artifacts[at].folder.replace(/[/\\]+$/, "").split(/[/\\]/).pop();
     name.title = artifacts[at].folder;
     shown.draw();
+    if (before) shown.showAs(before);
   };
   const side = document.getElementById("side");
   side.hidden = artifacts.length < 2;

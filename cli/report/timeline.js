@@ -117,11 +117,12 @@ function drawTimeline(report, place) {
   });
 
   const key = ["compute", "update", "communication", "copy"].map((kind) => element("span", { class: "key" }, element("i", { style: `background:var(--${KIND_COLOURS[kind]})` }), kind));
-  place.replaceChildren(
+  place.replaceChildren(...[
     element("div", { class: "title" }, element("h2", {}, "Timeline"), element("span", { class: "about" }, timelineText(timeline))),
     element("div", { class: "legend still" }, ...key, leftOut(timeline)), element("div", { class: "lanes" }, canvas), under,
     measured ? shareTable(lanes) : null,
-    element("div", { class: "columns" }, comparedTable(report, lanes, !!measured), criticalTable(report, simulated)));
+    element("div", { class: "columns" }, comparedTable(report, lanes, !!measured), criticalTable(report, simulated)),
+  ].filter(Boolean));
   whenShownOtherwise(canvas.parentElement, draw);
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
-from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search
 from partc.runtime.artifact.format import SourceRecord
@@ -28,11 +28,15 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.units import seconds
 
-_NODES, _FEWEST, _MOST = 8000, 3, 8
+_NODES, _FEWEST, _MOST = 4000, 2, 8
 """Candidates are played until they have so many nodes of the model together, but so many at least and at most."""
+_OF_TRAINING = 2.5
+"""How many nodes a training has for one of its model."""
+_LARGE, _TASKS = 500, 64
+"""The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
-_FAR = 2.0
+_FAR = 1.5
 """A baseline whose estimate is so many times what is found is not played, but where all are that can be."""
 
 
@@ -44,6 +48,8 @@ class Play:
     seconds: float
     bytes: int
     peak: int
+    with_head: Callable[[tuple[str, ...]], str]
+    """Its plan with these lines at the head."""
 
 
 @dataclass
@@ -77,22 +83,22 @@ class Plays:
 def played(search: Search, memory: int | None, began: float, limit: float | None) -> Plays:
     """Plays candidates; UsageError where the limit of time, in seconds since it `began`, is over before one is within the memory."""
     found = Plays(search, memory)
-    nodes, longest = len(search.program.model.graph), 0.0
-    most = max(_FEWEST, min(_MOST, _NODES // max(1, nodes)))
+    nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
+    most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes))))
     for candidate in _in_turn(found, most):
         begin = time.monotonic()
         if limit is not None and begin - began + longest > limit:
             found.cut_short = True
             break
         try:
-            done = search.proposal(candidate).done
+            proposal = search.proposal(candidate)
         except CompileError as error:
             found.refused[candidate] = error.problems[0].fact
             continue
-        step = play_program(search, done)
+        step = play_program(search, proposal.done)
         peak = max(one.peak for one in step.memory.values())
         given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
-        found.played.append(Play(candidate, step.played.seconds, given, peak))
+        found.played.append(Play(candidate, step.played.seconds, given, peak, proposal.with_head))
         longest = max(longest, time.monotonic() - begin)
     if found.cut_short and found.best is None:
         fact = f"--time {seconds(limit or 0)}: is over before a plan is found"
@@ -108,13 +114,15 @@ def play_program(search: Search, done: Complete) -> Simulation:
     with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
         folder = Path(name) / "build"
         emit(done, folder, {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}, bare=True)
-        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts)
+        return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts, alike=True)
 
 
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
     search, tried, turns = found.search, set[Candidate](), Counter[Degrees]()
-    waiting = {one: search.estimate(one) for one in search.candidates}
+    tasks = _TASKS if len(search.program.model.graph) > _LARGE else MOST_MICROBATCHES * search.request.ranks
+    few = [one for one in search.candidates if one.microbatches * one.degrees.stages <= tasks]
+    waiting = {one: search.estimate(one) for one in few}
 
     def rank(pair: tuple[Candidate, Estimate]) -> tuple[bool, bool, float, float]:
         one, estimate = pair

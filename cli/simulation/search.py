@@ -63,8 +63,8 @@ def searched(source: Source, name: str, options: Options) -> Found:
     best = plays.best
     if best is None:
         raise UsageError(_none_fits(plays, options))
-    found = search.proposal(best.candidate, tuple(_head(plays, best, options)))
-    return Found(found.text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
+    text = best.with_head(tuple(_head(plays, best, options)))
+    return Found(text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
 
 
 def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
@@ -140,13 +140,14 @@ def _savings(plays: Plays, best: Play) -> Iterator[str]:
     own = estimate(one)
     degrees = one.degrees
     without = {
-        f"tp {degrees.tp}": replace(one, degrees=replace(degrees, tp=1)),
+        f"tp {degrees.tp}": replace(one, degrees=replace(degrees, tp=1), by_module=False),
         f"dp {degrees.dp}": replace(one, degrees=replace(degrees, dp=1), zero=False),
         f"{degrees.stages} stages": replace(one, degrees=replace(degrees, stages=1), schedule=""),
         f"{one.microbatches} microbatches": replace(one, microbatches=1, schedule=""),
         one.schedule: replace(one, schedule="1f1b"),
         "ZeRO": replace(one, zero=False),
         "recomputing": replace(one, recompute=False),
+        "the choice by module": replace(one, by_module=False),
     }
     for name, other in without.items():
         if other == one or not name:

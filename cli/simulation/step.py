@@ -6,7 +6,7 @@ simulated(artifact, machine, {"batch": 64})      what `partc simulate build/ --m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from partc.cli.output.memory import memory_of_ranks
@@ -97,9 +97,17 @@ def chosen_sizes(artifact: Artifact, given: Mapping[str, int], partly: bool = Fa
 
 
 def simulated(
-    artifact: Artifact, machine: Machine, given: Mapping[str, int], hosts: int = 1, traced: Traced | None = None
+    artifact: Artifact,
+    machine: Machine,
+    given: Mapping[str, int],
+    hosts: int = 1,
+    traced: Traced | None = None,
+    alike: bool = False,
 ) -> Simulation:
-    """A step of the artifact's program; `hosts` share its ranks evenly, `traced` is what was measured of it."""
+    """A step of the artifact's program; `hosts` share its ranks evenly, `traced` is what was measured of it.
+
+    `alike`: ranks that do as much in as many actions have the memory of the first of them, which saves to lay it out for each.
+    """
     manifest, sizes = artifact.manifest, chosen_sizes(artifact, given)
     pricing, unknown = Pricing(machine), set[str]()
     actions, files = {}, {}
@@ -115,6 +123,11 @@ def simulated(
         played = play(classes, machine.cores * hosts, 0.0 if traced is not None else machine.links[0].wake)
     except ValueError as error:
         raise ArtifactError(f"{artifact.folder}: {error}\n  help: see what `partc check` says of it") from None
-    firsts = [one.ranks[0] for one in classes]
-    memory = memory_of_ranks(artifact, sizes, firsts, {name: one.file for name, one in files.items()})
-    return Simulation(played, sizes, {one.rank: one for one in memory}, len(unknown), files)
+    firsts = {one.ranks[0]: one.ranks[0] for one in classes}
+    if alike:
+        seen = dict[Hashable, int]()
+        for one, busy in zip(classes, played.busy, strict=True):
+            firsts[one.ranks[0]] = seen.setdefault((len(one.actions), f"{busy:.2g}"), one.ranks[0])
+    memory = memory_of_ranks(artifact, sizes, [*{*firsts.values()}], {name: one.file for name, one in files.items()})
+    of = {one.rank: one for one in memory}
+    return Simulation(played, sizes, {rank: of[other] for rank, other in firsts.items()}, len(unknown), files)

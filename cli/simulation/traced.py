@@ -91,7 +91,7 @@ def _left(waits: Mapping[int, Span], begins: Sequence[Mapping[int, Span]]) -> It
 def read_traced(path: Path, share: float = 0.5) -> Traced:
     """What a trace measured, of each action the time that a `share` are below.
 
-    UsageError where it is none, or was cut short before any step of all ranks had ended.
+    UsageError where it is not a trace, or was cut short before any step of all ranks had ended.
     """
     trace = read_trace(path)
     steps = _ended_steps(trace)

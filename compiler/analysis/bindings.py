@@ -29,7 +29,7 @@ def bind_inputs(program: Loaded) -> dict[str, SymbolInfo]:
     """
     graph, plan = program.model.graph, program.plan
     problems = _input_problems(graph, plan)
-    names = _Names(graph, _promises(program))
+    names = _Names(_promises(program))
     for value in graph.inputs:
         rule = plan.dims.inputs.get(name_of(value))
         if value.shape is None and rule and isinstance(value.type, ir.TensorType | None):
@@ -90,7 +90,7 @@ def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]
 class _Names:
     """Gives dims their names, one after the other; `bound` and `used` say which symbols came of it."""
 
-    def __init__(self, graph: ir.Graph, promises: dict[str, SymbolInfo]) -> None:
+    def __init__(self, promises: dict[str, SymbolInfo]) -> None:
         self.promises = promises
         self.bound: dict[str, SymbolInfo] = {}
         self.used: set[str] = set()

@@ -40,7 +40,7 @@ BROADCASTING = frozenset(
 
 
 def broadcast(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
-    """Of two different dynamic dims either may be 1; the engine takes the first."""
+    """Either of two different dynamic dims may be 1; the engine takes the first."""
     rule(ctx, node)
     out = node.outputs[0]
     if any(value is not None and value.shape is None for value in node.inputs):

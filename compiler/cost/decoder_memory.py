@@ -58,7 +58,7 @@ class DecoderMemory:
 
 
 def decoder_memories(decode: Complete, prefill: Complete) -> Iterator[DecoderMemory]:
-    """Of each distinct program of ranks."""
+    """The memory of each distinct program of ranks."""
     return (DecoderMemory.of(part, prefill.parts[part.rank]) for part, _ in decode.alike)
 
 

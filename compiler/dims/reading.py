@@ -42,7 +42,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @functools.lru_cache(maxsize=8192)
 def read(text: str) -> sympy.Expr | None:
-    """The expression of a text such as `floor(seq/2) + 1`; None where it is none."""
+    """The expression of a text such as `floor(seq/2) + 1`; None where the text is not an expression."""
     if text.isidentifier():
         return symbol(text)
     if len(text) > LONGEST:

@@ -6,10 +6,8 @@ the order of `safetensors` itself (wider items first, then by name), and the hea
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
 from partc.runtime.artifact.format import FileRecord, weights_file
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
-from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, header_bytes
+from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, RunningSums, header_bytes
 from partc.runtime.files.regular import open_regular
 from partc.runtime.files.writers import new_raw_file
 
@@ -88,18 +86,18 @@ def _write_file(
     prefix = header_bytes(rows, {name: text for name, _, text in ordered}, _PAGE)
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    sums = _Sums(prefix)
+    running = RunningSums(prefix)
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
         if bare:
             out.truncate(len(prefix) + sum(tensor.nbytes for _, tensor, _ in ordered))
         for _, tensor, _ in ordered if not bare else ():
             if isinstance(tensor, ir.ExternalTensor):
-                hashed = hasher.submit(_sum_range, sums, tensor)
+                hashed = hasher.submit(_sum_range, running, tensor)
                 _copy_range(tensor, out)
             else:
                 data = _bytes_of(tensor)
-                hashed = hasher.submit(sums.update, data)
+                hashed = hasher.submit(running.update, data)
                 _write_all(out, data)
             hashed.result()
     locations: dict[str, Location] = {}
@@ -107,7 +105,8 @@ def _write_file(
     for name, tensor, _ in ordered:
         locations[name] = Location(file, end, tensor.nbytes)
         end += tensor.nbytes
-    return FileRecord(bytes=end, sha256=sums.sha256.hexdigest(), crc32=f"{sums.crc32:08x}"), locations
+    sums = running.sums()
+    return FileRecord(bytes=end, sha256=sums.sha256, crc32=sums.crc32), locations
 
 
 def _in_format(tensor: ir.TensorProtocol) -> tuple[str, Sequence[int]]:
@@ -125,19 +124,7 @@ def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
     return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
 
 
-class _Sums:
-    """The checksums of a file while it is written."""
-
-    def __init__(self, begin: bytes) -> None:
-        self.sha256 = hashlib.sha256(begin)
-        self.crc32 = zlib.crc32(begin)
-
-    def update(self, data: memoryview) -> None:
-        self.sha256.update(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-
-
-def _sum_range(sums: _Sums, tensor: ir.ExternalTensor) -> None:
+def _sum_range(sums: RunningSums, tensor: ir.ExternalTensor) -> None:
     """Reads the tensor's bytes through one small buffer, which stays in the cache, and adds them to the sums."""
     buffer = memoryview(bytearray(_CHUNK))
     left = tensor.nbytes

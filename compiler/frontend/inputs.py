@@ -149,7 +149,7 @@ def as_input(entry: object) -> Input | None:
 
 
 def all_inputs(given: Mapping[str, object], where: str) -> dict[str, Input]:
-    """Every entry as an `Input`. Raises CompileError with all that are none."""
+    """Every entry as an `Input`. Raises CompileError that lists all entries that are not one."""
     read = {name: as_input(entry) for name, entry in given.items()}
     problems = [
         Problem(where, f"input '{name}' is {given[name]!r}, which is neither an Input nor a shape", help=_HELP)

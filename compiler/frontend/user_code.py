@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -41,8 +42,9 @@ def importable(folder: Path) -> Iterator[None]:
             yield
         finally:
             sys.path[:] = path
+            below = os.path.join(folder, "")
             for name, module in list(sys.modules.items()):
-                if name == MODEL_MODULE or is_imported_from(module, folder):
+                if name == MODEL_MODULE or is_imported_from(module, below):
                     del sys.modules[name]
             sys.modules.update(aside)
 

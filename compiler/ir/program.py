@@ -65,7 +65,7 @@ class Loaded:
     trainable: tuple[str, ...] = ()
     strict: bool = False
     generation: Generation | None = None
-    """Of a plan that generates."""
+    """What a plan with `generate` adds."""
     beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)
     """The plan's other programs that are there by now, over whose tensors this one is."""
     warnings: tuple[str, ...] = ()

@@ -136,7 +136,7 @@ class ShardedValue:
 
     @property
     def holders(self) -> tuple[tuple[int, Group], ...]:
-        """Of each shard the place of the first rank that holds it, and all ranks that do."""
+        """By shard the place of the first rank that holds it, and all ranks that do."""
         return _holders(facts_of(self.group), self.layout)
 
 

@@ -105,7 +105,7 @@ class Training:
     parameters: Mapping[ir.Value, ParameterOptions]
     """The trainable weights, frozen ones too."""
     statistics: Mapping[ir.Value, ir.Value | None] = field(default_factory=dict)
-    """Those that a node replaces itself, with what it makes."""
+    """The running statistics, with the value by which a node replaces each; None where none does."""
     metrics: tuple[str, ...] = ()
     denominators: Mapping[str, str] = field(default_factory=dict)
     """By the loss or metric that is a mean of what records have unevenly the output that says what it is divided by."""

@@ -16,17 +16,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from partc.compiler.layout.layout import Layout, Mesh, primes
-
-
-def refine(layout: Layout) -> Layout:
-    """The same layout with every mesh axis subdivided into its prime factors, rising; axes of size 1 vanish."""
-    return _subdivided(layout, [primes(size) for size in layout.mesh])
+from partc.compiler.layout.layout import Layout, Mesh
 
 
 @functools.lru_cache(maxsize=4096)
 def normal(layout: Layout) -> Layout:
-    """The same layout on the mesh with the fewest axes: neighbours that are used alike are one axis, axes of size 1 are none."""
+    """The same layout on the mesh with the fewest axes: neighbours that are used alike are one axis, axes of size 1 are left out."""
     layout = _subdivided(layout, [(size,) if size > 1 else () for size in layout.mesh])
     joined: list[list[int]] = []
     for axis in range(len(layout.mesh)):

@@ -133,7 +133,7 @@ class _Asked:
     places: Value
 
     def on(self, given: tuple[bool, bool]) -> Operands:
-        """Those that a rank has, by whether it is an owner, and whether it gives."""
+        """The operands that a rank has, by whether it owns rows, and whether it gives gradients of them."""
         owns, gives = given
         return self.ids if owns else None, self.counts if owns or gives else None, self.places if gives else None
 

@@ -122,7 +122,7 @@ class Inlined:
         return found, [*made]
 
     def unread(self, read: Iterable[Value], inside: Collection[Op]) -> set[Op]:
-        """Those that nothing reads but bodies that have them; `read`: what bodies are given, `inside`: their ops."""
+        """The ops whose results only bodies read that have these ops themselves; `read`: the inputs of bodies, `inside`: their ops."""
         read = {*self.unit.program.results, *read}
         gone: set[Op] = set()
         for step in reversed(self.unit.steps):

@@ -89,7 +89,7 @@ def repeatable(
 def worth_repeating(
     program: Annotated, candidates: list[ir.Node], inferred: Inferred, floating: Mapping[ir.Node, str]
 ) -> list[ir.Node]:
-    """Of nodes whose readers are placed, those that the law repeats on every group that reads them."""
+    """The nodes, among candidates whose readers are placed, that the law repeats on every group that reads them."""
     weighed = _Weighed(program, candidates, inferred, floating)
     said = following(program)
     return [node for node in candidates if weighed.repeats(node) or node in said]

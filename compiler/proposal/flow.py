@@ -2,9 +2,9 @@
 
 A file lists nodes in any order that runs, often with what is made of inputs and shapes first: the keys and values of a cache, masks.
 So the place of a module's first node says nothing of when it runs. Edges lead from unit to unit, through whatever lies between;
-constants, shape arithmetic and masks are none, for they are made wherever they are read. Units that read of each other in a circle,
-such as two modules that are called in turn, are one; but a small one among them, such as a norm that all layers share, is none at all
-and runs with its readers.
+constants, shape arithmetic and masks make no edge, since they are computed wherever they are read. Units that read of each other in a
+circle, such as two modules that are called in turn, are one; but a small one among them, such as a norm that all layers share, is not a
+unit and runs with its readers.
 
     layers.1 <- layers.0 <- embed     and    layers.1 <- past_1_key      embed, layers.0, layers.1
 """
@@ -109,7 +109,7 @@ def stored_bytes(value: ir.Value) -> int:
 
 
 def weight_bytes(value: ir.Value) -> int:
-    """The bytes of an initializer that is a weight; a table of indices, which exporters fold out of a mask, is none."""
+    """The bytes of an initializer that is a weight; a table of indices, which exporters fold out of a mask, has 0."""
     indices = value.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
     return 0 if indices else stored_bytes(value)
 

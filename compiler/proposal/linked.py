@@ -44,7 +44,8 @@ class Linked:
         """The weights that have such a dim, each once."""
         return list(dict.fromkeys(value for value, _ in self.places if value.is_initializer()))
 
-    def bytes(self, program: Typed) -> int:
+    @property
+    def bytes(self) -> int:
         """The bytes of these weights."""
         return sum(value.const_value.nbytes for value in self.weights if value.const_value is not None)
 

@@ -90,12 +90,13 @@ def propose(
 class TakenOver:
     """What a proposal has besides its own: lines at its head, whole sections, and whether one of them is `train`.
 
-    `source` names the file that it is from, of which `left` is not taken.
+    `listed`: whether the plan lists outputs and modules as comments. `source` names the file that it is from, of which `left` is not taken.
     """
 
     head: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     trains: bool = False
+    listed: bool = True
     source: str = ""
     left: tuple[str, ...] = ()
 
@@ -105,7 +106,7 @@ def _of_imported(source: Source, imported: Imported) -> TakenOver:
     if imported.training:
         lines = (loss_line(source.model.graph), *imported.training)
         sections += ["", "train:", *(f"  {line}" for line in lines)]
-    return TakenOver((), tuple(sections), bool(imported.training), imported.source, imported.left)
+    return TakenOver((), tuple(sections), bool(imported.training), True, imported.source, imported.left)
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class Proposal:
     missing: list[str]
     sent: int
     done: Complete
+    with_head: Callable[[tuple[str, ...]], str] = lambda head: ""
+    """The text with these lines at its head, and with lists of outputs and modules."""
 
     @property
     def texts(self) -> tuple[str, list[str]]:
@@ -156,6 +159,7 @@ class Work:
                 targets: ProposedTargets | None = None,
                 cut: TensorParallel | None = cut,
                 placed: tuple[str, ...] = placed,
+                more: TakenOver = more,
             ) -> str:
                 own = targets.section() if targets is not None else ()
                 sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *made, *more.sections)
@@ -165,7 +169,7 @@ class Work:
                     ranks += [
                         f"{degrees.mesh_line}   # {', '.join(_AXES[axis] for axis in degrees.mesh)}; the last varies fastest"
                     ]
-                ports = Ports(not made, more.trains)
+                ports = Ports(not made, more.trains, more.listed)
                 given = Proposed((*more.head, *head), tuple(ranks), sections, batch.names, outputs, free, ports)
                 return starting_plan(source.model, paths, name, symbols, given)
 
@@ -183,15 +187,20 @@ class Work:
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
             what = ("generation",) if made else ()
             if device is None:
-                return Proposal(
-                    text(_head(degrees, done, cut, stages, missing, told, more, *what)), missing, sent, done
-                )
+                head = tuple(_head(degrees, done, cut, stages, missing, told, more, *what))
+
+                def headed(
+                    lines: tuple[str, ...], text: Callable[..., str] = text, head: tuple[str, ...] = head
+                ) -> str:
+                    return text(head, more=dataclasses.replace(more, head=lines, listed=True))
+
+                return Proposal(text(head), missing, sent, done, headed)
 
             def compiled(some: ProposedTargets, text: Callable[..., str] = text) -> Complete:
                 return step_program(*parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = _head(degrees, done, cut, stages, missing, told, more, "targets", *what)
+            head = tuple(_head(degrees, done, cut, stages, missing, told, more, "targets", *what))
             return Proposal(text(head, targets), missing, sent, done)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
@@ -280,6 +289,7 @@ def _sections(
     elif over or dims:
         words = [f"{', '.join(batch.others)} has another first dim and is replicated"] if batch.others else []
         words += ["a cache arrives as it is kept"] if dims else []
+        words += ["the batch is cut over tp, too, up to what is sharded"] if over[-1:] == ["tp"] else []
         yield f"dataset:   # {'; '.join(words)}"
         specs: dict[str, list[str]] = {}
         for value in program.model.graph.inputs:

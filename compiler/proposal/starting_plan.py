@@ -55,10 +55,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class Ports:
-    """Whether a plan says something of inputs and outputs: one that generates does not, since it fixes their sizes; whether it trains."""
+    """Whether a plan says something of inputs and outputs: one that generates does not, since it fixes their sizes; whether it trains.
+
+    `listed`: whether it lists outputs and modules as comments.
+    """
 
     stated: bool = True
     trains: bool = False
+    listed: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,9 @@ def starting_plan(
     from partc.compiler.training.shared import parameter_sizes
 
     graph = model.graph
+    if given is not None and not given.ports.listed:
+        inputs = _inputs(graph, symbols or {}, given.names, given.free) if given.ports.stated else ()
+        return "\n".join([*given.ranks, *inputs, *given.sections, *given.outputs]) + "\n"
     sizes = [stored_bytes(value) for value in graph.initializers.values()]
     elements = parameter_sizes(model, paths)
     parameters = f"{count(len(elements), 'parameter')} of {count(sum(elements), 'element')}"

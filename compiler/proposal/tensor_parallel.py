@@ -127,7 +127,7 @@ def _choose(
             open_sets.append(one)
     sizes = TypicalSizes(program)
     sent = {id(one): _sent(one, sizes) for one in open_sets}
-    weights = {id(one): one.bytes(program) for one in open_sets}
+    weights = {id(one): one.bytes for one in open_sets}
     ways: list[Callable[[Linked], float]] = [
         lambda one: -weights[id(one)],
         lambda one: -weights[id(one)] / max(1, sent[id(one)]),
@@ -230,7 +230,7 @@ def _replicated_weights(
     """Weights of two dims or more that stay replicated, the largest first, with the reason."""
     cut = {value for one in chosen for value in one.weights}
     why: dict[ir.Value, str] = {}
-    for one, reason in sorted(refused, key=lambda pair: -pair[0].bytes(program)):
+    for one, reason in sorted(refused, key=lambda pair: -pair[0].bytes):
         for value in (
             one.weights
         ):  # the dims that fewer weights have say more: of all that the residual has, a norm is in the way

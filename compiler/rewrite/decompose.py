@@ -13,7 +13,7 @@ BENT = {"ReduceL2": ("ReduceSumSquare", "Sqrt"), "ReduceLogSum": ("ReduceSum", "
 
 
 def decompose(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """Replaces the node in its graph by the two that make it, and gives these; None where the op is none of `BENT`.
+    """Replaces the node in its graph by the two that make it, and gives these; None where the op is not in `BENT`.
 
     The node's output keeps its value and name; the sum is named `<output>.sum` and has the output's shape and type.
     """

@@ -103,7 +103,7 @@ class _Unpacking(Rewriting[Typed]):
         operand = node.inputs[k]
         assert operand is not None
         at = (own.inputs[k] or "").index(letter)
-        source = source_of(operand, at, self.known.__contains__)
+        source = source_of(operand, at)
         size = source[0].shape[source[1]] if source is not None and source[0].shape is not None else None
         if source is None or not isinstance(size, int) or len(list(source[0].uses())) > 1:
             if said is not None:

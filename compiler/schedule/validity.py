@@ -17,6 +17,7 @@ from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
 from partc.runtime.artifact.tasks.task import Kind, Task
+from partc.runtime.units import first_of
 
 _SHOWN = 6
 _ONCE = "every F and every B runs once on each home of its stage, a W at most once"
@@ -112,8 +113,8 @@ def _missing(schedule: Schedule) -> Iterator[WrongCell]:
         ]
         absent = [task for task in wanted if task not in there]
         if absent:
-            more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
-            fact = f"{' '.join(map(str, absent[:_SHOWN]))}{more} {'is' if len(absent) == 1 else 'are'} missing"
+            tasks = first_of([*map(str, absent)], _SHOWN, between=" ")
+            fact = f"{tasks} {'is' if len(absent) == 1 else 'are'} missing"
             yield WrongCell(home, len(row), fact, f"in every row: {_ONCE}", "add what is missing")
 
 

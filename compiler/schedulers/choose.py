@@ -30,7 +30,7 @@ from partc.compiler.schedulers.interleaved import interleaved
 from partc.compiler.schedulers.one_f_one_b import one_f_one_b
 from partc.compiler.schedulers.zb_h1 import zb_h1
 from partc.compiler.schedulers.zbv import zbv
-from partc.runtime.units import size_text
+from partc.runtime.units import first_of, size_text
 
 _SHOWN = 12
 
@@ -139,9 +139,7 @@ def _name(schedule: object, stages: Stages, where: str) -> str | Problem:
     if text in NAMED and not NAMED[text].fits(stages):
         fitting = [name for name, other in NAMED.items() if name != "gpipe" and other.fits(stages)]
         help = f"{NAMED[text].help}, or write schedule: {' or '.join([*fitting, 'auto'])}"
-        shown = [stages.label(*homes) for homes in stages.homes[:_SHOWN]]
-        more = f" and {len(stages) - _SHOWN} more" if len(stages) > _SHOWN else ""
-        homes = ", ".join(shown) + more
+        homes = first_of([stages.label(*homes) for homes in stages.homes], _SHOWN)
         return Problem(where, f"schedule: {text} does not fit stages on {homes}", NAMED[text].law, help)
     return text
 
@@ -184,8 +182,7 @@ def _over(kept: Sequence[float], limit: Limit, stages: Stages, costs: Costs, sch
             )
             text += f" ({amount_text(counts[home], MICROBATCHES)}{more})"
         some.append(text)
-    more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
-    return ", ".join(some[:_SHOWN]) + more
+    return first_of(some, _SHOWN)
 
 
 def _remedy(limit: Limit, stages: Stages, costs: Costs) -> str:

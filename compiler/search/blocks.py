@@ -11,7 +11,7 @@ step has the time of its collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -48,31 +48,45 @@ class Block:
     sharding: Sharding
     weights: float
     hands_on: float
+    likeness: Hashable
+    """What blocks that cost the same have in common."""
 
 
 def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
-    """The blocks of the sets, in order."""
+    """What comes before all sets, and the blocks of the sets, in order."""
     work = estimates.work
     of: dict[ir.Node, int] = {node: k for k, one in enumerate(sets) for node in one.nodes}
     for node in work.program.model.graph:
         if node not in of:
             before = [of[made] for value in node.inputs if value is not None and (made := value.producer()) in of]
-            of[node] = max(before, default=0)
+            of[node] = max(before, default=-1)
+    members: dict[int, list[ir.Node]] = {k: [] for k in range(-1, len(sets))}
+    for node in work.of:
+        members[of[node]].append(node)
     found, counted = [], set[ir.Value]()
-    for k, one in enumerate(sets):
-        nodes = tuple(node for node in work.of if of[node] == k)
+    for k, nodes in members.items():
         weights = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
-        ends = one.summed or one.made
-        hands_on = max((work.bytes(node.outputs[0]) for node in ends), default=0.0)
+        later = {
+            value for node in nodes for value in node.outputs if any(of.get(use.node, k) > k for use in value.uses())
+        }
         own = float(sum(map(stored_bytes, weights - counted)))
         counted |= weights
-        found.append(Block(nodes, Sharding.of(work, tuple(one.places)), own, hands_on))
+        places = tuple(sets[k].places) if k >= 0 else ()
+        sharding, size = Sharding.of(work, places), max(map(work.bytes, later), default=0.0)
+        each = tuple((work.of[node], node in sharding.nodes) for node in nodes)
+        likeness = each, sharding.weights, sharding.forward, sharding.backward, own
+        found.append(Block(tuple(nodes), sharding, own, size, likeness))
     return found
 
 
 def chain_of(estimates: Estimates, blocks: Sequence[Block], candidate: Candidate) -> Chain:
     """The ways of the blocks on the ranks of a candidate, with their times and bytes, and those of the layouts between them."""
-    rows = [[_cost(estimates, one, candidate, way) for way in Way] for one in blocks]
+    known: dict[object, list[tuple[float, float]]] = {}
+    rows = []
+    for one in blocks:
+        if one.likeness not in known:
+            known[one.likeness] = [_cost(estimates, one, candidate, way) for way in Way]
+        rows.append(known[one.likeness])
     seconds = [np.array([pair[0] for pair in row]) for row in rows]
     memory = [np.array([pair[1] for pair in row]) for row in rows]
     between = [_between(estimates, one, candidate) for one in blocks[:-1]]

@@ -10,6 +10,7 @@ Stages are taken as equal. It ranks candidates: the best of them are compiled, a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +19,7 @@ from partc.compiler.cost.machine import FALLBACK, Link, Machine
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Place
 from partc.compiler.search.candidate import Candidate
-from partc.compiler.search.work import ModelWork
+from partc.compiler.search.work import ModelWork, Work
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
 
 _FORWARD_ACTIVATIONS = 0.1
@@ -75,6 +76,8 @@ class Estimates:
         graph = work.program.model.graph
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
         self._tasks: dict[object, tuple[float, float]] = {}
+        self._activations: dict[object, float] = {}
+        self._counted: dict[frozenset[ir.Node], Counter[tuple[Work, bool]]] = {}
 
     def of(self, one: Candidate, sharding: Sharding) -> Estimate:
         """The estimate of a candidate with this sharding over `tp`."""
@@ -105,7 +108,7 @@ class Estimates:
         key = sharding.nodes, records, shards
         if key not in self._tasks:
             forward = backward = 0.0
-            for (work, is_sharded), many in self.work.counted(sharding.nodes).items():
+            for (work, is_sharded), many in self.counted(sharding).items():
                 own = shards if is_sharded else 1
                 forward += many * work.seconds(self.processor, records, own)
                 backward += many * work.backward(self.processor, records, own)
@@ -133,8 +136,18 @@ class Estimates:
         degrees = one.degrees
         return (self.weights - sharding.weights + sharding.weights / degrees.tp) / degrees.stages
 
+    def counted(self, sharding: Sharding) -> Counter[tuple[Work, bool]]:
+        """How many nodes have which work, and whether they are sharded."""
+        if sharding.nodes not in self._counted:
+            self._counted[sharding.nodes] = self.work.counted(sharding.nodes)
+        return self._counted[sharding.nodes]
+
     def _made(self, sharding: Sharding, shards: int) -> float:
-        return sum(work.made / (shards if node in sharding.nodes else 1) for node, work in self.work.nodes())
+        key = sharding.nodes, shards
+        if key not in self._activations:
+            some = self.counted(sharding).items()
+            self._activations[key] = sum(many * one.made / (shards if cut else 1) for (one, cut), many in some)
+        return self._activations[key]
 
     def turns(self, ranks: int) -> float:
         """By how much a rank takes longer, since the cores of its host are shared."""

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from partc.compiler.proposal.degrees import Degrees
-from partc.compiler.proposal.linked import Linked
-from partc.compiler.search.blocks import Way, blocks_of, chain_of
+from partc.compiler.search.blocks import Block, Way, chain_of
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.chain import Chain, shortest
 from partc.compiler.search.estimate import Estimates
@@ -16,17 +15,17 @@ from partc.runtime.units import seconds
 
 @dataclass(frozen=True)
 class Modules:
-    """A chain of blocks, and the fastest way of each."""
+    """A chain of blocks, the first one before all that can be sharded, and the fastest way of each."""
 
     chain: Chain
     ways: tuple[Way, ...]
 
     @classmethod
-    def of(cls, estimates: Estimates, sets: Sequence[Linked], degrees: Degrees, records: int | None) -> Modules:
+    def of(cls, estimates: Estimates, blocks: Sequence[Block], degrees: Degrees, records: int | None) -> Modules:
         """The ways on these degrees, of a batch of one microbatch; records are cut where they divide, and in one stage."""
-        if not sets:
+        if len(blocks) < 2:
             return cls(Chain((), (), ()), ())
-        chain = chain_of(estimates, blocks_of(estimates, sets), Candidate(degrees))
+        chain = chain_of(estimates, blocks, Candidate(degrees))
         if records is None or records % (degrees.dp * degrees.tp) or degrees.stages > 1:
             for one in chain.seconds:
                 one[Way.RECORDS] = float("inf")
@@ -35,12 +34,17 @@ class Modules:
     @property
     def sharded(self) -> tuple[Way, ...]:
         """All blocks sharded."""
-        return (Way.SHARDED,) * len(self.ways)
+        return (Way.WHOLE, *(Way.SHARDED,) * (len(self.ways) - 1))[: len(self.ways)]
+
+    @property
+    def has_records(self) -> bool:
+        """Whether the batch is cut over `tp`, too."""
+        return self.ways[:1] == (Way.RECORDS,)
 
     @property
     def differ(self) -> bool:
         """Whether the fastest ways are neither all sharded, nor all of another kind, for which fewer ranks of `tp` do."""
-        return self.ways != self.sharded and Way.SHARDED in self.ways
+        return Way.SHARDED in self.ways[1:] and (self.has_records or self.ways[1:] != self.sharded[1:])
 
     def difference(self, ways: Sequence[Way]) -> tuple[float, float]:
         """Seconds of a step and bytes of a rank that these ways take more than all sharded."""
@@ -48,10 +52,10 @@ class Modules:
         return own - others, kept - kept_there
 
     def saved(self, ways: Sequence[Way], blocks: Collection[int]) -> float:
-        """Seconds that sharded blocks save against being whole."""
-        other = [Way.WHOLE if k in blocks else way for k, way in enumerate(ways)]
-        found = self.chain.cost(other)[0] - self.chain.cost(ways)[0]
-        return found if found < float("inf") else 0.0
+        """Seconds that sharded blocks save against being whole, or having their records, whichever can be."""
+        own, others = self.chain.cost(ways)[0], (Way.WHOLE, Way.RECORDS)
+        costs = [self.chain.cost([other if k in blocks else way for k, way in enumerate(ways)])[0] for other in others]
+        return min(costs) - own if min(costs) < float("inf") else 0.0
 
     def reason(self, ways: Sequence[Way], block: int) -> str:
         """Why a block is not sharded."""

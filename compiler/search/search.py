@@ -25,7 +25,7 @@ from partc.compiler.proposal.propose import Proposal, TakenOver, Work, parsed, t
 from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.search.blocks import Way
+from partc.compiler.search.blocks import Block, Way, blocks_of
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate, Estimates, Sharding
 from partc.compiler.search.modules import Modules
@@ -63,6 +63,7 @@ class Search:
     estimates: Estimates
     records: int | None
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
 
@@ -145,12 +146,13 @@ class Search:
     def modules(self, degrees: Degrees) -> Modules:
         """The ways of the modules over `tp`, which is the same for all candidates of these degrees."""
         if degrees not in self._modules:
-            sets = self._sharded(degrees.tp)[0].sets
-            self._modules[degrees] = Modules.of(self.estimates, sets, degrees, self.records)
+            if degrees.tp not in self._blocks:
+                self._blocks[degrees.tp] = blocks_of(self.estimates, self._sharded(degrees.tp)[0].sets)
+            self._modules[degrees] = Modules.of(self.estimates, self._blocks[degrees.tp], degrees, self.records)
         return self._modules[degrees]
 
-    def proposal(self, one: Candidate, head: tuple[str, ...] = ()) -> Proposal:
-        """The plan of a candidate, with further lines at its head; CompileError where the compiler refuses it."""
+    def proposal(self, one: Candidate) -> Proposal:
+        """The plan of a candidate; CompileError where the compiler refuses it."""
         degrees = one.degrees
         stages = self._balanced(degrees.stages)
         if len(stages) < degrees.stages > 1:
@@ -159,7 +161,7 @@ class Search:
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
         batch = batch_of(self.source, over * one.microbatches)
         sections = (*self._pipeline(one), *self.request.base.written(one.zero))
-        more = TakenOver(head, sections, self.request.base.trains)
+        more = TakenOver((), sections, self.request.base.trains, listed=False)
         work = Work(self.source, self.name, degrees, batch, self.program, stages, taken_over=more)
         return work.proposed(sharding)
 
@@ -167,16 +169,16 @@ class Search:
         """The shardings of a candidate, each with what it saves."""
         modules, sets = self.modules(one.degrees), self._sharded(one.degrees.tp)[0].sets
         ways = modules.ways if one.by_module else modules.sharded
-        number = {id(linked): k for k, linked in enumerate(sets)}
+        number = {id(linked): k for k, linked in enumerate(sets, 1)}
 
         def told(some: Sequence[Linked]) -> str:
             saved = modules.saved(ways, [number[id(linked)] for linked in some])
             return f"; saves about {seconds(saved)} of a step" if saved > 0 else ""
 
-        whole = {k: modules.reason(ways, k) for k, way in enumerate(ways) if way is not Way.SHARDED}
+        whole = {k - 1: modules.reason(ways, k) for k, way in enumerate(ways) if k and way is not Way.SHARDED}
         paths = self.program.paths.values()
         found = tensor_parallel(self.apart, paths, one.degrees.tp, None, whole, self.linked, told)
-        return replace(found, has_records=Way.RECORDS in ways)
+        return replace(found, has_records=one.by_module and modules.has_records)
 
     def _pipeline(self, one: Candidate) -> tuple[str, ...]:
         if one.microbatches == 1 and not one.recompute:

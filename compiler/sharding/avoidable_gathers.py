@@ -72,13 +72,13 @@ def gathers_of_uneven_sizes(
         if letter == WHOLE or letter in one.choice.rule.replicated or letter in one.choice.axes:
             continue
         number = uneven(one.instance, one.choice, letter, one.shards)
-        where = _line(program, by_path, one.why)
+        where = _line(by_path, one.why)
         if number is not None and where:
             found[_indivisible(program, one, number, where)] = None
     return list(found)
 
 
-def _line(program: Placed, by_path: Mapping[str, NodeSharding], decided: str) -> str:
+def _line(by_path: Mapping[str, NodeSharding], decided: str) -> str:
     """The line of the plan or the model that a cut follows, from neighbour to neighbour; empty where an input brings it."""
     for _ in range(len(by_path)):
         if decided not in by_path:

@@ -151,7 +151,7 @@ class Backward:
         loss = training.loss
         node = loss.producer()
         if node is None or loss not in self.needed:
-            raise CompileError(_unmoved(self.program, training))
+            raise CompileError(_unmoved(training))
         group = self.program.placement[node].groups[0]
         home = output_layout_of(self.program, NodeOnGroup(node, group), node.outputs.index(loss))
         seed = ShardedValue(self.cotangents[loss], home.group, normal(Layout(home.layout.mesh, home.layout.cuts)))
@@ -365,7 +365,7 @@ class Backward:
         )
 
 
-def _unmoved(program: Localized, training: Training) -> Problem:
+def _unmoved(training: Training) -> Problem:
     """What is wrong where no parameter that is trained changes the loss: the rules that froze all, else the model."""
     where = training.rules.where("loss")
     frozen = {one.where.get("frozen", "") for one in training.parameters.values() if one.frozen}

@@ -93,7 +93,7 @@ def _hold_evaluation(program: Annotated, found: Flow, own: Iterable[ir.Value]) -
 
 
 def only_totals(program: Placed) -> Placed:
-    """Of the program that makes the whole batch's numbers, what makes them; every rank gets them."""
+    """The program of the whole batch's numbers, left with the nodes that make them; every rank gets them."""
     training = program.training
     if training is None or program.kind is not ProgramKind.TOTALS:
         return program

@@ -1,4 +1,4 @@
-"""Which inputs hold labels that are numbers of classes, so that one that is none can be refused: a -1 would count from the end.
+"""Which inputs hold labels that are numbers of classes, so that any other number can be refused: a -1 would count from the end.
 
 The labels of an auc are 0 and 1, also where they are floats.
 """

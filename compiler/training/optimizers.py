@@ -91,7 +91,7 @@ def merge_node(ids: ir.Value, rows: ir.Value, outputs: Sequence[ir.Value]) -> ir
 
 
 def whole_table(optimizer: Optimizer, weight_decay: float | None) -> str:
-    """Why an update changes rows without a gradient, too, so that a gradient by rows is none for it; empty where it does not."""
+    """Why an update changes rows without a gradient, too, so that it needs the whole gradient; empty where it does not."""
     decay = optimizer.weight_decay if weight_decay is None else weight_decay
     if optimizer.by_rows is ByRows.NEVER:
         return f"{optimizer.type} changes all rows in every step"

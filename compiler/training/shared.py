@@ -23,6 +23,7 @@ from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.training.trainable import TRAINABLE, trainable_names
 from partc.runtime.spellings import first_free, numbered
+from partc.runtime.units import first_of
 
 Numbers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 _NAMED = 3
@@ -41,24 +42,23 @@ class Shared:
 
     def text(self, own: bool) -> str:
         """The line for the user; `own`: each module gets its own copy."""
-        modules = ", ".join(self.modules[:_NAMED])
-        more = f" and {len(self.modules) - _NAMED} more" if len(self.modules) > _NAMED else ""
-        read = f"'{self.name}' is read by {modules}{more}"
+        read = f"'{self.name}' is read by {first_of(self.modules, _NAMED)}"
         if own:
             return f"{read}, and repeats one number: each has a parameter of its own"
         return f"{read}: they share one parameter"
 
 
 def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node, str] | None = None) -> list[Shared]:
-    """Those of the named weights that nodes of several modules read."""
+    """The named weights that nodes of several modules read."""
     paths = paths if paths is not None else node_paths(model)
     weights = model.graph.initializers
     of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())
     taken = {*weights, *(name_of(value) for value in model.graph.inputs)}
     taken |= {operand_name(value) for node in model.graph for value in node.outputs}
+    order = {node: place for place, node in enumerate(paths)}
     found = []
     for name in names:
-        readers = _readers(weights[name], paths) if name in weights else {}
+        readers = _readers(weights[name], paths, order) if name in weights else {}
         if len(readers) < 2:
             continue
         own = [name]
@@ -108,7 +108,7 @@ def give_own(
 def split(model: ir.Model, one: Shared, paths: Mapping[ir.Node, str]) -> None:
     """Gives every module but the first a copy of a weight."""
     value = model.graph.initializers[one.name]
-    readers = _readers(value, paths)
+    readers = _readers(value, paths, {node: place for place, node in enumerate(paths)})
     for module, name in zip(one.modules[1:], one.names[1:], strict=True):
         copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
         copy.meta.update(value.meta)
@@ -154,9 +154,12 @@ def _matrix(value: ir.Value | None) -> Numbers | None:
     return array if (np.diagonal(array)[:_BEGIN] != array[0, 0]).any() else None
 
 
-def _readers(value: ir.Value, paths: Mapping[ir.Node, str]) -> dict[str, list[tuple[ir.Node, int]]]:
-    """Maps each module to the (node, operand) pairs that read a weight; empty if a body reads it. A node outside of modules is a module."""
-    order = {node: place for place, node in enumerate(paths)}
+def _readers(
+    value: ir.Value, paths: Mapping[ir.Node, str], order: Mapping[ir.Node, int]
+) -> dict[str, list[tuple[ir.Node, int]]]:
+    """Maps each module to the (node, operand) pairs that read a weight; empty if a body reads it. A node outside of modules is a module.
+
+    `order`: the place of each node."""
     uses = [(use.node, use.idx) for use in value.uses()]
     if any(node not in order for node, _ in uses):
         return {}

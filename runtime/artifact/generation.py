@@ -14,15 +14,13 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class GenerationRecord(BaseModel):
-    """Names of the programs' inputs and outputs, and how many sequences (slots) of which length its ranks keep.
+class StepPorts(BaseModel):
+    """Names of the programs' inputs and outputs.
 
     A step of decode is given `tokens` [slots, 1], of which the first `count` [slots] of each slot are meant, one or none, and `position`
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
     is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n
-    at most `chunk`. `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not
-    meant. `memory`: the most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens
-    behind which one ends.
+    at most `chunk`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,6 +30,15 @@ class GenerationRecord(BaseModel):
     count: str
     next: str
     logits: str = ""
+
+
+class GenerationRecord(StepPorts):
+    """The inputs and outputs of steps that make tokens, and how many sequences (slots) of which length the ranks keep.
+
+    `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
+    most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
+    """
+
     vocabulary: int = Field(ge=1)
     slots: int = Field(ge=1)
     length: int = Field(ge=2)

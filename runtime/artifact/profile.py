@@ -78,7 +78,7 @@ def _of(seconds: Seconds, step: int | None) -> float:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file; UsageError for a file that is none."""
+    """The profile in a file; UsageError where the file is not a profile."""
     try:
         found = Profile.model_validate(read_json(path, PROFILE))
     except OSError as error:

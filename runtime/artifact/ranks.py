@@ -212,7 +212,7 @@ def _read_grid(value: Mapping[str, Any]) -> Grid:
         raise ValueError("a grid has 'mesh', a list of sizes, and 'cuts', by dim a list of axes")
     used = [axis for axes in cuts for axis in axes]
     if len(mesh) > _AXES or min(mesh, default=1) < 1 or math.prod(mesh) > MOST_RANKS:
-        raise ValueError(f"a grid of {str(mesh[:_AXES])[:80]} is none of ranks")
+        raise ValueError(f"a grid of {str(mesh[:_AXES])[:80]} is not a grid of ranks")
     if len(used) != len({*used}) or not all(0 <= axis < len(mesh) for axis in used):
         raise ValueError(f"the axes {cuts} are not each once among those of {mesh}")
     if part and not (

@@ -19,7 +19,7 @@ from ..files.regular import open_regular
 SUFFIX = ".trace.json"
 STEP, COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY = "step", "compute", "update", "copy", "communication", "memory"
 CATEGORIES = (COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY)
-"""Of the actions of a step."""
+"""The categories of the actions of a step."""
 _OF_STEPS = {"Segment": COMPUTE, "Update": UPDATE, "Copy": COPY, "Memory": MEMORY}
 
 
@@ -95,7 +95,7 @@ def _us_between(begin: float, end: float) -> float:
 
 
 def read_trace(path: Path) -> Trace:
-    """The spans of a file that `trace_text` gave; UsageError where it is none, with the line."""
+    """The spans of a file that `trace_text` gave; UsageError where it is not a trace, with the line."""
     try:
         with open_regular(path) as file:
             lines = file.read(TRACE.bytes + 1).split(b"\n")

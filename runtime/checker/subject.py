@@ -17,9 +17,9 @@ class StateCounts:
     """Tensors of the state, of all ranks."""
 
     in_place: int = 0
-    """Those that are replaced in place."""
+    """Tensors that are replaced in place."""
     copied: int = 0
-    """Those that are replaced by a copy when a step ends."""
+    """Tensors that are replaced by a copy when a step ends."""
     copies: int = 0
     """Shards that several ranks hold, and that are proven to stay equal there."""
 

@@ -59,7 +59,7 @@ class Conversion:
         return np.ascontiguousarray(batch, self.dtype.numpy)
 
     def _hold(self, batch: Array) -> None:
-        """UsageError where a whole number is none of the input's type."""
+        """UsageError where a whole number is outside of the range of the input's type."""
         assert self.dtype is not None
         law, given = _range(self.dtype), np.iinfo(batch.dtype.name)
         if law is not None and not (law[0] <= given.min and given.max <= law[1]):

@@ -31,7 +31,7 @@ BROKEN = (
     *(OSError, ValueError, EOFError, RuntimeError, OverflowError, SyntaxError),
     *(zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError),
 )
-"""What reading a file raises that is broken, or is none."""
+"""What reading raises of a file that is broken, or of another format."""
 _MEMBER_HEADER = 30
 _CHUNK = 1 << 20
 _MOST_EMPTY = 1 << 24

@@ -72,7 +72,7 @@ class Devices:
 
 
 def parse_devices(texts: Sequence[str]) -> dict[str, str]:
-    """What options `--device` ask for; UsageError for what is none."""
+    """What options `--device` ask for; UsageError for an option that names no device."""
     asked: dict[str, str] = {}
     for text in texts:
         target, equals, device = text.partition("=")
@@ -96,7 +96,7 @@ def check_devices(asked: Asked) -> None:
             if device not in (CPU, CUDA) and not _NUMBERED.fullmatch(device):
                 problems.append(f"the target {CUDA} cannot be '{device}'; it is {CPU}, {CUDA} or cuda:N")
         else:
-            which = "is always the CPU" if target == CPU else f"is none; a target is {CPU} or {CUDA}"
+            which = "is always the CPU" if target == CPU else f"is not a target; a target is {CPU} or {CUDA}"
             problems.append(f"the target '{target}' {which}")
     if problems:
         raise UsageError("\n".join([*problems, f"  help: {_HELP}"]))

@@ -115,7 +115,6 @@ class Arenas:
 class RankProgram:
     """Steps, sessions and values of one rank."""
 
-    rank: int
     steps: list[Step]
     runners: dict[int, Runner]
     values: ValueTable
@@ -128,7 +127,12 @@ class RankProgram:
     targets: Targets
     arenas: Arenas
     rows: CacheRows | None = None
-    """Of a prefill which row of each cache a step has."""
+    """Which row of each cache a step of a prefill has."""
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return self.binder.rank
 
     def last_uses(self) -> dict[int, list[str]]:
         """By step the values with memory of their own that nothing reads after it."""
@@ -219,7 +223,6 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     rows = CacheRows.of(file, state)
     of_rows = rows.places() if rows is not None else {}
     program = RankProgram(
-        rank=rank,
         steps=file.steps,
         runners=runners,
         values=values,

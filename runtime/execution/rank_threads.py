@@ -92,7 +92,7 @@ class RankThreads:
         self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(world.size)]
         self._jobs: list[_Job] = []
         self.identifiers: set[int] = set()
-        """Of the threads."""
+        """The identifiers of the threads."""
         for rank, queue in enumerate(self._queues):
             thread = threading.Thread(target=_work, args=(queue,), name=f"{_NAME} {rank}", daemon=True)
             thread.start()

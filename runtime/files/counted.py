@@ -29,7 +29,6 @@ class Limit:
 MANIFEST = Limit(bytes=1 << 29, values=1 << 23)
 CHECKPOINT_INDEX = Limit(bytes=1 << 30, values=1 << 24, digits=4300)
 CHECKPOINT_LIST = Limit(bytes=1 << 26, values=1 << 20)
-TIMES = Limit(bytes=1 << 24, values=1 << 20)
 PROFILE = Limit(bytes=1 << 28, values=1 << 24)
 TRACE = Limit(bytes=1 << 30, values=1 << 16)
 """Values are those of one line."""
@@ -66,7 +65,7 @@ def read_json(path: str | Path, limit: Limit) -> object:
 
 
 def parse_json(text: bytes, limit: Limit) -> object:
-    """The data of a JSON text; ValueError where it is none, or has more values or digits than allowed, or is nested too deeply."""
+    """The data of a JSON text; ValueError where it is not JSON, or has more values or digits than allowed, or is nested too deeply."""
     count = sum(map(text.count, (b",", b"[", b"{")))
     if count > limit.values:
         raise ValueError(f"it has {count:,} values; at most {limit.values:,} are read")

@@ -22,21 +22,24 @@ def module_names(folder: Path) -> set[str]:
     return {name for name in found if name not in sys.stdlib_module_names and not _is_library(sys.modules.get(name))}
 
 
-def is_imported_from(module: ModuleType | None, folder: Path) -> bool:
-    """Whether the module was imported from the folder, or below it."""
-    if _is_library(module) or (getattr(module, "__name__", None) or "").split(".")[0] in ("partc", "__main__"):
+def is_imported_from(module: ModuleType | None, below: str) -> bool:
+    """Whether the module was imported from a folder, or below it; `below` is the folder's path with a separator at its end."""
+    if origin := getattr(module, "__file__", None):
+        if not origin.startswith(below):  # at once: every module of the process is asked, and few are there
+            return False
+    elif not any(os.path.join(place, "").startswith(below) for place in getattr(module, "__path__", ())):
         return False
-    origin = getattr(module, "__file__", None)
-    places = [origin] if origin else list(getattr(module, "__path__", []))
-    below = os.path.join(folder, "")  # text, not paths: every module of the process is asked
-    return any(os.path.join(place, "").startswith(below) for place in places)
+    return not _is_library(module) and (getattr(module, "__name__", None) or "").split(".")[0] not in (
+        "partc",
+        "__main__",
+    )
 
 
 def forget_namesakes(folder: Path) -> None:
     """Removes loaded modules of other folders that have the names of the folder's own, so that these can be imported."""
-    own = module_names(folder)
+    own, below = module_names(folder), os.path.join(folder, "")
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in own and not is_imported_from(module, folder):
+        if name.split(".")[0] in own and not is_imported_from(module, below):
             sys.modules.pop(name, None)
 
 

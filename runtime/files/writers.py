@@ -22,7 +22,7 @@ NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0)
 _CHANGE = os.O_RDWR | NO_LINK | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _RIGHTS = 0o666
-"""Of a new file, less the user's umask."""
+"""The permissions of a new file, less the user's umask."""
 
 
 def new_file(path: Path) -> BufferedRandom:

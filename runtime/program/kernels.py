@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.graph.onnx_graph import op_and_path, path_of
+from partc.runtime.units import first_of
 
 from ..devices.devices import Device
 from ..errors import ArtifactError
@@ -55,7 +56,7 @@ def _refuse(where: str, device: Device, found: Iterable[tuple[str, str]], nodes:
         lines[op_and_path(node) if node is not None else op] = (path_of(node) if node is not None else "") or op
     if not lines:
         return
-    shown = ", ".join(list(lines)[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+    shown = first_of([*lines], _SHOWN)
     places = ", ".join(f'"{path.partition(", ")[0]}": cpu' for path in list(dict.fromkeys(lines.values()))[:_SHOWN])
     raise ArtifactError(
         f"{where}: onnxruntime has no kernel on {device.kind} for {shown}\n"

@@ -15,10 +15,11 @@ from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall,
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
+from partc.runtime.artifact.tasks.calls import declared
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
 from partc.runtime.artifact.tensors.dtypes import dense
 
-from ..artifact.format import CACHE, EXCHANGE, SCALE, Collective, Manifest, StateRecord, Transfer
+from ..artifact.format import CACHE, EXCHANGE, SCALE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
 from ..artifact.manifest import Artifact
 from ..errors import ArtifactError
 from .segmentation import segmented
@@ -46,7 +47,7 @@ class RankFile:
 
     @cached_property
     def inputs(self) -> list[str]:
-        """The model's inputs that the rank reads; what it keeps is none of them."""
+        """The model's inputs that the rank reads; what it keeps is not among them."""
         kept = {record.value for record in self.state}
         return [value.name for value in self.model.graph.input if value.name not in kept]
 
@@ -63,7 +64,7 @@ class RankFile:
 
     @cached_property
     def outputs(self) -> list[str]:
-        """The model's outputs that are delivered to the rank; what takes the place of what it keeps is none of them."""
+        """The model's outputs that are delivered to the rank; what takes the place of what it keeps is not among them."""
         following = {record.next for record in self.state if record.next}
         return [value.name for value in self.model.graph.output if value.name not in following]
 
@@ -123,8 +124,19 @@ class RankFile:
 
     @cached_property
     def replaced_always(self) -> list[tuple[str, str]]:
-        """Those of `replaced_by_copy` that are replaced even by a step that replaces nothing else."""
+        """The pairs of `replaced_by_copy` that are replaced even by a step that replaces nothing else."""
         return [(one.value, one.next) for one in self.state if one.next and one.kind == SCALE]
+
+    @cached_property
+    def declared_shapes(self) -> dict[str, Shape]:
+        """The shapes that the file declares; None for a value with a dim that is left open."""
+        found: dict[str, Shape] = {}
+        for name, value in declared(self.model, self.where):
+            if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
+                dims = value.type.tensor_type.shape.dim
+                stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
+                found[name] = stated if all(dim != "" for dim in stated) else None
+        return found
 
     @cached_property
     def _updated(self) -> list[str]:

@@ -67,7 +67,7 @@ class _Segmenter:
     zeros: str = ""
     """What the last compute node makes, where that is a constant of a shape."""
     target: str = ""
-    """That of the last compute node."""
+    """The target of the last compute node."""
     alone: bool = False
     """Whether the open segment is one of one thread."""
     guard: str = ""

@@ -1,4 +1,4 @@
-"""That every value of a graph is made exactly once, and before it is used."""
+"""Check that every value of a graph is made exactly once, and before it is used."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from partc.runtime.artifact.tasks.calls import declared
 from partc.runtime.artifact.tensors.dtypes import Dtype, dense
 
 from ..artifact.dim_expression import symbols_in
@@ -52,11 +51,11 @@ class ValueTable:
     """The stated shapes of the values in slots."""
     storage: Mapping[str, Storage]
     flat_places: Mapping[str, tuple[str, int]]
-    """Of a value in a flat buffer the buffer, and the element at which the value begins."""
+    """By value in a flat buffer the buffer, and the element at which the value begins."""
     live_ranges: Mapping[str, LiveRange]
-    """Of values in a flat buffer that of the buffer."""
+    """By value its live range; that of the buffer for a value in a flat buffer."""
     targets: Mapping[str, str] = field(default_factory=dict)
-    """Of values that do not lie on the host (`locations.py`)."""
+    """By value that does not lie on the host its target (`locations.py`)."""
 
     def dtype(self, name: str) -> Dtype:
         """The element type of a dense value."""
@@ -222,10 +221,4 @@ def _known(shape: Shape, manifest: Manifest, bound: frozenset[str]) -> bool:
 
 def declared_shapes(file: RankFile) -> dict[str, Shape]:
     """The shapes that a rank file declares; None for a value with a dim that is left open."""
-    found: dict[str, Shape] = {}
-    for name, value in declared(file.model, file.where):
-        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
-            dims = value.type.tensor_type.shape.dim
-            stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
-            found[name] = stated if all(dim != "" for dim in stated) else None
-    return found
+    return dict(file.declared_shapes)

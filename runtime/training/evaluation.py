@@ -19,7 +19,7 @@ class Evaluation:
 
     @classmethod
     def beside(cls, program: Program) -> Evaluation | None:
-        """Those of the artifact of a step; None where it has none. Collective."""
+        """The evaluation programs beside the program of a step; None where the artifact has none. Collective."""
         record, names = program.manifest.training, program.artifact.programs
         if record is None or EVALUATE not in names:
             return None
@@ -34,7 +34,7 @@ class Evaluation:
 
     @property
     def programs(self) -> list[Program]:
-        """Those that are there."""
+        """The programs that the artifact has."""
         return [program for program in (self._whole, self._streamed) if program is not None]
 
     def release(self) -> None:

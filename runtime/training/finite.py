@@ -19,8 +19,8 @@ from ..errors import NonFiniteError
 if TYPE_CHECKING:
     from ..execution.program import Program
 
-STOP, WARN, SKIP = "stop", "warn", "skip"
-"""What happens when a loss is not finite: training ends, a warning is printed, or the step changes nothing."""
+STOP, WARN = "stop", "warn"
+"""What happens when a loss is not finite: training ends, or a warning is printed; else the step changes nothing."""
 _AT_ONCE = 1 << 16
 """Numbers that are looked at together: what that takes stays in the cache, however large the tensor."""
 

@@ -74,7 +74,7 @@ def run(
         if not finite and listener and not refused:
             listener.not_finite(trainer.step, trainer.numbers(outputs), trainer.skipped > skipped)
         meter.count(outputs if finite or trainer.on_nonfinite == WARN else {}, step.records)
-        saves.tell()
+        saves.report()
         if step.is_due(settings.log):
             progress = meter.take(steps.total, step.epoch, step.records_of_epoch)
             last = dict(progress.metrics)
@@ -159,7 +159,7 @@ class _Saves:
 
     def __init__(self, trainer: Trainer, loader: Loader, judged: Judged, listener: Listener | None) -> None:
         self._trainer, self._loader, self._judged, self._listener = trainer, loader, judged, listener
-        self._untold: tuple[int, Path] | None = None
+        self._unreported: tuple[int, Path] | None = None
 
     def save(self, kept: CheckpointSettings) -> None:
         """Writes a checkpoint, or begins to, where the plan has it done in the background; collective."""
@@ -167,20 +167,20 @@ class _Saves:
         self.finish()
         best = self._judged.best_step
         path = self._trainer.save(Path(kept.folder), meta, kept.keep.last, best, kept.background)
-        self._untold = self._trainer.step, path
-        self.tell()
+        self._unreported = self._trainer.step, path
+        self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Tells the listener of the last checkpoint, if it is whole by now."""
-        if self._untold is not None and not self._trainer.is_saving:
+        if self._unreported is not None and not self._trainer.is_saving:
             if self._listener:
-                self._listener.saved(*self._untold)
-            self._untold = None
+                self._listener.saved(*self._unreported)
+            self._unreported = None
 
     def finish(self) -> None:
         """Waits until the last checkpoint is whole; collective."""
         self._trainer.finish_saving()
-        self.tell()
+        self.report()
 
 
 def resume(trainer: Trainer, loader: Loader, path: Path, option: str = "") -> tuple[Mapping[str, JsonValue], str]:

@@ -66,9 +66,8 @@ STREAMS = {"IO", "BinaryIO", "TextIO", "FileIO", "BufferedReader", "BufferedRand
 OTHERWISE = {
     "cli/comparison/reference.py: onnx.load": "verify reads what it has just compiled into a folder of its own, with its weights",
     "cli/comparison/variant.py: shutil.copytree": "verify copies what it has just compiled into a folder of its own",
-    "cli/comparison/verify_inference.py: ir.save": "a new folder that verify has made",
+    "cli/comparison/verdict.py: ir.save": "a new folder that verify has made",
     "cli/comparison/verify_inference.py: onnxruntime.InferenceSession": "the model that `load` has read; onnxruntime takes its name",
-    "cli/comparison/verify_generation.py: ir.save": "a new folder that verify has made",
     "cli/comparison/verify_generation.py: onnxruntime.InferenceSession": "the model that `load` has read; onnxruntime takes its name",
     "cli/launch/guard.py: open": "it imports nothing of partc, since it starts with every job, and reads /proc",
     "cli/launch/run_dir.py: os.open": "the lock in a folder that the job has made",

@@ -53,7 +53,7 @@ def test_links_of_an_artifact_that_leave_it(folder: Path, file: str, capsys: pyt
     shutil.copy(folder / file, outside)
     (folder / file).unlink()
     (folder / file).symlink_to(outside)
-    for command in ("inspect", "simulate"):
+    for command in ("inspect", "simulate", "report"):
         assert f"the path '{file}' leaves the folder" in said(capsys, command, str(folder))
     assert check_artifact(folder) != []
 
@@ -181,6 +181,8 @@ OPTIONS = [
     ["plan", "{}"],
     ["check", "{}"],
     ["inspect", "{}"],
+    ["report", "{}"],
+    ["report", "{build}", "--trace", "{}"],
 ]
 """Commands with an option, or an argument, that names a file."""
 

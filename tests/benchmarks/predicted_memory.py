@@ -89,7 +89,7 @@ CASES = {
     "gpt": Sample("gpt/model.py", "gpt/plan.yaml", TOKENS, _ids, command="run"),
     "gpt-train": Sample("gpt/model.py", "gpt/train.yaml", TOKENS, _tokens),
     "gpt-stages": Sample("gpt/model.py", "gpt/train_pipeline.yaml", TOKENS, _tokens),
-    "gpt-generate": Sample("gpt/decoder.py", "gpt/generate.yaml", {"seq": 16}, _prompts, command="generate"),
+    "gpt-generate": Sample("gpt/decoder.py", "gpt/generate.yaml", {}, _prompts, command="generate"),
     "wide-deep": Sample("wide_deep/model.py", "wide_deep/train.yaml", {"batch": 4096}, _clicks),
     "resnet": Sample("resnet/make_model.py", "resnet/plan.yaml", {"batch": 8}, _images, command="run"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from contributing import followed, output_of
 
 BEGIN = r"""
@@ -29,25 +28,18 @@ def compiled(plan, out):
 """
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return followed(tmp_path_factory.mktemp("followed"), "Add a schedule", "Add a command")
-
-
-def test_a_schedule_is_a_function_and_a_row(copy: Path) -> None:
+def test_a_schedule_and_a_command_are_each_a_file_and_a_row(tmp_path: Path) -> None:
     code = r"""
 staged = "ranks: 2\nsymbols: {batch: {divisor: 3}}\nplacement: {one: 0, two: 1}\n"
-print(compiled(staged + "pipeline: {microbatches: 3, schedule: last_first}\n", "build").tasks.schedule.name)
+print(compiled(staged + "pipeline: {microbatches: 3, schedule: last_first}\n", "staged").tasks.schedule.name)
 invoke(["simulate", "--schedule", "last_first", "--ranks", "2", "-m", "3"])
+compiled("ranks: 1", "build")
+invoke(["--help"])
+invoke(["files", "build"])
 """
-    lines = output_of(copy, "-c", BEGIN + code, str(copy.parent)).splitlines()
-    assert lines[0] == "last_first"
-    assert any("0F0 0F1 0F2 0B2 0B1 0B0" in line for line in lines), lines
-
-
-def test_a_command_is_a_module_and_a_row(copy: Path) -> None:
-    code = 'compiled("ranks: 1", "build")\ninvoke(["--help"])\ninvoke(["files", "build"])'
-    text = output_of(copy, "-c", f"{BEGIN}\n{code}", str(copy.parent))
+    text = output_of(followed(tmp_path, "Add a schedule", "Add a command"), "-c", BEGIN + code, str(tmp_path))
+    assert text.startswith("last_first\n")
+    assert "0F0 0F1 0F2 0B2 0B1 0B0" in text
     assert "Show the files of an artifact." in text
     assert "rank_0000.onnx" in text
 

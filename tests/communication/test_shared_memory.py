@@ -142,15 +142,10 @@ if me == 0:
 """
 
 
-@pytest.mark.parametrize(("hosts", "shared"), [("aaa", True), ("aab", True), ("aabb", True), ("abc", False)])
+@pytest.mark.parametrize(("hosts", "shared"), [("aaa", True), ("aabb", True), ("abc", False)])
 def test_values_are_right_on_ranks_of_one_host_and_of_several(hosts: str, shared: bool) -> None:
     result = run(EVERYTHING, len(hosts), hosts)
     assert result.stdout == f"{shared} \n", result.stderr
-
-
-def test_values_are_right_without_shared_memory() -> None:
-    result = run(f"import os; os.environ['PARTC_SHARED_MEMORY'] = '0'\n{EVERYTHING}", 3, "aaa")
-    assert result.stdout == "False rank 0: PARTC_SHARED_MEMORY=0\n", result.stderr
 
 
 LATE = """

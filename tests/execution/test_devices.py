@@ -119,7 +119,7 @@ def test_what_devices_may_be() -> None:
         parse_devices(["tpu", "tpu=cpu", "cpu=cuda", "cuda=x"])
     assert str(refused.value).split("\n")[:4] == [
         "there is no device 'tpu'; it is cpu or cuda",
-        "the target 'tpu' is none; a target is cpu or cuda",
+        "the target 'tpu' is not a target; a target is cpu or cuda",
         "the target 'cpu' is always the CPU",
         "the target cuda cannot be 'x'; it is cpu, cuda or cuda:N",
     ]

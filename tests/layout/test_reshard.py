@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layout_simulator import after, assert_held, layouts, scatter
 from partc.compiler.layout.exchange import Routes, offsets, span_of, within
 from partc.compiler.layout.layout import Layout
-from partc.compiler.layout.mesh import needs, normal, on_common_mesh, refine
+from partc.compiler.layout.mesh import needs, normal, on_common_mesh
 from partc.compiler.layout.moves import AllGather, AllToAll, Exchange, Slice, Traffic, bytes_moved, is_local, share_of
 from partc.compiler.layout.reshard import Moves, lower
 
@@ -260,8 +260,8 @@ def test_a_part_as_offsets_of_the_shards() -> None:
 
 def test_meshes() -> None:
     layout = Layout((6, 1, 4), ((2, 0), (1,)), ())
-    assert refine(layout) == Layout((2, 3, 2, 2), ((2, 3, 0, 1), ()))
-    assert normal(refine(layout)) == normal(layout) == Layout((6, 4), ((1, 0), ()))
+    by_primes = Layout((2, 3, 2, 2), ((2, 3, 0, 1), ()))
+    assert normal(by_primes) == normal(layout) == Layout((6, 4), ((1, 0), ()))
     assert normal(Layout((2, 3, 2), ((0, 1),))) == Layout((6, 2), ((0,),))
     assert normal(Layout((2, 3, 2), ((), ()), ((1, "sum"), (2, "sum")))) == Layout((2, 6), ((), ()), ((1, "sum"),))
     assert needs(layout) == {0: 24}
@@ -276,9 +276,8 @@ def test_meshes() -> None:
 def test_other_meshes_leave_every_shard_where_it_is(mesh: tuple[int, ...]) -> None:
     for layout in layouts(mesh, 2):
         shape = (layout.num_shards(0) * 3, layout.num_shards(1) * 5)
-        for other in (refine(layout), normal(layout)):
-            for index in range(layout.size):
-                assert other.box(index, shape) == layout.box(index, shape)
+        for index in range(layout.size):
+            assert normal(layout).box(index, shape) == layout.box(index, shape)
 
 
 def test_bytes_are_a_share_of_the_whole() -> None:

@@ -36,7 +36,14 @@ class Browser:
         to_read, self.out = os.pipe()
         self.into, to_write = os.pipe()
         shell = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+        ]
         flags += [f"--user-data-dir={self.folder}", f"--window-size={width},{height}", "--disable-extensions"]
         flags += ["--disable-background-networking", "--hide-scrollbars", "about:blank"]
         ends = (to_read, to_write)

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
+from machines import machine
 from partc.cli.main import invoke
 from partc.cli.report.page import page_text
+from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model
 from report_case import ROOT, lenet
 
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here, in which the page is tried")
+SIZES = ("--set", "batch=2", "--set", "seq=16")
 HOSTILE = "</script><b id='hostile'>&quot;\"'\n"
 
 
@@ -31,6 +34,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     gpt = ROOT / "samples" / "gpt"
     compile_model(gpt / "model.py", gpt / "stages.yaml", folder / "gpt")
+    (folder / "machine.yaml").write_text(machine_text(machine()))
     before, after = lenet(folder, "before"), lenet(folder, "after", ("fc3: 2", "fc3: 1"))
     streamed, trace = ROOT / "samples" / "lenet" / "pipeline.yaml", folder / "x.trace.json"
     compile_model(ROOT / "samples" / "lenet" / "model.py", streamed, folder / "streamed")
@@ -38,7 +42,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert invoke([*map(str, run), "--profile", str(trace), "-o", str(folder / "y.npz")]) == 0
     for arguments in (
         [folder / "streamed", "--trace", trace, "--set", "batch=8", "-o", folder / "streamed.html"],
-        [folder / "gpt", "-o", folder / "gpt.html"],
+        [folder / "gpt", "--machine", folder / "machine.yaml", *SIZES, "-o", folder / "gpt.html"],
         [after, "--against", before, "-o", folder / "lenets.html"],
     ):
         assert invoke(["report", *map(str, arguments)]) == 0
@@ -129,10 +133,13 @@ def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
     ]
     sent = "document.querySelectorAll('#summary .card .value')[3].innerText"
     assert browser.evaluate(sent) == "6.66 KiB"
+    browser.click(box("fc3.Gemm"))
     browser.evaluate(
         "(() => { const s = document.getElementById('side'); s.value = 1; s.dispatchEvent(new Event('change')); })()"
     )
     assert browser.evaluate(sent) == "6.99 KiB"
+    assert "placement: 2 became 1" in browser.evaluate("document.querySelector('.panel').innerText")
+    assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc3.Gemm"
     assert browser.errors == []
 
 
@@ -160,6 +167,15 @@ def test_a_pipeline_over_time(browser: Browser, pages: Path) -> None:
     assert browser.errors == []
 
 
+def test_a_step_on_a_machine_alone(browser: Browser, pages: Path) -> None:
+    browser.open(pages / "gpt.html")
+    shown = browser.evaluate("document.getElementById('timeline').innerText")
+    assert "simulated on the machine: a step takes" in shown
+    assert "measured" not in shown
+    assert "null" not in browser.evaluate("document.body.innerText")
+    assert browser.errors == []
+
+
 def test_sizes_and_colours(browser: Browser, pages: Path) -> None:
     grounds = set()
     for width, theme in ((800, "dark"), (1920, "light")):
@@ -169,8 +185,10 @@ def test_sizes_and_colours(browser: Browser, pages: Path) -> None:
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(grounds) == 2
+    browser.click(box("fc1.Gemm"))
     browser.click("#theme")
     assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc1.Gemm"
     browser.resize(1280, 800)
     assert browser.errors == []
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from partc.cli.launch.launcher import Kind, find_launcher
 from partc.cli.main import invoke
 from partc.compiler.directives.context import INSTEAD
 from partc.compiler.frontend import load
+from partc.compiler.frontend.user_code import importable
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.dataset import KEYS
 from partc.compiler.plan.read import parse_plan, read_plan
@@ -52,10 +54,15 @@ IN_PROCESS = (
     "partc train losses",
     "partc train averaged",
     "partc train loader --data",
+    "partc train loader --plan loader.yaml --checkpoint runs --steps",
+    "partc train lora --plan lora.yaml --init",
     "partc eval",
 )
 """Commands of the guide whose ranks are threads of this test: others of their kind run over MPI, and to start processes takes long."""
-WITHOUT_RANKS = re.compile(r"partc (plan|export|compile|inspect|check|verify|checkpoint|run --in-process)\b(?!.*--mpi)")
+WITHOUT_RANKS = re.compile(
+    r"partc (plan|export|compile|inspect|check|verify|checkpoint|simulate|diff|run --in-process)\b(?!.*(--mpi| [>|]))"
+)
+SCRIPT = re.compile(r"python (\w+\.py)((?: [\w-]+)*)")
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -66,7 +73,11 @@ ENVIRONMENT = {
 
 
 def ended(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and words of a command: in this process where it starts no ranks, or could as well have them here, else in a shell."""
+    """Exit code and words of a command: in this process where it starts no ranks, or could as well have them here; so are scripts. Others
+    run in a shell.
+    """
+    if script := SCRIPT.fullmatch(line):
+        return 0, run_script(folder / script[1], script[2].split(), capsys)
     here = f"{line}\n".startswith(IN_PROCESS)
     if here or WITHOUT_RANKS.match(line):
         capsys.readouterr()
@@ -76,6 +87,15 @@ def ended(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     shell = ["bash", "-o", "pipefail", "-c", line]
     done = subprocess.run(shell, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
+
+
+def run_script(path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a Python script of the samples prints, run in this process."""
+    capsys.readouterr()
+    with importable(path.parent), contextlib.chdir(path.parent), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [path.name, *arguments])
+        runpy.run_path(str(path), run_name="__main__")
+    return "".join(capsys.readouterr())
 
 
 def run(command: Command, folder: Path, trouble: list[str], capsys: pytest.CaptureFixture[str]) -> Path:

@@ -126,24 +126,6 @@ def test_resnet_is_the_whole_model(resnet: Path, tmp_path: Path, size: tuple[int
             assert difference(program(x=x)["logits"], whole_outputs(proto, {"x": x})["logits"]) <= 1e-6
 
 
-def test_lenet_over_mpi(lenet_build: Path, tmp_path: Path) -> None:
-    lenet, batch = SAMPLES / "lenet", 7
-    run = [sys.executable, "-m", "partc.cli", "run", str(lenet_build), "--threads", "1"]
-    run += ["--input", str(lenet / DIGITS[batch]), "-o", str(tmp_path / "y.npz")]
-    subprocess.run(run, check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT, timeout=120)
-    with np.load(tmp_path / "y.npz") as outputs:
-        assert outputs.files == ["logits"]
-        want = whole_outputs(whole(lenet / "model.py"), digits(batch))["logits"]
-        assert difference(outputs["logits"], want) <= 1e-6
-
-
-@pytest.fixture(scope="module")
-def lenet_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lenet") / "build"
-    compile_model(SAMPLES / "lenet" / "model.py", SAMPLES / "lenet" / "plan.yaml", out)
-    return out
-
-
 @pytest.mark.parametrize(("folder", "model"), [("lenet", "model.py"), ("resnet", "resnet18.onnx")])
 def test_same_input_same_bytes(resnet: Path, tmp_path: Path, folder: str, model: str) -> None:
     sample = resnet.parent / folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from contributing import followed, output_of
 
 BEGIN = r"""
@@ -33,8 +32,8 @@ def source():
 
 def check(train):
     for name, plan in PLANS.items():
-        same_training(source, plan + train, Path(sys.argv[1]) / sys.argv[2] / name, steps, rtol=1e-5, atol=1e-4)
-    return run(source(), "ranks: 1\n" + train, Path(sys.argv[1]) / sys.argv[2] / "one", steps)
+        same_training(source, plan + train, Path(sys.argv[1]) / str(len(train)) / name, steps, rtol=1e-5, atol=1e-4)
+    return run(source(), "ranks: 1\n" + train, Path(sys.argv[1]) / str(len(train)) / "one", steps)
 
 def prediction(tensors, x):
     return np.tanh(x @ tensors["first"] + tensors["shift"]) @ tensors["second"]
@@ -62,12 +61,7 @@ for name, value in said.after.items():
 }
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sections = ("Add a loss", "Add a metric", "Add a plan key")
-    return followed(tmp_path_factory.mktemp("followed"), *sections)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_each_is_a_class_or_a_field(part: str, copy: Path) -> None:
-    output_of(copy, "-c", BEGIN + PARTS[part], str(copy.parent), part)
+def test_each_is_a_class_or_a_field(tmp_path: Path) -> None:
+    """One process for all three: each begins with the imports of a compile."""
+    copy = followed(tmp_path, "Add a loss", "Add a metric", "Add a plan key")
+    output_of(copy, "-c", BEGIN + "\n".join(PARTS.values()), str(copy.parent))

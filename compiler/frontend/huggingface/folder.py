@@ -25,6 +25,7 @@ from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.source import Known, Source, nothing
 from partc.compiler.ir.declared import Declared
 from partc.compiler.plan.pattern import nearest
+from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +57,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
             value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
     told = []
     if unread := weights.unread:
-        some = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
-        told.append(f"{folder.name}: {type(module).__name__} does not read {some}")
+        told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(unread)}")
     if widened:
         remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
         told.append(

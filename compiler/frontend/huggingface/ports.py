@@ -72,7 +72,7 @@ def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbo
 
 
 def main_outputs(names: Sequence[str]) -> list[str]:
-    """Of the outputs of a forward the loss and the logits, or all where it has no logits."""
+    """The loss and the logits among the outputs of a forward; all outputs where it has no logits."""
     return [name for name in names if name in ("loss", "logits")] if "logits" in names else list(names)
 
 

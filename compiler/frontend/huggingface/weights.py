@@ -19,6 +19,7 @@ from partc.compiler.frontend.huggingface.safetensors_files import InFile
 from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.files.regular import open_regular
+from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
                     made: tuple(one.shape) for made, one in _converted(model, name, origin, files, meta=True).items()
                 }
             except Exception as error:
-                fact = f"'{name}' cannot be converted from {_listed(origin.names)}: {error}"
+                fact = f"'{name}' cannot be converted from {first_of([*map(repr, origin.names)])}: {error}"
                 problems.append(Problem(where, fact, help=_HELP))
                 continue
         for made, shape in shapes.items():
@@ -179,7 +180,3 @@ def _share(model: Any, wanted: Mapping[str, torch.Tensor], tensors: dict[str, ir
 def _without(names: Iterable[str], *ignored: Iterable[str] | None) -> list[str]:
     patterns = [pattern for some in ignored for pattern in some or ()]
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -37,7 +37,7 @@ OPSET = 21
 """What rules are written for and training converts to. From 23 on torch writes attention and rotary embeddings as single ops, of
 which onnxruntime refuses what the standard's broadcasting allows: tables of one record for a dynamic batch."""
 OPSET_WITH_CACHE = 23
-"""Of a decoder that keeps its cache: attention as one op becomes onnxruntime's fused one, and each sequence has a table of its own."""
+"""For a decoder that keeps its cache: attention as one op becomes onnxruntime's fused one, and each sequence has a table of its own."""
 
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
 _OTHERWISE = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"

@@ -75,7 +75,7 @@ class SoftmaxCrossEntropy(OfLogits):
             ignored = to.op("ignored", "Equal", labels, to.constant("ignore_index", self.ignore_index))
             labels = to.op("safe_labels", "Where", ignored, to.constant("no_label", 0), labels)
             counted = to.op("counted", "Not", to.op("ignored_there", "Unsqueeze", ignored, axes))
-        return _reduced(to, self, *parts.at(labels, counted, classes, len(dims)), positions, dtype, shards)
+        return _reduced(to, self, *parts.at(labels, counted, len(dims)), positions, dtype, shards)
 
 
 def _reduced(
@@ -113,9 +113,7 @@ class _Parts:
     log_total: ir.Value
     dtype: ir.DataType
 
-    def at(
-        self, labels: ir.Value, counted: ir.Value | None, classes: int | ir.SymbolicDim, rank: int
-    ) -> tuple[ir.Value, ir.Value | None]:
+    def at(self, labels: ir.Value, counted: ir.Value | None, rank: int) -> tuple[ir.Value, ir.Value | None]:
         """The loss of each position with its label, and its weight, None where every one is 1; both with the axis of classes as 1."""
         to, smoothing = self.to, self.loss.label_smoothing
         places = to.op("label_places", "Unsqueeze", labels, self.axes)

@@ -62,7 +62,7 @@ def distance(to: GraphNodes, prediction: str, target: str, norm: str, reduction:
     if reduction == "sum":
         return to.scalar(norm, off, dtype=dtype, keepdims=0)
     # A mean divides by a number that only a run tells; of dims that are known it is a sum, whose gradient is one multiplication.
-    # Records are none of these: a part of a batch has fewer.
+    # The dim of records is not known: a part of a batch has fewer.
     known = [axis for axis, dim in enumerate(dims) if axis and isinstance(dim, int)]
     if not known:
         each = to.op("losses", "Abs", off) if norm == "ReduceL1" else to.op("losses", "Mul", off, off)

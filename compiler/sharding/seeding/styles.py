@@ -42,7 +42,7 @@ def styled(node: ir.Node) -> ir.Node:
     return reached
 
 
-def source_of(value: ir.Value, dim: int, is_constant: IsConstant) -> tuple[ir.Value, int] | None:
+def source_of(value: ir.Value, dim: int) -> tuple[ir.Value, int] | None:
     """The weight, and its dim, that a dim of a parameter comes from; None where it comes from several or is regrouped."""
     while not value.is_initializer():
         node = value.producer()

@@ -41,7 +41,7 @@ def constant_of(node: NodeProto, place: int) -> Array:
         raise ValueError(f"its attribute '{missing[0]}' is missing")
     row = BY_CODE.get(attributes[DTYPE].i)
     if row is None:
-        raise ValueError(f"its type {attributes[DTYPE].i} is none of numbers")
+        raise ValueError(f"its type {attributes[DTYPE].i} is not a type of numbers")
     items = [one.decode(errors="replace") for one in attributes[ITEMS].strings]
     shape = [*attributes[SHAPE].ints] if SHAPE in attributes else []
     if min(shape, default=1) < 0 or math.prod(shape) != len(items):

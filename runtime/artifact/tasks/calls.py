@@ -99,7 +99,7 @@ def _value(node: NodeProto) -> TensorProto:
 
 
 def calls_of(nodes: Iterator[NodeProto] | list[NodeProto], bodies: Mapping[str, Body], where: str) -> dict[int, Call]:
-    """By the place of a node in the row the call that it is; ArtifactError for one that is none of a body of the file `where`."""
+    """By the place of a node in the row the call that it is; ArtifactError where the file `where` has no body for it."""
     found: dict[int, Call] = {}
     problems = []
     for at, node in enumerate(nodes):

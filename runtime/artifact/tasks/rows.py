@@ -36,7 +36,7 @@ class Row:
 
     @cached_property
     def tasks(self) -> tuple[Task | None, ...]:
-        """The cells as tasks, by function and microbatch; None of a function that is none of a task."""
+        """The cells as tasks, by function and microbatch; None where the function is not of a task."""
         return tuple(_task(call) for call in self.calls)
 
     @cached_property
@@ -110,7 +110,7 @@ _ROW = re.compile(r"ranks? ([\d,-]+):( .*)?", re.ASCII)
 
 
 def rows_of_text(text: str) -> RowsText:
-    """What a text of rows such as `ir/schedule.txt` states; ArtifactError, with a line's number, where it is none or contradicts itself.
+    """What a text of rows such as `ir/schedule.txt` states; ArtifactError, with a line's number, where it has none or contradicts itself.
 
     Cells are tasks of the stages and microbatches that its head counts, a rank has one row, and a stage is on the ranks whose rows have
     its tasks.

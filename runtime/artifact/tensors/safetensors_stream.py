@@ -76,6 +76,22 @@ class Sums:
     sha256: str
 
 
+class RunningSums:
+    """The checksums of bytes while they are written."""
+
+    def __init__(self, begin: bytes = b"") -> None:
+        self._sha256, self._crc32 = hashlib.sha256(begin), zlib.crc32(begin)
+
+    def update(self, data: memoryview) -> None:
+        """Adds the next bytes."""
+        self._sha256.update(data)
+        self._crc32 = zlib.crc32(data, self._crc32)
+
+    def sums(self) -> Sums:
+        """The sums of all bytes so far."""
+        return Sums(f"{self._crc32:0{_CRC_DIGITS}x}", self._sha256.hexdigest())
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor of a file: its element type and shape, the byte of the file at which it begins, and the sums of its parts, if known."""
@@ -162,22 +178,17 @@ def _bytes(blocks: Iterable[Array], stored: Stored) -> Iterator[memoryview]:
 
 def _write(out: FileIO, blocks: Iterable[memoryview]) -> str:
     """Writes all blocks; the sums of their parts, one after the other."""
-    sums, left = [], 0
-    digest, crc = hashlib.sha256(), 0
+    parts, left = list[RunningSums](), 0
     for block in blocks:
         rest = block
         while rest:
             if not left:
-                digest, crc, left = hashlib.sha256(), 0, PART
+                parts.append(RunningSums())
+                left = PART
             written = out.write(rest[: min(left, _CHUNK)])
-            digest.update(rest[:written])
-            crc = zlib.crc32(rest[:written], crc)
+            parts[-1].update(rest[:written])
             rest, left = rest[written:], left - written
-            if not left:
-                sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
-    if left:
-        sums.append(f"{crc:0{_CRC_DIGITS}x}{digest.hexdigest()}")
-    return "".join(sums)
+    return "".join(f"{one.crc32}{one.sha256}" for one in (part.sums() for part in parts))
 
 
 def read_header(path: Path, sha256: str = "") -> dict[str, Stored]:

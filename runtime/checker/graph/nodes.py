@@ -103,7 +103,7 @@ def _wrong_call(node: NodeProto, function: FunctionProto) -> Iterator[str]:
     for name in sorted({*function.attribute} - given):
         yield f"its attribute '{name}' is missing"
     for name in sorted(given - {*function.attribute} - optional):
-        yield f"its attribute '{name}' is none of {function.domain}.{function.name}"
+        yield f"its attribute '{name}' is not an attribute of {function.domain}.{function.name}"
 
 
 def _check_functions(file: str, model: ModelProto) -> Iterator[Violation]:

@@ -132,7 +132,7 @@ class _File:
         return kind == "Reshape" and next(iter(self._numbers(node, 1)), -1) == 0
 
     def _numbers(self, node: NodeProto, at: int, default: Sequence[int] = ()) -> Sequence[int]:
-        """A constant operand of whole numbers; `default` where it is none."""
+        """A constant operand of whole numbers; `default` where it is not a constant."""
         tensor = self.constants.get(node.input[at]) if len(node.input) > at else None
         if tensor is None or tensor.external_data:
             return default

@@ -46,8 +46,6 @@ from partc.runtime.files.regular import open_regular
 
 Items: TypeAlias = tuple[tuple[int, ...], ...]
 """The items of a list of sizes, at each of some sizes of the symbols."""
-Held: TypeAlias = tuple[int, str]
-"""A rank, and the name in its file of what it keeps."""
 
 # The check proves the compiler's work by what it knows itself: this list is not the compiler's.
 _RANDOM = (

@@ -70,7 +70,7 @@ class TorchFile:
 
 
 def read_torch(path: Path) -> TorchFile:
-    """The file of that name; CheckpointError where it is none of torch's, needs code to be read, or holds no weights."""
+    """The file of that name; CheckpointError where torch did not write it, it needs code to be read, or holds no weights."""
     torch = torch_module()
     if why := fault(path):
         raise UsageError(f"{path}: {why}\n  help: give a file that torch.save wrote")

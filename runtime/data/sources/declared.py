@@ -10,6 +10,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.units import first_of
 
 from ...errors import UsageError
 from ..fields import Field, Index, Ragged
@@ -62,6 +63,4 @@ def lengths_by_reading(take: Take, records: int, names: Sequence[str]) -> dict[s
 
 def numbered(indices: Index) -> str:
     """Records by their numbers, of many the first ones."""
-    named = ", ".join(map(str, indices[:_NAMED].tolist()))
-    more = f" and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
-    return f"record{'s' if len(indices) != 1 else ''} {named}{more}"
+    return f"record{'s' if len(indices) != 1 else ''} {first_of([*map(str, indices)], _NAMED)}"

@@ -85,7 +85,7 @@ class ShardSource:
         return lengths_by_reading(self.take, len(self), names)
 
     def _named(self, members: Sequence[str], naming: Naming) -> dict[str, str]:
-        """By field the ending of its members, `x.npy`; those with an extension that has no decoder are none."""
+        """By field the ending of its members, `x.npy`; members with an extension that has no decoder are left out."""
         known = [member for member in members if _extension(member) in DECODERS]
         names = {member.rpartition(".")[0] or member: member for member in known}
         try:
@@ -144,7 +144,7 @@ def _opened(path: Path) -> _Shard:
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             seen: set[str] = set()
-            for key, ending, member in _members(archive, path):
+            for key, ending, member in _members(archive):
                 if not shard.samples or shard.samples[-1] != key:
                     if key in seen:
                         shard.problems.append(
@@ -169,8 +169,8 @@ def _opened(path: Path) -> _Shard:
     return shard
 
 
-def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """The files of an archive, each with the name of its sample and the ending that tells its field; hidden ones are none."""
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """The files of an archive, each with the name of its sample and the ending that tells its field; hidden files are left out."""
     for member in archive:
         folder, _, name = member.name.rpartition("/")
         if member.isdir() or name.startswith((".", "__")):

@@ -54,7 +54,7 @@ class UserSource:
 
 
 def user_source(value: object, where: str, batch: int | None, seed: int) -> UserSource:
-    """The source that a file's `source` is, or returns; UsageError where it is none of those that are read."""
+    """The source that a file's `source` is, or returns; UsageError where it is of a kind that is not read."""
     with user_code(where, "making its `source`"):
         again = _maker(value, where, batch, seed)
         value = value if again is None else again(0)

@@ -67,20 +67,25 @@ _OF_TRAINING = 1_200_000
 
 
 @dataclass
-class TargetMemory:
-    """Bytes of a rank on one of its targets. `unknown`: how many values it leaves out, whose size only a run tells."""
+class StateMemory:
+    """Bytes that a rank has on one of its targets from step to step."""
 
     target: str
     weights: int = 0
     parameters: int = 0
     optimizer: int = 0
     caches: int = 0
+    sessions: int = 0
+
+
+@dataclass
+class TargetMemory(StateMemory):
+    """The same with what a step takes beside it. `unknown`: how many values it leaves out, whose size only a run tells."""
+
     inputs_outputs: int = 0
     between: int = 0
     inside: int = 0
-    sessions: int = 0
     evaluation: int = 0
-    prefill: int = 0
     loading: int = 0
     unknown: int = 0
 
@@ -88,8 +93,7 @@ class TargetMemory:
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
         kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions
-        beside = self.evaluation + self.prefill
-        return kept + max(self.inputs_outputs + self.between + self.inside + beside, self.loading)
+        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Of all targets together."""
+        """The bytes of all targets together."""
         return sum(one.peak for one in self.targets)
 
     @property
@@ -156,10 +160,12 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
-            elif generation is not None:  # the sessions of both programs lay the weights out for their kernels
-                one.prefill = program.session_bytes() if target == CPU else 0
-                one.prefill += program.weights().get(target, 0) + arenas.get(target, 0) + one.inside
-                one.inside, one.unknown = before, one.unknown + (program.unknown if target == CPU else 0)
+            elif program.file.manifest.name == PREFILL:  # steps of either in turn, over the same weights
+                one.between += arenas.get(target, 0)
+                one.inside, one.unknown = (
+                    max(one.inside, before),
+                    one.unknown + (program.unknown if target == CPU else 0),
+                )
             else:
                 one.evaluation = program.session_bytes() if target == CPU else 0
                 if training is not None and training.settings.test is not None:  # else none of its steps is run

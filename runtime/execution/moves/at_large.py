@@ -20,7 +20,10 @@ from ..rank_program import RankProgram
 
 
 class AtLarge:
-    """Those of a step plan: they read and set its `cells`; `promises` are the shapes that the plan knows, `wire` the tags on the wire."""
+    """The calls of a step plan for values of unknown size: they read and set its `cells`.
+
+    `promises` are the shapes that the plan knows, `wire` the tags on the wire.
+    """
 
     def __init__(
         self,

@@ -26,12 +26,15 @@ class Copies:
 
 @dataclass
 class TargetCounts:
-    """Of one rank since it was loaded. A switch is a segment or an update whose target is not that of the one before it in the file."""
+    """The counts of one rank since it was loaded.
+
+    A switch is a segment or an update whose target is not that of the one before it in the file.
+    """
 
     steps: int = 0
     switches: int = 0
     device: str = ""
-    """That of the target cuda, where the rank has it."""
+    """The device of the target cuda, where the rank has it."""
     copies: dict[str, Copies] = field(default_factory=dict)
 
     def add_step(self, switches: int) -> None:

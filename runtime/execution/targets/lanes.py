@@ -95,7 +95,7 @@ class Accesses:
                 return self._of_collective(lane, step)
 
     def _of_end(self, index: int) -> Access:
-        """Those of the wait for what a step has sent: until then it is read."""
+        """The accesses of the wait for a value that a step has sent: the value is read until then."""
         step = self.program.steps[index]
         if isinstance(step, Send):
             return Access(0, self._ranges([step.value]))
