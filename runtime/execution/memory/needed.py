@@ -150,7 +150,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
         for target, one in found.items():
             own = sessions.get(target, [])
             before = one.inside
-            taken_from = [OwnArena() for _ in own] if program.file.grows else [shared[target]]
+            taken_from = [OwnArena() for _ in own] if program.file.caches else [shared[target]]
             for _ in range(2):
                 for arena, places in zip(cycle(taken_from), own, strict=False):
                     arena.run(places)
