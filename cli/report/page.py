@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from html import escape
-from importlib.resources import files
+from pathlib import Path
+
+from partc.runtime.files.regular import read_regular
 
 STYLES = ("vendor/uPlot.min.css", "report.css")
 SCRIPTS = (
@@ -57,4 +59,4 @@ def json_text(data: Mapping[str, object]) -> str:
 
 
 def _file(name: str) -> str:
-    return files("partc.cli.report").joinpath(name).read_text("utf-8")
+    return read_regular(Path(__file__).parent / name).decode()

@@ -12,6 +12,9 @@ Each of the two makes its own store seen before it looks at the other's, so one 
 costs a look. Who changes something makes no system call where no rank sleeps. A sleep ends after `LOOK` seconds at the latest, and then the
 rank looks whether another has failed; so a rank that is killed between any two of these stores delays the others by that time at most.
 
+Ranks that wait for a number that they have in common, and for nothing else, sleep on that number (`Count`), and one system call wakes them
+all. A second word of the rank says so; it alone writes that, while its first word is also written by who wakes it.
+
 The spin adapts. To wake a core that has nothing to do takes as long as hundreds of microseconds, so a rank with a core of its own spins for
 `LONGEST_SPIN`. Where others want these cores, too, a rank that spins keeps one from whom it waits for. Linux counts the time for which a
 thread could have run and had no core. A rank for which that is more than a tenth of the time tells the others of its host, and all spin
@@ -37,6 +40,10 @@ SHORTEST_CAUTION, LONGEST_CAUTION = 0.01, 0.32
 """Seconds of short spins after a rank has had to wait for a core."""
 _WINDOW, _SHARE = 2e-3, 0.1
 """Seconds from which the time without a core is looked at, and the share of them that is too much."""
+_ON_WORD, _ON_COUNT = 0, 1
+"""The places of a rank's two words in its line."""
+_LOW = 0xFFFFFFFF
+"""The bits of a number that a futex compares: the low ones, which come first on x86."""
 _COUNTS = "/proc/thread-self/schedstat"
 """Nanoseconds with a core, nanoseconds for which the thread wanted one and had none, and more."""
 
@@ -76,6 +83,21 @@ class Words(Protocol):
         ...
 
 
+class Count(Protocol):
+    """A number in shared memory that only grows, on which ranks sleep."""
+
+    @property
+    def cell(self) -> Cell: ...
+
+    def sleep(self, seen: int) -> None:
+        """Sleep while the number is that, until woken, or for a time."""
+        ...
+
+    def wake(self) -> None:
+        """Wake all that sleep on it."""
+        ...
+
+
 class FutexWords:
     """Words in shared memory, one a line; `address` is that of the memory, `seconds` the longest sleep."""
 
@@ -88,6 +110,20 @@ class FutexWords:
 
     def wake(self, place: int) -> None:
         self._futex.wake(self._address + LINE * place)
+
+
+class FutexCount:
+    """A number in shared memory, in a line that begins at `address`; `seconds` is the longest sleep."""
+
+    def __init__(self, futex: Futex, line: memoryview, address: int, seconds: float) -> None:
+        self.cell = line.cast("q")
+        self._futex, self._address, self._timeout = futex, address, futex.timeout(seconds)
+
+    def sleep(self, seen: int) -> None:
+        self._futex.wait(self._address, seen & _LOW, self._timeout)
+
+    def wake(self) -> None:
+        self._futex.wake(self._address)
 
 
 class SpinTime:
@@ -129,25 +165,35 @@ class Parking:
         self._words, self._place, self.fence = words, place, fence
         self._own = words.cells[place]
         self._spin = spin
+        self._count: Count | None = None
+        """On what this rank sleeps if that is not its word."""
 
-    def wake(self, places: Sequence[int]) -> None:
-        """Wakes the ranks of these places that sleep; after a `fence`, behind the change that they may wait for."""
+    def wake(self, places: Sequence[int], count: Count | None = None) -> None:
+        """Wakes the ranks of these places that sleep, of those on a number all that sleep on `count`.
+
+        After a `fence`, behind the change that they may wait for.
+        """
         cells = self._words.cells
+        on_count = False
         for place in places:
             cell = cells[place]
-            if cell[0]:
-                cell[0] = 0
+            if cell[_ON_WORD]:
+                cell[_ON_WORD] = 0
                 self._words.wake(place)
+            elif cell[_ON_COUNT]:
+                on_count = True
+        if on_count and count is not None:
+            count.wake()
 
     def wake_own(self) -> None:
         """From another thread: this rank looks again at what it waits for, and for failures."""
         Fence()()  # one of its own, since two threads cannot use one
-        self.wake([self._place])
+        self.wake([self._place], self._count)
 
     def spins(self, ready: Callable[[], bool]) -> bool:
-        """Whether it was ready within the spin."""
+        """Whether it was ready within the spin; without one, `wait` looks itself."""
         if self._spin is None:
-            return ready()
+            return False
         begun = perf_counter()
         end = begun + self._spin.at(begun)
         while not ready():
@@ -155,18 +201,27 @@ class Parking:
                 return False
         return True
 
-    def wait(self, ready: Callable[[], bool], look: Callable[[], object]) -> None:
-        """Returns when `ready`, which was not so within the spin; `look` raises where a rank has failed, and ends the wait."""
+    def wait(self, ready: Callable[[], bool], look: Callable[[], object], count: Count | None = None) -> None:
+        """Returns when `ready`, which was not so within the spin; `look` raises where a rank has failed, and ends the wait.
+
+        `count`: the number whose growth alone can make it ready.
+        """
         own, place = self._own, self._place
+        word = _ON_WORD if count is None else _ON_COUNT
+        self._count = count
         try:
             while True:
-                own[0] = 1
+                own[word] = 1
                 self.fence()
+                seen = 0 if count is None else count.cell[0]
                 if ready():
                     break
-                self._words.sleep(place)
+                if count is None:
+                    self._words.sleep(place)
+                else:
+                    count.sleep(seen)
                 if ready():
                     break
                 look()
         finally:
-            own[0] = 0
+            own[word] = 0

@@ -6,6 +6,7 @@ A loss that is not finite is reported on all ranks alike before anything else is
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,8 @@ def is_same(value: object, other: object) -> bool:
 def is_finite(value: object) -> bool:
     """Whether all numbers of a value are finite; integers, bools and texts are."""
     array = np.asarray(value)
+    if array.ndim == 0 and array.dtype.kind == "f":
+        return math.isfinite(array)  # of a loss in every step: a tenth of the time of numpy's
     if array.dtype.kind not in "fcV":
         return True
     flat = array.reshape(-1)

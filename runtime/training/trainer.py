@@ -141,6 +141,8 @@ class Trainer:
 
     def numbers(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs of a step, with the numbers of metrics that are made of sums in place of these, and without denominators."""
+        if not self.record.denominators and not self.record.formulas:
+            return dict(outputs)
         beside = {*self.record.denominators.values()}
         outputs = {name: value for name, value in outputs.items() if name not in beside}
         formulas = {name: formula(one).number for name, one in self.record.formulas.items() if name in outputs}

@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from turns import busy
+
 TIMED_AHEAD, LEAST, MOST = 8, 6, 4000
 
 
@@ -101,18 +103,9 @@ def main() -> None:
         return
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = ["mpiexec", "--oversubscribe", "--bind-to", "none", "-n", str(options.ranks), sys.executable, __file__]
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
-    load = os.getloadavg()[0]
-    try:
+    print(f"{options.ranks} ranks", flush=True)
+    with busy(options.busy):
         code = subprocess.run([*command, *sys.argv[1:], "--rank"], env={**os.environ, **root}, check=False).returncode
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    print(
-        f"{options.ranks} ranks, {options.busy} busy processes beside, {os.cpu_count()} cores, "
-        f"load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
-    )
     sys.exit(code)
 
 

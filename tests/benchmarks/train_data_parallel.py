@@ -1,10 +1,10 @@
 """A data-parallel step on two MPI ranks against PyTorch's DistributedDataParallel over gloo, one thread a rank, in turns.
 
-    python tests/benchmarks/train_data_parallel.py [MODEL...] [--actions]
+    python tests/benchmarks/train_data_parallel.py [MODEL...] [--actions] [--busy 1]
 
 A step is forward, backward, the sum of the gradients over the ranks and the update by SGD with momentum, from the batch in hand on
 rank 0 to the loss in hand. Prints medians and fastest steps of both, their ratio, and what is wanted of it. The first losses of
-both are compared first. The interpreter has torch.
+both are compared first. `--busy` starts so many processes beside that compute without end. The interpreter has torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from partc.runtime.job.open_mpi import settings
 from train_cases import CASES, data_parallel, write
 from transformer import HERE, ROOT, mpi_command
-from turns import Side
+from turns import Side, busy
 
 sys.path.append(str(HERE.parent / "hosts"))
 
@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--fused", action="store_true", help="torch's SGD in one kernel, which is not its default")
     parser.add_argument("--actions", action="store_true", help="print where partc's time goes")
+    parser.add_argument("--busy", type=int, default=0, help="so many processes beside that compute without end")
     options = parser.parse_args()
     if unknown := [name for name in options.models if name not in WANTED]:
         parser.error(f"no model {', '.join(unknown)}; there are {', '.join(WANTED)}")
@@ -112,8 +113,9 @@ def main() -> None:
     print(
         f"{'model':8} {'partc':>9} {'DDP':>9} {'ratio':>7} {'wanted':>7} {'fastest':>11} {'':9} {'ratio':>7} {'losses by':>11}"
     )
-    for name in options.models or WANTED:
-        measure(name, options)
+    with busy(options.busy):
+        for name in options.models or WANTED:
+            measure(name, options)
 
 
 if __name__ == "__main__":

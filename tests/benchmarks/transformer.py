@@ -1,6 +1,7 @@
 """A transformer cut over two MPI ranks against the same network whole, in PyTorch with gloo, and in JAX; one thread a rank.
 
     python tests/benchmarks/transformer.py --torch-python VENV/bin/python --jax-python VENV/bin/python
+    python tests/benchmarks/transformer.py --torch-python "" --jax-python "" --busy 1    beside one busy process, without peers
 
 6 layers of width 512 with 8 heads, batch 4, sequence 128, float32. All sides are measured in one run, in turns, from the call to
 the output in hand on rank 0; a peer whose interpreter is not given is left out. Wanted of the medians' ratios: at most 0.55
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 from network import Sizes, generate, plan
-from turns import Side
+from turns import Side, busy
 
 HERE = Path(__file__).parent
 WANTED = {"whole": 0.55, "torch": 0.40, "jax": 0.95}
@@ -100,6 +101,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=5, help="of a side in a turn")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--busy", type=int, default=0, help="so many processes beside that compute without end")
     parser.add_argument("--torch-python", default=sys.executable if importlib.util.find_spec("torch") else None)
     parser.add_argument("--jax-python", default=sys.executable if importlib.util.find_spec("jax") else None)
     parser.add_argument("--whole", type=Path, default=None, help=argparse.SUPPRESS)
@@ -107,6 +109,12 @@ def main() -> None:
     if options.whole:
         serve_whole(options.whole)
         return
+    with busy(options.busy):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """All sides in turns."""
     from partc.compiler import compile_model
 
     with tempfile.TemporaryDirectory() as name:

@@ -2,11 +2,13 @@
 
     serve(step, told)                      # in the measured program: times each step, answers on stdout
     side = Side("JAX", [command]); side.turn(10)     # in the benchmark: the seconds of ten steps
+    with busy(1): ...                                # beside a process that computes without end; prints the machine's load
 
 Imports nothing but the standard library: the measured programs run in other interpreters.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -15,6 +17,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _MARK, _END = "@turn ", "end"
+_ENDLESS = """import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000): pass"""
+"""What a busy process runs while whoever started it is there."""
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many busy processes beside what is measured, on whichever core; prints at the end how many, and the load of the machine."""
+    processes = [subprocess.Popen([sys.executable, "-c", _ENDLESS]) for _ in range(count)]
+    load = os.getloadavg()[0]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        print(
+            f"{count} busy {'process' if count == 1 else 'processes'} beside, {os.cpu_count()} cores, "
+            f"load {load:.1f} before and {os.getloadavg()[0]:.1f} after",
+            flush=True,
+        )
 
 
 def told() -> Iterator[int]:

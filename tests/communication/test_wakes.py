@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from partc.runtime.communication.host import rounds
-from partc.runtime.communication.host.rounds import Collective, HostGroup, Rounds
 from partc.runtime.job.parking import Parking
 from simulation.scheduler import Scheduler
-from simulation.wakes import Memory, SimulatedCell, SimulatedWords, run
+from simulation.wakes import Memory, SimulatedCell, SimulatedCount, SimulatedWords, Values, run
 
 RUNS, TRIES = 300, 3000
 
@@ -32,8 +32,30 @@ def _no_wake_by_the_last(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedWords, "wake", lambda self, place: None)
 
 
+def _no_wake_on_the_number(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedCount, "wake", lambda self: None)
+
+
+def _closed_before_it_is_made(patch: pytest.MonkeyPatch) -> None:
+    made = rounds.HostGroup._made
+
+    def early(self: rounds.HostGroup, number: int, *given: Any) -> bool:
+        if all(cell[0] >= number for cell in self._cells):
+            self._closed[0] = number
+        return made(self, number, *given)
+
+    patch.setattr(rounds.HostGroup, "_made", early)
+
+
+def _sleeps_on_what_it_sees_later(patch: pytest.MonkeyPatch) -> None:
+    def sleep(self: SimulatedCount, seen: int) -> None:
+        self.memory.sleep(self.rank, self.name, self.cell[0])
+
+    patch.setattr(SimulatedCount, "sleep", sleep)
+
+
 def _sleeps_without_a_look(patch: pytest.MonkeyPatch) -> None:
-    def wait(self: Parking, ready: Callable[[], bool], look: Callable[[], object]) -> None:
+    def wait(self: Parking, ready: Callable[[], bool], look: Callable[[], object], count: object = None) -> None:
         while not ready():
             self._own[0] = 1
             self.fence()
@@ -54,7 +76,17 @@ def _slots_are_used_again_early(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [_no_fence, _fewer_rooms, _no_wake_by_the_last, _sleeps_without_a_look, _slots_are_used_again_early]
+    "plant",
+    [
+        _no_fence,
+        _fewer_rooms,
+        _no_wake_by_the_last,
+        _no_wake_on_the_number,
+        _closed_before_it_is_made,
+        _sleeps_on_what_it_sees_later,
+        _sleeps_without_a_look,
+        _slots_are_used_again_early,
+    ],
 )
 def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -63,34 +95,29 @@ def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None]) -
         assert any(run(seed, schedulers) for seed in range(TRIES)), f"{TRIES} runs did not find it"
 
 
-def test_a_list_is_under_way_while_a_round_of_it_is_begun_and_not_put() -> None:
-    """A rank with many lists asks those alone, at every wait and before every segment."""
+def test_a_round_that_an_interrupted_rank_has_left_open_is_over_for_the_others() -> None:
+    size, numbers, wanted = 3, Memory(Scheduler(3), None), []
+    for rank in range(size):
+        cells = [SimulatedCell(numbers, rank, "arrivals", other) for other in range(size)]
+        numbers.point = lambda rank: None  # type: ignore[method-assign]
+        parking = Parking(SimulatedWords(numbers, rank), rank, lambda rank=rank: numbers.fence(rank), None)
+        others = [other for other in range(size) if other != rank]
+        closed = SimulatedCount(numbers, rank, "closed")
+        group = rounds.HostGroup(cells, rank, others, parking, closed, closed)
+        one = rounds.Collective(group, Values(numbers, rank, 1))
+        if rank == size - 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(group, "_made", _interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    one.begin()
+        else:
+            wanted.append((one.begin(), group))
+    assert not any(one.Test() for one, _ in wanted)
+    for one, group in wanted:
+        group.close_own()
+        assert one.Test()
+        assert one.rounds.wrong == 0
 
-    class Silent(Rounds):
-        count = 3
 
-        def put(self, index: int, turn: int) -> None:
-            pass
-
-        get = put
-
-    class Nobody:
-        def __init__(self) -> None:
-            self.cells = [[0], [0]]
-
-        def sleep(self, place: int) -> None:
-            pass
-
-        wake = sleep
-
-    unput: dict[HostGroup, None] = {}
-    cells = [[0], [0]]
-    group, idle = (HostGroup(cells, 0, [1], Parking(Nobody(), 0, lambda: None, None), unput) for _ in range(2))
-    request = Collective(group, Silent()).begin()
-    assert [*unput] == [group], "the third round waits for the other's first"
-    cells[1][0] = 1
-    for one in [*unput]:
-        one.advance()
-    assert (unput, request.Test(), idle.put) == ({}, False, 0), "all is put, and the other has not arrived"
-    cells[1][0] = 3
-    assert request.Test()
+def _interrupted(*given: object) -> bool:
+    raise KeyboardInterrupt

@@ -103,14 +103,14 @@ class Browser:
         elif event.get("method") == "Network.requestWillBeSent":
             self.requests.append(event["params"]["request"]["url"])
 
-    def open(self, path: Path, hash: str = "") -> None:
-        """Loads a page of this machine, until its scripts have drawn it."""
+    def open(self, address: str, drawn: str) -> None:
+        """Loads a page, until an expression is true."""
         self.call("Page.navigate", url="about:blank")  # else another hash of the same page loads nothing
         self.wait("location.href === 'about:blank'")
         self.errors.clear()
         self.requests.clear()
-        self.call("Page.navigate", url=path.absolute().as_uri() + hash)
-        self.wait("document.documentElement?.dataset.drawn === 'yes'")
+        self.call("Page.navigate", url=address)
+        self.wait(drawn)
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page."""
@@ -153,6 +153,16 @@ class Browser:
     def write(self, text: str) -> None:
         """Writes into what has the focus."""
         self.call("Input.insertText", text=text)
+
+    def fill(self, selector: str, value: str | bool) -> None:
+        """Gives a field a text, or checks a box or not, as one who types or clicks would."""
+        field = f"document.querySelector({json.dumps(selector)})"
+        if isinstance(value, bool):
+            self.evaluate(f"{field}.checked === {json.dumps(value)} || {field}.click()")
+        else:
+            self.evaluate(
+                f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+            )
 
     def resize(self, width: int, height: int) -> None:
         """Gives the page another size."""

@@ -49,12 +49,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def show(browser: Browser, page: Path, hash: str = "") -> None:
+    """Opens a page, until it is drawn."""
+    browser.open(page.as_uri() + hash, "document.documentElement?.dataset.drawn === 'yes'")
+
+
 def box(name: str) -> str:
     return f'.box[data-path="{name}"]'
 
 
 def test_a_module_opens_down_to_its_nodes(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     page = (pages / "gpt.html").as_uri()
     assert (browser.requests, browser.errors) == ([page], [])
     assert browser.evaluate("document.querySelectorAll('#summary .card').length") == 6
@@ -76,7 +81,7 @@ def test_a_module_opens_down_to_its_nodes(browser: Browser, pages: Path) -> None
 
 
 def test_a_transfer_leads_to_its_nodes(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     rows = browser.evaluate("document.querySelectorAll('#transfers .rows .row').length")
     assert rows == browser.evaluate("shown.data.communication.length") > 5
     browser.evaluate("document.querySelector('.filter').focus()")
@@ -95,7 +100,7 @@ def test_a_transfer_leads_to_its_nodes(browser: Browser, pages: Path) -> None:
 
 
 def test_search_and_keys(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     browser.press("/", "/")
     browser.write("3.mlp")
     assert browser.evaluate("document.querySelector('#found [aria-selected=true]').innerText") == "module layers.3.mlp"
@@ -107,13 +112,13 @@ def test_search_and_keys(browser: Browser, pages: Path) -> None:
     browser.evaluate("document.getElementById('search').value = ''; document.getElementById('search').focus()")
     browser.write("no such thing")
     assert browser.evaluate("document.getElementById('found').innerText") == "nothing has this in its name"
-    browser.open(pages / "gpt.html", "#node=layers.0.attention.Softmax")
+    show(browser, pages / "gpt.html", "#node=layers.0.attention.Softmax")
     assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "layers.0.attention.Softmax"
     assert browser.errors == []
 
 
 def test_by_ranks_each_class_is_a_box(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     browser.evaluate(
         "(() => { const s = document.querySelector('#graph select'); s.value = 'ranks'; s.dispatchEvent(new Event('change')); })()"
     )
@@ -124,7 +129,7 @@ def test_by_ranks_each_class_is_a_box(browser: Browser, pages: Path) -> None:
 
 
 def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "lenets.html")
+    show(browser, pages / "lenets.html")
     changes = browser.evaluate("document.getElementById('changes').innerText")
     assert "-20.0 %" in changes
     assert "message relu.Relu_3: 1 to 2" in changes
@@ -145,7 +150,7 @@ def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
 
 def test_a_pipeline_over_time(browser: Browser, pages: Path) -> None:
     """The tasks of its schedule, the curve of its memory, and a measured step above the simulated one."""
-    browser.open(pages / "streamed.html")
+    show(browser, pages / "streamed.html")
     tasks = "[...document.querySelectorAll('.task text')].map((one) => one.textContent)"
     rows = browser.evaluate("shown.data.schedule.homes.map((one) => one.row).join(' ')")
     assert browser.evaluate(tasks) == rows.split()
@@ -168,7 +173,7 @@ def test_a_pipeline_over_time(browser: Browser, pages: Path) -> None:
 
 
 def test_a_step_on_a_machine_alone(browser: Browser, pages: Path) -> None:
-    browser.open(pages / "gpt.html")
+    show(browser, pages / "gpt.html")
     shown = browser.evaluate("document.getElementById('timeline').innerText")
     assert "simulated on the machine: a step takes" in shown
     assert "measured" not in shown
@@ -181,7 +186,7 @@ def test_sizes_and_colours(browser: Browser, pages: Path) -> None:
     for width, theme in ((800, "dark"), (1920, "light")):
         browser.resize(width, 800)
         browser.theme(theme)
-        browser.open(pages / "lenets.html")
+        show(browser, pages / "lenets.html")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(grounds) == 2
@@ -222,7 +227,7 @@ def test_many_nodes_are_drawn_at_once(browser: Browser, pages: Path) -> None:
         "memory": [{"kept": 1, "between": [], "inside": [], "what": [], "most": 0, "values": [], "others": 0}],
     }
     (pages / "many.html").write_text(page_text(HOSTILE, {"artifacts": [artifact], "difference": None}))
-    browser.open(pages / "many.html")
+    show(browser, pages / "many.html")
     assert browser.errors == []
     assert not browser.evaluate("!!document.getElementById('hostile')")
     assert 1 < browser.evaluate("document.querySelectorAll('.box').length") <= 60

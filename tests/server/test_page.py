@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
 
 import onnx
 import pytest
+from browser import Browser, chromium
 from decoders import Unsharded, decoder
 from partc.compiler.pipeline import compile_model
 from server_case import LETTERS, LocalServer, until, write_tokenizer
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+PROGRAM = chromium()
 
 
 @pytest.fixture(scope="module")
@@ -36,40 +36,34 @@ def test_the_page_needs_nothing_of_other_servers(server: LocalServer) -> None:
         assert server.request("GET", path)[0] in (200, 405), path
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no browser")
+@pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here, in which the page is tried")
 def test_the_page_shows_an_answer_as_it_comes(server: LocalServer) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
     wanted = "".join(LETTERS[token] for token in Unsharded(decoder()).tokens([0, 1, 2], 20))
-    with playwright.sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page()
-        problems: list[str] = []
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.goto(server.front.address)
-        page.wait_for_selector("body[data-ready]")
-        assert page.text_content("#model") == "model.onnx"
-        page.uncheck("#chat")
-        page.fill("#prompt", LETTERS[:3])
-        page.fill("#max_tokens", "20")
-        page.click("#go")
-        page.wait_for_selector("#state:has-text('made')")
-        assert page.text_content("#answer") == wanted
-        assert page.text_content("#state") == "ended: length, 3 tokens read, 20 made"
-        page.check("#chat")
-        page.click("#go")
-        page.wait_for_selector("#state:has-text('5 tokens read')")  # with the letters of the template
+    assert PROGRAM is not None
+    with Browser(PROGRAM) as browser:
+        state = "document.querySelector('#state').textContent"
+        browser.open(server.front.address, "document.body?.dataset.ready !== undefined")
+        assert browser.evaluate("document.querySelector('#model').textContent") == "model.onnx"
+        browser.fill("#chat", False)
+        browser.fill("#prompt", LETTERS[:3])
+        browser.fill("#max_tokens", "20")
+        browser.click("#go")
+        browser.wait(f"{state}.includes('made')")
+        assert browser.evaluate("document.querySelector('#answer').textContent") == wanted
+        assert browser.evaluate(state) == "ended: length, 3 tokens read, 20 made"
+        browser.fill("#chat", True)
+        browser.click("#go")
+        browser.wait(f"{state}.includes('5 tokens read')")  # with the letters of the template
         make = server.generator.make
         server.generator.make = lambda *given: (time.sleep(0.02), make(*given))[1]  # type: ignore[method-assign]
-        page.uncheck("#chat")
-        page.fill("#max_tokens", "240")
-        page.click("#go")
-        page.click("#stop")
-        page.wait_for_selector("#state:text-is('stopped')")
+        browser.fill("#chat", False)
+        browser.fill("#max_tokens", "240")
+        browser.click("#go")
+        browser.click("#stop")
+        browser.wait(f"{state} === 'stopped'")
         until(lambda: server.batch.slots.used == 0)
-        page.fill("#prompt", "#")
-        page.click("#go")
-        page.wait_for_selector("#state.wrong")
-        assert "no token" in page.text_content("#state")
-        browser.close()
-    assert [one for one in problems if "400" not in one] == []
+        browser.fill("#prompt", "#")
+        browser.click("#go")
+        browser.wait("document.querySelector('#state').classList.contains('wrong')")
+        assert "no token" in browser.evaluate(state)
+        assert browser.errors == []

@@ -3,8 +3,9 @@
     python tests/simulation/wakes.py [--runs 100000] [--from 0]
 
 Memory is that of x86: a rank's stores wait in a buffer of its own, in their order, and are seen by the others at any time later, or at its
-next fence or system call. Sleeps have no time-out here, so a wake that is lost ends the run. A rank may be killed before any of its stores:
-then those that sleep look for failures, as they do after their time, and each rank ends with the right values or with a RankError.
+next fence or system call. Sleeps have no time-out in most runs, so a wake that is lost ends the run; in the others some end at once. A rank
+may be killed before any of its stores: then those that sleep look for failures, as they do after their time, and each rank ends with the
+right values or with a RankError.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from partc.runtime.communication.host import messages
 from partc.runtime.communication.host.messages import Channel, HostMessages
-from partc.runtime.communication.host.rounds import ROOMS, Collective, HostGroup, Rounds
+from partc.runtime.communication.host.rounds import ROOMS, Collective, HostGroup, Rounds, closing
 from partc.runtime.errors import RankError
 from partc.runtime.job.parking import Parking
 from simulation.scheduler import Choices, Killed, Scheduler
@@ -41,9 +42,12 @@ class Memory:
         self.numbers: dict[Any, int] = {}
         self.buffers: list[deque[tuple[Any, int]]] = [deque() for _ in range(scheduler.size)]
         self.stores = [0] * scheduler.size
-        self.asleep = [False] * scheduler.size
+        self.asleep: list[Any] = [None] * scheduler.size
+        """By rank the name of the number on which it sleeps."""
         self.dead: list[int] = []
         self.lost = self.failed = False
+        self.short_sleeps = 0.0
+        """How often a sleep is over at once."""
         scheduler.stuck = self.stuck
 
     def point(self, rank: int) -> None:
@@ -75,11 +79,23 @@ class Memory:
         while self.buffers[rank]:
             self.drain(self.buffers[rank])
 
+    def sleep(self, rank: int, name: Any, seen: int) -> None:
+        """A futex wait: until woken, if the number is still what was seen."""
+        self.fence(rank)
+        if self.numbers.get(name, 0) == seen and not self.scheduler.choices.chance(self.short_sleeps):
+            self.asleep[rank] = name
+            self.scheduler.block(rank, Asleep(self, rank))
+
+    def wake(self, rank: int, name: Any) -> None:
+        """A futex wake of all that sleep on a number."""
+        self.fence(rank)
+        self.asleep = [None if one == name else one for one in self.asleep]
+
     def stuck(self) -> None:
         """All that are left sleep: for a rank that was killed, or since a wake was lost."""
         self.lost |= not self.dead
         self.failed = True
-        self.asleep = [False] * len(self.asleep)
+        self.asleep = [None] * len(self.asleep)
 
     def look(self) -> None:
         if self.failed:
@@ -104,7 +120,7 @@ class Asleep:
         self.memory, self.place = memory, place
 
     def ready(self) -> bool:
-        return not self.memory.asleep[self.place]
+        return self.memory.asleep[self.place] is None
 
 
 class SimulatedWords:
@@ -113,40 +129,65 @@ class SimulatedWords:
         self.cells = [SimulatedCell(memory, rank, "word", place) for place in range(memory.scheduler.size)]
 
     def sleep(self, place: int) -> None:
-        memory = self.memory
-        memory.fence(self.rank)
-        if memory.numbers.get(("word", place, 0), 0) == 1:
-            memory.asleep[place] = True
-            memory.scheduler.block(self.rank, Asleep(memory, place))
+        self.memory.sleep(self.rank, ("word", place, 0), 1)
 
     def wake(self, place: int) -> None:
-        self.memory.fence(self.rank)
-        self.memory.asleep[place] = False
+        self.memory.wake(self.rank, ("word", place, 0))
+
+
+class SimulatedCount:
+    def __init__(self, memory: Memory, rank: int, *name: Any) -> None:
+        self.memory, self.rank, self.name = memory, rank, (*name, 0)
+        self.cell = SimulatedCell(memory, rank, *name)
+
+    def sleep(self, seen: int) -> None:
+        self.memory.sleep(self.rank, self.name, seen)
+
+    def wake(self) -> None:
+        self.memory.wake(self.rank, self.name)
 
 
 class Values(Rounds):
-    """A collective of `count` rounds: each rank puts a number that says the rank and the round, and gets those of all."""
+    """A collective of `count` rounds: each rank puts a number that says the rank and the round, and gets those of all and their sum."""
 
     def __init__(self, memory: Memory, rank: int, count: int) -> None:
         self.memory, self.rank, self.count, self.round, self.wrong = memory, rank, count, 0, 0
+        self.ranks = range(memory.scheduler.size)
 
     def put(self, index: int, turn: int) -> Callable[[], object]:
         self.round += 1
         number = 1000 * self.rank + self.round
         return lambda: self.memory.store(self.rank, ("room", turn, self.rank), number)
 
+    def close(self, index: int, turn: int) -> Callable[[], object]:
+        def add() -> None:
+            total = sum(self.memory.load(self.rank, ("room", turn, rank)) for rank in self.ranks)
+            self.memory.store(self.rank, ("common", turn), total)
+
+        return add
+
     def get(self, index: int, turn: int) -> Callable[[], object]:
         def read() -> None:
             self.got = getattr(self, "got", 0) + 1
-            for rank in range(self.memory.scheduler.size):
-                self.wrong += self.memory.load(self.rank, ("room", turn, rank)) != 1000 * rank + self.got
+            numbers = [1000 * rank + self.got for rank in self.ranks]
+            if len(numbers) > 2:
+                self.wrong += self.memory.load(self.rank, ("common", turn)) != sum(numbers)
+            for rank, number in enumerate(numbers):
+                self.wrong += self.memory.load(self.rank, ("room", turn, rank)) != number
 
         return read
 
 
-def wait(parking: Parking, memory: Memory, ready: Callable[[], bool]) -> None:
+def wait(parking: Parking, memory: Memory, ready: Callable[[], bool], group: HostGroup | None = None) -> None:
+    """Waits as `DataPlane` does; `group` is that of a collective beside which nothing is under way."""
+
+    def look() -> None:
+        if group is not None:
+            group.close_own()
+        memory.look()
+
     if not ready() and not parking.spins(ready):
-        parking.wait(ready, memory.look)
+        parking.wait(ready, look, group and group.closed)
 
 
 def collectives(memory: Memory, rank: int, random: Random) -> int:
@@ -154,18 +195,20 @@ def collectives(memory: Memory, rank: int, random: Random) -> int:
     parking = Parking(SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None)
     cells = [SimulatedCell(memory, rank, "arrivals", other) for other in range(memory.scheduler.size)]
     others = [other for other in range(memory.scheduler.size) if other != rank]
-    group, rounds = HostGroup(cells, rank, others, parking, {}), Values(memory, rank, 1)
-    counts = [random.choice((1, 1, 3)) for _ in range(TURNS)]
+    closed, raised = (SimulatedCount(memory, rank, "arrivals", at) for at in closing(memory.scheduler.size, rank))
+    group, rounds = HostGroup(cells, rank, others, parking, closed, raised), Values(memory, rank, 1)
+    counts, own = [random.choice((1, 1, 3)) for _ in range(TURNS)], Random(random.random() + rank)
     begun: deque[Collective] = deque()
     for count in counts:
         rounds.count = count
         one = Values(memory, rank, count)
-        one.put, one.get = rounds.put, rounds.get  # type: ignore[method-assign]
+        one.put, one.get, one.close = rounds.put, rounds.get, rounds.close  # type: ignore[method-assign]
         begun.append(Collective(group, one).begin())
+        on_count = group if own.random() < 0.7 else None
         if len(begun) == 3 or rank % 2:
-            wait(parking, memory, begun.popleft().Test)
+            wait(parking, memory, begun.popleft().Test, on_count)
     for left in begun:
-        wait(parking, memory, left.Test)
+        wait(parking, memory, left.Test, group)
     return rounds.wrong
 
 
@@ -212,6 +255,7 @@ def run(seed: int, schedulers: dict[int, Scheduler]) -> list[str]:
     scheduler.choices, scheduler.switches = Choices(Random(seed + 1)), random.choice((0.05, 0.3, 0.7))
     dies = (random.randrange(size), random.randrange(1, 30)) if random.random() < 0.3 else None
     memory = Memory(scheduler, dies)
+    memory.short_sleeps = random.choice((0.0, 0.0, 0.0, 0.5))
     with mock.patch.object(messages, "SLOTS", 2), mock.patch.object(messages, "SLOT", 4):
         jobs = [partial(kind, memory, rank, Random(seed)) for rank in range(size)]
         outcomes = scheduler.run(jobs)

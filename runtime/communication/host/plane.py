@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 
 from ...artifact.format import ALL_REDUCE, MAX
 from ...job.futex import Futex
-from ...job.parking import LINE, LOOK, Fence, FutexWords, Parking, SpinTime
+from ...job.parking import LINE, LOOK, Fence, FutexCount, FutexWords, Parking, SpinTime
 from ..mpi_watch import Watch
 from ..transport import CollectiveArgs, Vector
 from .collectives import rounds_of
@@ -34,10 +35,10 @@ HostRequest = (Collective, Message)
 class RankList:
     """Collectives among some ranks of the host."""
 
-    def __init__(self, rooms: SharedRooms, parking: Parking, unput: dict[HostGroup, None]) -> None:
+    def __init__(self, rooms: SharedRooms, parking: Parking) -> None:
         self._rooms = rooms
         others = [place for index, place in enumerate(rooms.places) if index != rooms.own]
-        self.group = HostGroup(rooms.cells, rooms.own, others, parking, unput)
+        self.group = HostGroup(rooms.cells, rooms.own, others, parking, rooms.closed, rooms.raised)
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Collective]:
         """What begins the collective."""
@@ -64,7 +65,13 @@ class DataPlane:
         count = len(ranks)
         self._rank = ranks[place]
         lines = segment.map(segment.reserve(LINE * (count + 1)), LINE * (count + 1))
-        words = FutexWords(futex, lines, address_of(lines), count, LOOK if single_host else _SHORT_LOOK)
+        look_after = LOOK if single_host else _SHORT_LOOK
+        words = FutexWords(futex, lines, address_of(lines), count, look_after)
+
+        def number(line: memoryview, address: int) -> FutexCount:
+            return FutexCount(futex, line, address, look_after)
+
+        self._number = number
         self._spin: SpinTime | None = None
         if own_core:
             with contextlib.suppress(OSError):
@@ -77,12 +84,19 @@ class DataPlane:
 
         self.messages = HostMessages(place, channel, self._parking)
         self._unput: dict[HostGroup, None] = {}
-        """The lists with a round that is begun and not put."""
+        """The groups with a round that is begun and not put: what is under way is asked many times a step, of few groups or none."""
+        self._groups: list[HostGroup] = []
+        self._looks: dict[HostGroup, Callable[[], object]] = {}
+        """By group what a rank that waits for it looks at after a sleep."""
 
     @property
     def under_way(self) -> bool:
         """Whether others may wait for what this rank has begun and does when it is called again."""
-        return bool(self.messages.sending or self._unput)
+        return self._beside(None)
+
+    def _beside(self, own: HostGroup | None) -> bool:
+        """Whether that is so of messages, or of another group's collectives than the own one."""
+        return bool(self.messages.sending) or any(group is not own for group in self._unput)
 
     def list_of(self, ranks: Sequence[int]) -> RankList | None:
         """Room for collectives among these ranks of the host; None on the other ranks, which reserve it, too."""
@@ -90,7 +104,11 @@ class DataPlane:
         if self._rank not in ranks:
             return None
         places = [self._place if rank == self._rank else self.places[rank] for rank in ranks]
-        return RankList(SharedRooms(self._segment, offset, places, self._place), self._parking, self._unput)
+        found = RankList(SharedRooms(self._segment, offset, places, self._place, self._number), self._parking)
+        found.group.unput = self._unput
+        self._groups.append(found.group)
+        self._looks[found.group] = partial(self._look_in, found.group)
+        return found
 
     def isend(self, data: Bytes, rank: int, tag: int) -> Message:
         """Begins to send to another rank of the host."""
@@ -100,6 +118,10 @@ class DataPlane:
         """Begins to receive from another rank of the host."""
         return self.messages.receive(data, self.places[rank], tag)
 
+    def _look_in(self, group: HostGroup) -> None:
+        group.close_own()
+        self._look()
+
     def progress(self) -> None:
         """Goes on with everything that is under way."""
         self.messages.progress()
@@ -108,20 +130,23 @@ class DataPlane:
 
     def wait(self, request: Collective | Message, what: Callable[[], str]) -> None:
         """Returns when it is over; `what` names it in reports."""
-        test = request.Test
-        if self.under_way or self.messages.expecting:
+        ready, look, count = request.Test, self._look, None
+        group = request.group if isinstance(request, Collective) else None
+        if group is not None:
+            look = self._looks[group]
+        if self._beside(group) or self.messages.expecting:
 
-            def ready() -> bool:
+            def ready(test: Callable[[], bool] = request.Test) -> bool:
                 self.progress()
                 return test()
 
-        else:
-            ready = test
+        elif group is not None:
+            count = group.closed
         if self._parking.spins(ready):
             return
         self._watch.begin(what)
         try:
-            self._parking.wait(ready, self._look)
+            self._parking.wait(ready, look, count)
         finally:
             self._watch.end()
 
@@ -133,6 +158,8 @@ class DataPlane:
         """The other ranks look for failures now."""
         self._parking.fence()
         self._parking.wake([*self.places.values()])
+        for group in self._groups:
+            group.wake_all()
 
     def close(self) -> None:
         """Gives the memory back when nothing uses it any more."""

@@ -9,8 +9,13 @@ arrived in it; each of these had then got round n - 4, which had the same room: 
 rounds before it waits for any; what is begun beyond that is put when earlier rounds are over. No call here waits: `advance` does what
 can be done.
 
-The rank that arrives last wakes those that sleep. As each stores its arrival before it looks at the others' (`Parking.fence`), at least
-one of several that arrive at a time sees that all have come.
+The rank that arrives last closes the round: it raises the number of rounds in which all have arrived, to which the others look and on
+which they sleep, and one call wakes these. Where all want the same (`Rounds.close`), it makes that before, in one more room, and the others
+copy it. As each stores its arrival before it looks at the others' (`Parking.fence`), at least one of several that arrive at a time sees
+that all have come. Where two see it both close the round, with the same bytes, which each makes in memory of its own and then copies. None
+of them can be late for a later round, in which it has not arrived. A rank that is woken, or looks after its time, and finds the round
+open though all have arrived (who arrived last was interrupted) closes it for itself alone (`close_own`). Of two ranks each looks at the
+arrivals of the other, and sleeps on these.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Bytes
 
-from ...job.parking import LINE, Cell, Parking
-from .segment import Segment
+from ...job.parking import LINE, Cell, Count, Parking
+from .segment import Segment, address_of
 
 Action = Callable[[], object]
 ROOM = 1 << 18
@@ -47,33 +52,54 @@ class Rounds:
         """What writes to the own room of a turn in a round."""
         raise NotImplementedError
 
+    def close(self, index: int, turn: int) -> Action | None:
+        """What makes of the rooms of all that which every rank gets, into the room in common; it may run on several ranks."""
+        return None
+
     def get(self, index: int, turn: int) -> Action | None:
         """What reads the rooms of a turn when all have arrived."""
         raise NotImplementedError
 
 
 class SharedRooms:
-    """Arrivals and rooms of the ranks of one list, `places` of the host."""
+    """Arrivals and rooms of the ranks of one list, `places` of the host; by turn the last room is that in common.
 
-    def __init__(self, segment: Segment, offset: int, places: Sequence[int], own: int) -> None:
-        count = len(places)
+    `count` makes a number on which ranks sleep of its line, and the address of that.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        offset: int,
+        places: Sequence[int],
+        own: int,
+        count: Callable[[memoryview, int], Count],
+    ) -> None:
+        ranks = len(places)
         self.places, self.own = places, places.index(own)
-        memory = segment.map(offset, self.size(count))
-        self.cells = [memory[at : at + LINE].cast("q") for at in range(0, LINE * count, LINE)]
-        start = _after_lines(count)
+        memory = segment.map(offset, self.size(ranks))
+        lines = [memory[at : at + LINE] for at in range(0, LINE * (ranks + 1), LINE)]
+        self.cells = [line.cast("q") for line in lines[:ranks]]
+        self.closed, self.raised = (count(lines[at], address_of(memory) + LINE * at) for at in closing(ranks, self.own))
+        start = _after_lines(ranks)
         self.rooms: list[list[Bytes]] = [
-            [np.frombuffer(memory, np.uint8, ROOM, start + (rank * ROOMS + turn) * ROOM) for rank in range(count)]
+            [np.frombuffer(memory, np.uint8, ROOM, start + (at * ROOMS + turn) * ROOM) for at in range(ranks + 1)]
             for turn in range(ROOMS)
         ]
 
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes for so many ranks."""
-        return _after_lines(ranks) + ranks * ROOMS * ROOM
+        return _after_lines(ranks) + (ranks + 1) * ROOMS * ROOM
+
+
+def closing(ranks: int, own: int) -> tuple[int, int]:
+    """The lines of the number of closed rounds at which a rank looks, and of that which it raises: arrivals are the first lines."""
+    return (1 - own, own) if ranks == 2 else (ranks, ranks)
 
 
 def _after_lines(ranks: int) -> int:
-    return -(-LINE * ranks // 4096) * 4096
+    return -(-LINE * (ranks + 1) // 4096) * 4096
 
 
 @dataclass(eq=False)
@@ -98,18 +124,30 @@ class Collective:
 
 
 class HostGroup:
-    """One rank's end of the collectives of a list. `cells`: arrivals by index; `own` is its own, `others` are other places.
+    """One rank's end of the collectives of a list.
 
-    `unput`: of all groups of the rank those with a round that is begun and not put, for which others may wait.
+    `cells`: arrivals by index; `own` is its own, `others` are other places. `closed`: the number of rounds in which all have arrived;
+    `raised`: that which this rank raises.
     """
 
     def __init__(
-        self, cells: Sequence[Cell], own: int, others: Sequence[int], parking: Parking, unput: dict[HostGroup, None]
+        self,
+        cells: Sequence[Cell],
+        own: int,
+        others: Sequence[int],
+        parking: Parking,
+        closed: Count,
+        raised: Count,
     ) -> None:
         self._own = cells[own]
         self._cells = [cell for index, cell in enumerate(cells) if index != own]
         self._others = others
-        self._parking, self._unput = parking, unput
+        self._parking = parking
+        self.closed, self._raised = closed, raised
+        self._closed, self._closed_here = closed.cell, 0
+        self._are_two = len(cells) == 2
+        self.unput: dict[HostGroup, None] = {}
+        """Of all groups of the rank those with a round that is begun and not put, for which others may wait."""
         self.begun = self.put = self.got = 0
         """Numbers of the last round that was begun, put, and got."""
         self._open: deque[tuple[int, int, Rounds]] = deque()
@@ -119,24 +157,47 @@ class HostGroup:
         first = self.begun + 1
         one.last = self.begun = self.begun + one.rounds.count
         self._open.append((first, one.last, one.rounds))
+        self.unput[self] = None
         self.advance()
-        if self.put < self.begun:
-            self._unput[self] = None
 
     def advance(self) -> None:
         """Gets and puts the rounds that it can."""
         more = True
         while more:
-            more = self.got < self.put and self._get(self.got + 1)
-            more = more or (self.put < self.begun and self._put(self.put + 1))
+            if self.got < self.put and (self._closed[0] > self.got or self._closed_here > self.got):
+                self._get(self.got + 1)
+            else:
+                more = self.put < self.begun and self._put(self.put + 1)
 
-    def _arrived(self, number: int) -> bool:
-        return all(cell[0] >= number for cell in self._cells)
+    def close_own(self) -> None:
+        """Closes the next round for this rank alone where all have arrived in it and none has closed it."""
+        number = self.got + 1
+        if self.put >= number > self._closed[0]:
+            first, _, rounds = self._open[0]
+            self._closed_here = number if self._made(number, first, rounds) else self._closed_here
 
-    def _get(self, number: int) -> bool:
-        """Gets a round, where all have arrived."""
-        if not self._arrived(number):
-            return False
+    def wake_all(self) -> None:
+        """Wakes all that sleep until a round is closed."""
+        self._raised.wake()
+
+    def _made(self, number: int, first: int, rounds: Rounds) -> bool:
+        """Whether all have arrived in a round of a collective that began with the first; then what all want is made."""
+        for cell in self._cells:
+            if cell[0] < number:
+                return False
+        action = rounds.close(number - first, number % ROOMS)
+        if action is not None:
+            action()
+        return True
+
+    def _round(self, number: int) -> tuple[int, int, Rounds]:
+        at = 0
+        while number > self._open[at][1]:
+            at += 1
+        return self._open[at]
+
+    def _get(self, number: int) -> None:
+        """Gets a round that is closed."""
         first, last, rounds = self._open[0]
         action = rounds.get(number - first, number % ROOMS)
         if action is not None:
@@ -144,21 +205,24 @@ class HostGroup:
         self.got = number
         if number == last:
             self._open.popleft()
-        return True
 
     def _put(self, number: int) -> bool:
         """Puts a round, where its turn has come."""
-        first, rounds = next((first, rounds) for first, last, rounds in self._open if number <= last)
-        if number - rounds.ahead(number - first) > self.got:
+        first, _, rounds = self._round(number)
+        if self.got < number - 1 and self.got < number - rounds.ahead(number - first):
             return False
         action = rounds.put(number - first, number % ROOMS)
         if action is not None:
             action()
         self.put = number
-        if number == self.begun and self._unput:
-            self._unput.pop(self, None)
+        if number == self.begun:
+            self.unput.pop(self, None)
         self._own[0] = number
         self._parking.fence()
-        if self._arrived(number):
-            self._parking.wake(self._others)
+        if self._are_two:
+            self._parking.wake(self._others, self._raised)
+        elif self._made(number, first, rounds):
+            self._closed[0] = number
+            self._parking.fence()
+            self._parking.wake(self._others, self._raised)
         return True
