@@ -121,3 +121,19 @@ def test_a_round_that_an_interrupted_rank_has_left_open_is_over_for_the_others()
 
 def _interrupted(*given: object) -> bool:
     raise KeyboardInterrupt
+
+
+def test_a_group_is_under_way_while_a_round_of_it_is_begun_and_not_put() -> None:
+    """A rank with many groups asks those alone, at every wait and beside every segment."""
+    numbers = Memory(Scheduler(2), None)
+    numbers.point = lambda rank: None  # type: ignore[method-assign]
+    unput: dict[rounds.HostGroup, None] = {}
+    cells = [SimulatedCell(numbers, 0, "arrivals", other) for other in range(2)]
+    parking = Parking(SimulatedWords(numbers, 0), 0, lambda: numbers.fence(0), None)
+    closed = SimulatedCount(numbers, 0, "closed")
+    short, long = (rounds.HostGroup(cells, 0, [1], parking, closed, closed) for _ in range(2))
+    short.unput = long.unput = unput
+    rounds.Collective(short, Values(numbers, 0, 1)).begin()
+    assert unput == {}, "its one round is put at once"
+    rounds.Collective(long, Values(numbers, 0, 3)).begin()
+    assert [*unput] == [long], "the third round waits for the first of the other"
