@@ -147,7 +147,7 @@ class HostGroup:
         self._closed, self._closed_here = closed.cell, 0
         self._are_two = len(cells) == 2
         self.unput: dict[HostGroup, None] = {}
-        """Of all groups of the rank those with a round that is begun and not put, for which others may wait."""
+        """The groups of the rank with a round that is begun and not put, for which others may wait."""
         self.begun = self.put = self.got = 0
         """Numbers of the last round that was begun, put, and got."""
         self._open: deque[tuple[int, int, Rounds]] = deque()
