@@ -98,7 +98,7 @@ def slots_refused(program: Any, k: int, _: Path) -> bool:
 SHARED = {name: read(name) for name in ("inputs", "outputs")}
 PROGRAM: Mapping[str, Case] = {
     **SHARED,
-    **{name: read(name) for name in ("state", "looked_up", "usable", "size", "agreements")},
+    **{name: read(name) for name in ("state", "looked_up", "usable", "size")},
     "__call__": stepped(-1.0),
     "announce": announced,
     "connect": nothing("connect"),
@@ -111,6 +111,7 @@ PROGRAM: Mapping[str, Case] = {
     "describe": lambda program, k, _: bool(program.describe(0)),
     "beside": lambda program, k, _: program.beside("infer").usable,
     "at_slots": slots_refused,
+    "agreements": lambda program, k, _: program.agreements() is not None,
     "leave": lambda program, k, _: program.leave(ValueError("x")) is None,
     "release": nothing("release"),
     "close": nothing("close"),
@@ -154,6 +155,7 @@ STILL = {
         "ranks",
         "rank",
         "at_slots",
+        "size",
     ),
     *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving", "loader"),
 }
