@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from partc.runtime import ContinuousBatch
     from partc.runtime.artifact.format import Manifest
     from partc.runtime.communication.transport import Transport
+    from partc.runtime.generation.slots import NewToken, Slots
 
+_TOGETHER = 0.02
 _BEAT = 5.0
 """Seconds after which rank 0 tells the others that there is nothing to do, so that they do not report a long wait."""
 
@@ -148,7 +150,7 @@ def lead(batch: ContinuousBatch, link: Link, beat: float, began: Callable[[], No
     """Runs the steps of the requests that come over the link, until it ends; while there are none, an empty one every `beat` seconds."""
     link.send({"ready": True})
     began()
-    used = 0
+    news = _News(link)
     while True:
         for message in link.receive(beat if batch.idle else 0.0):
             _heed(batch, message)
@@ -156,17 +158,40 @@ def lead(batch: ContinuousBatch, link: Link, beat: float, began: Callable[[], No
         made = batch.step()
         if made is None:
             return
-        taken = time.perf_counter() - begin
-        if made or used != batch.slots.used:
-            used = batch.slots.used
-            link.send(
-                {
-                    "made": [[one.request, one.token, one.finish] for one in made],
-                    "used": used,
-                    "waiting": batch.slots.waiting,
-                    "seconds": taken if made or before else 0.0,
-                }
-            )
+        seconds = time.perf_counter() - begin if made or before else None
+        news.add(made, batch.slots, seconds)
+
+
+class _News:
+    """What the server is sent of steps: a request's first and last token at once, those between in groups.
+
+    The ranks need the cores more than a reader needs a letter some milliseconds earlier. Tokens wait while the next step, if it takes as
+    long as this one, ends within `_TOGETHER` seconds of the last message.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._made: list[tuple[int, int, str]] = []
+        self._seconds: list[float] = []
+        self._begun: set[int] = set()
+        """The requests with a slot that have had a token."""
+        self._used = 0
+        self._sent = 0.0
+
+    def add(self, made: Sequence[NewToken], slots: Slots, seconds: float | None) -> None:
+        """Takes the tokens of a step, and its time, None of an empty one."""
+        urgent = slots.used != self._used
+        for one in made:
+            urgent |= bool(one.finish) or one.request not in self._begun
+            self._begun.add(one.request)
+            self._made.append((one.request, one.token, one.finish))
+        self._begun &= slots.running
+        self._seconds += [] if seconds is None else [seconds]
+        now = time.perf_counter()
+        if urgent or (self._made and now + (seconds or 0.0) > self._sent + _TOGETHER):
+            counts = {"used": slots.used, "waiting": slots.waiting}
+            self._link.send({"made": self._made, **counts, "seconds": self._seconds})
+            self._made, self._seconds, self._used, self._sent = [], [], slots.used, now
 
 
 def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """The server's side of the loop of steps: open requests, their news, and who may still join.
 
-All of it runs in the event loop of the server's thread. The first token of a request and the last one are passed on at once, those between
-in groups: the ranks need the cores more than a reader needs a letter some milliseconds earlier. A request that ended, by its last token,
-its deadline, its client or a failure, is forgotten here at once, and the ranks are told of those that they still run.
+All of it runs in the event loop of the server's thread. A request that ended, by its last token, its deadline, its client or a failure, is
+forgotten here at once, and the ranks are told of those that they still run.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from typing import Any, TypeAlias
 
 from partc.cli.server.link import MOST_BYTES
 from partc.cli.server.metrics import Metrics
-from partc.cli.server.refusals import RefusedError
+from partc.cli.server.refusals import RefusedError, without_traceback
 from partc.runtime.generation.request import Request
 
 _RETRY = 1
-_TOGETHER = 0.02
-"""Seconds whose tokens are passed on together."""
 
 
 class State(enum.Enum):
@@ -68,14 +65,6 @@ class Ticket:
     news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
     deadline: asyncio.TimerHandle | None = None
     has_token: bool = False
-    held: list[News] = field(default_factory=list)
-    """Tokens that are not passed on yet."""
-
-    def add(self, news: News) -> None:
-        """Passes on what was held back, and then this."""
-        for one in (*self.held, news):
-            self.news.put_nowait(one)
-        self.held.clear()
 
 
 class Engine:
@@ -88,7 +77,6 @@ class Engine:
         self._open: dict[int, Ticket] = {}
         self._next = 0
         self._writer: asyncio.StreamWriter | None = None
-        self._flush: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -101,11 +89,12 @@ class Engine:
         except (ConnectionError, ValueError):
             pass  # its end is what the launching process reports
         finally:
-            self._writer = None
-            self.metrics.used = self.metrics.waiting = 0
-            if self.state is State.READY:
-                self.state = State.FAILED
             writer.close()
+            if self._writer is writer:  # and not that of ranks that were started since
+                self._writer = None
+                self.metrics.used = self.metrics.waiting = 0
+                if self.state is State.READY:
+                    self.state = State.FAILED
 
     def submit(self, request: Request, timeout: float) -> Ticket:
         """Sends a request to the ranks; RefusedError where they take none now."""
@@ -126,7 +115,7 @@ class Engine:
     def end(self, ticket: Ticket, finish: str) -> None:
         """Ends a request that is still open: its slot is free two steps later."""
         if self._forget(ticket, finish):
-            ticket.add(Ended(finish))
+            ticket.news.put_nowait(Ended(finish))
             self._send({"cancel": ticket.number})
 
     def fail(self, text: str) -> None:
@@ -135,7 +124,7 @@ class Engine:
             self.state = State.FAILED
         for ticket in [*self._open.values()]:
             self._forget(ticket, "error")
-            ticket.add(Failed(text))
+            ticket.news.put_nowait(Failed(without_traceback(text)))
 
     async def drain(self, seconds: float) -> None:
         """Takes no more requests, gives the open ones so many seconds, and ends the loop of steps."""
@@ -153,8 +142,8 @@ class Engine:
         if "made" in message:
             self._tokens(message["made"])
             self.metrics.used, self.metrics.waiting = message["used"], message["waiting"]
-            if message["seconds"]:
-                self.metrics.steps.add(message["seconds"])
+            for seconds in message["seconds"]:
+                self.metrics.steps.add(seconds)
 
     def _tokens(self, made: Iterable[tuple[int, int, str]]) -> None:
         for number, token, finish in made:
@@ -165,22 +154,10 @@ class Engine:
                 self.metrics.completion_tokens += 1
             if finish:
                 self._forget(ticket, finish)
-            if finish or not ticket.has_token:
-                ticket.add(Token(token, finish))
-            else:
-                ticket.held.append(Token(token, finish))
-                if self._flush is None:
-                    self._flush = asyncio.get_running_loop().call_later(_TOGETHER, self._pass_on)
+            ticket.news.put_nowait(Token(token, finish))
             if not ticket.has_token:
                 ticket.has_token = True
                 self.metrics.first.add(time.monotonic() - ticket.begun)
-
-    def _pass_on(self) -> None:
-        """Passes on the tokens of all open requests."""
-        self._flush = None
-        for ticket in self._open.values():
-            if ticket.held:
-                ticket.add(ticket.held.pop())
 
     def _forget(self, ticket: Ticket, finish: str) -> bool:
         """Takes a request from the open ones; False where it is not among them."""

@@ -149,6 +149,9 @@ class Front:
         await serving
         for link in self._links:
             link.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _listen(self, path: Path) -> None:
         assert self._engine is not None

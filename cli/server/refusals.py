@@ -27,6 +27,14 @@ class RefusedError(Exception):
         return error_body(str(self), kind if self.status != 429 else "rate_limit_error", self.field, self.code)
 
 
+def without_traceback(text: str) -> str:
+    """The message of a failure as clients get it: of an internal fault the exception alone, its traceback is in the server's output."""
+    if not text.startswith("Traceback"):
+        return text
+    lines = [line for line in text.splitlines() if line and not line.startswith((" ", "Traceback", "partc: "))]
+    return f"a rank has failed: {lines[-1] if lines else 'see the output of the server'}"
+
+
 def error_body(text: str, kind: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The document of an error; control characters of its text are escaped, and a long text is cut."""
     shown = printable(text)

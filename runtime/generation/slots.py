@@ -80,6 +80,11 @@ class Slots:
         self._last_was_chunk = False
 
     @property
+    def running(self) -> set[int]:
+        """The numbers of the requests that have a slot."""
+        return {one.number for one in self._running if one is not None}
+
+    @property
     def used(self) -> int:
         """How many slots have a sequence."""
         return sum(one is not None for one in self._running)
