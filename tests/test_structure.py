@@ -166,12 +166,35 @@ def test_pages_list_the_folders() -> None:
 
 
 def test_help_is_light() -> None:
-    heavy = ("onnx", "onnxruntime", "onnx_ir", "onnxscript", "numpy", "pydantic", "sympy", "mpi4py", "torch")
+    heavy = (
+        "onnx",
+        "onnxruntime",
+        "onnx_ir",
+        "onnxscript",
+        "numpy",
+        "pydantic",
+        "sympy",
+        "mpi4py",
+        "torch",
+        *OF_SERVERS,
+    )
     code = (
         f"import sys, partc.cli.main, partc.runtime, partc.compiler; print([m for m in {heavy!r} if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+OF_SERVERS = ("starlette", "uvicorn", "jinja2", "tokenizers")
+
+
+def test_packages_of_a_server_are_imported_by_its_folders_alone() -> None:
+    found = {
+        str(path.parent.relative_to(ROOT))
+        for path in sources()
+        if any(name.split(".")[0] in OF_SERVERS for name in imports_of(path))
+    }
+    assert found == {"cli/server", "cli/text"}
 
 
 def test_a_plan_that_does_not_train_imports_no_training() -> None:

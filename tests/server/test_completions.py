@@ -236,7 +236,7 @@ def _healthy(client: Client) -> bool:
 
 def test_a_full_queue_and_a_deadline_are_reported(server: LocalServer) -> None:
     """Two run and two wait; a fifth hears when to come again. A request ends at its deadline whether it runs or waits."""
-    many, short = {"prompt": [1], "max_tokens": 127}, {"prompt": [1], "max_tokens": 127, "timeout": 1.5}
+    many, short = {"prompt": [1], "max_tokens": 127}, {"prompt": [1], "max_tokens": 127, "timeout": 3}
     with (
         held(server),
         server.streaming(COMPLETIONS, short) as runs,

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_a_server_whose_rank_0_is_killed_ends_with_its_message(build: Path, temp
 
 
 def test_what_is_wrong_is_reported_before_a_rank_begins(
-    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert invoke(["serve", str(build), "--port", str(taken.getsockname()[1])]) == 2
@@ -106,3 +107,6 @@ def test_what_is_wrong_is_reported_before_a_rank_begins(
     weights.write_bytes(bytes(data))
     assert invoke(["serve", str(tmp_path / "damaged"), "--port", "0", "--in-process"]) == 1
     assert weights.name in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as where it is not installed
+    assert invoke(["serve", str(build), "--port", "0"]) == 2
+    assert 'needs the package uvicorn\n  help: pip install "partc[serve]"' in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partc.cli.server.answer import Letters
+from partc.cli.text import chat_template
 from partc.cli.text.chat_template import ChatTemplate, end_of_text, find_chat_template
 from partc.cli.text.tokenizer import TextStream, open_tokenizer, refuse_other_vocabulary
 from partc.runtime.errors import InputError
@@ -120,6 +121,7 @@ def test_templates_are_found_beside_the_tokenizer(tmp_path: Path) -> None:
         ("{{ messages[0].content + 1 }}", "str"),
     ],
 )
-def test_a_template_cannot_leave_its_sandbox(template: str, fact: str) -> None:
+def test_a_template_cannot_leave_its_sandbox(template: str, fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.1)
     with pytest.raises(InputError, match=fact):
         ChatTemplate("t", template, {}).prompt([{"role": "user", "content": "x"}])
