@@ -33,7 +33,6 @@ LARGER = {
     "tests/checker": "a file for each check",
     "tests/fuzz": "a file for each kind of random case",
     "tests/ops": "a file for the cases of each family of ops",
-    "tests/training": "a file for each part of training",
 }
 """Folders with more files, and why."""
 

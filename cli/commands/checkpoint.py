@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from partc.cli.commands.byte_count import byte_count
+from partc.cli.commands.run import byte_count
 from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.runtime.errors import printable

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from partc.cli.commands.byte_count import byte_count
-from partc.cli.commands.run import parse_sizes
+from partc.cli.commands.run import byte_count, parse_sizes
 from partc.cli.output import console
 from partc.runtime.units import parse_seconds
 

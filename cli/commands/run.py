@@ -14,14 +14,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from partc.cli.commands.byte_count import max_bytes
 from partc.cli.job.job import InferenceJob, Job, Reporting
 from partc.cli.launch.launcher import Hosts
 from partc.cli.output import console
 from partc.runtime.job.place import Place, surrounding_job
+from partc.runtime.units import parse_bytes
 
 _LAUNCHER_OPTIONS = "launcher_options"
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def byte_count(text: str) -> int:
+    """The number of bytes of a text such as 8GB, 512MiB, 1.5G or 1000000; click.BadParameter for other texts."""
+    found = parse_bytes(text)
+    if found is None:
+        raise click.BadParameter(f"'{text}' is not a size such as 8GB, 512MiB or 1000000")
+    return found
+
+
+max_bytes = click.option(
+    "--max-bytes",
+    callback=lambda ctx, parameter, text: None if text is None else byte_count(text),
+    metavar="SIZE",
+    help="Memory limit of a rank for compressed or random data, such as 8GB; by default half of the machine's.",
+)
 
 
 def parse_device(ctx: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from partc.cli.commands.byte_count import max_bytes
-from partc.cli.commands.run import device_option, parse_sizes
+from partc.cli.commands.run import device_option, max_bytes, parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.runtime.units import count

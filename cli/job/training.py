@@ -78,7 +78,11 @@ def run_training(
         ExitStack() as stack,
     ):
         artifact.refuse_replaced()
-        log = _log(job, options, watch, stack) if trainer.rank == 0 else None
+        log = None
+        if trainer.rank == 0:
+            if watch is None and job.run_dir is not None and options.bar:
+                watch = watch_through_file(Path(job.run_dir) / PROGRESS)
+            log = stack.enter_context(closing(TrainingLog(options.metrics, watch, job.reporting.quiet)))
         training = _Training(job, options, inputs, trainer, log)
         if options.init is not None:
             only = weights_of(options.only, inputs.weights, "the program") if options.only else None
@@ -97,13 +101,6 @@ def run_training(
         training.report_end(ended.reason)
     training.refuse_stopped(ended.reason)
     return 0
-
-
-def _log(job: Job, options: TrainingJob, watch: Watch | None, stack: ExitStack) -> TrainingLog:
-    """The log of rank 0, with the progress file where the launching process shows a bar."""
-    if watch is None and job.run_dir is not None and options.bar:
-        watch = watch_through_file(Path(job.run_dir) / PROGRESS)
-    return stack.enter_context(closing(TrainingLog(options.metrics, watch, job.reporting.quiet)))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def graph_text(classes: Sequence[RankClass], format: str, depth: int | None = No
 
 def _drawing(classes: Sequence[RankClass], depth: int | None) -> Drawing:
     nodes = [nodes_once(one) for one in classes]
-    paths = [[_path(node) for node in some] for some in nodes]
+    paths = [[metadata_of(node, PATH) or node.name or next(iter(node.output), "") for node in some] for some in nodes]
     depth = depth or _depth(paths)
     drawing = Drawing()
     makers: list[dict[str, int]] = []
@@ -99,10 +99,6 @@ def _depth(paths: Sequence[Sequence[str]]) -> int:
     deepest = max((len(path) for some in parts for path in some), default=1)
     numbers = {d: sum(len({path[:d] for path in some}) for some in parts) for d in range(1, deepest + 1)}
     return max((d for d, number in numbers.items() if number <= MOST_BOXES), default=1)
-
-
-def _path(node: NodeProto) -> str:
-    return metadata_of(node, PATH) or node.name or next(iter(node.output), "")
 
 
 def _is(node: NodeProto, op: str) -> bool:

@@ -139,7 +139,9 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
             yield candidate
     near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
-        if not _is_behind(found, candidate) and not _is_far(found, estimate):
+        best = found.best
+        is_far = best is not None and estimate.seconds > _FAR * search.estimate(best.candidate).seconds
+        if not is_far and not _is_behind(found, candidate):
             yield candidate
 
 
@@ -149,8 +151,3 @@ def _is_behind(found: Plays, candidate: Candidate) -> bool:
     if best is None:
         return False
     return search.estimates.bound(candidate.degrees.ranks, search.request.base.has_frozen) >= best.seconds
-
-
-def _is_far(found: Plays, estimate: Estimate) -> bool:
-    best = found.best
-    return best is not None and estimate.seconds > _FAR * found.search.estimate(best.candidate).seconds

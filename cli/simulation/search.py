@@ -58,7 +58,12 @@ def searched(source: Source, name: str, options: Options) -> Found:
     began = time.monotonic()
     search = Search.of(source, name, request)
     if not search.candidates:
-        raise UsageError(f"{name}: there is no plan for {_wanted(options)}\n  help: {_why_none(search)}")
+        one = options.fixed.least
+        wanted = f"--ranks {options.ranks} --tp {one.tp} --dp {one.dp} --stages {one.stages}"
+        help = "the model has no dim of a batch, so leave out --dp and --stages, or give another --tp"
+        if search.records is not None:
+            help = f"the batch of {search.records} is divided by dp, so choose another --batch, or leave a degree out"
+        raise UsageError(f"{name}: there is no plan for {wanted}\n  help: {help}")
     plays = played(search, options.memory, began, options.limit)
     best = plays.best
     if best is None:
@@ -78,17 +83,6 @@ def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
     if first is None:
         raise UsageError(f"--batch {options.batch}: the batch of the model is fixed\n  help: leave out --batch")
     return {**options.sizes, first: options.batch}
-
-
-def _wanted(options: Options) -> str:
-    one = options.fixed.least
-    return f"--ranks {options.ranks} --tp {one.tp} --dp {one.dp} --stages {one.stages}"
-
-
-def _why_none(search: Search) -> str:
-    if search.records is not None:
-        return f"the batch of {search.records} is divided by dp, so choose another --batch, or leave a degree out"
-    return "the model has no dim of a batch, so leave out --dp and --stages, or give another --tp"
 
 
 def _none_fits(plays: Plays, options: Options) -> str:

@@ -129,7 +129,8 @@ def _outputs_and_training(model: ir.Model, paths: Mapping[ir.Node, str], chosen:
     if chosen.ports.trains:
         return
     yield f"# train:   # with this the plan compiles to training; `partc train --data data.npz` then needs {_fed(graph)}"
-    yield from (f"#   {line}" for line in (*_training(graph), *_shared(model, paths)))
+    lines = [loss_line(graph), "optimizer: {type: adamw, lr: 0.001}", "batch: 32", *_shared(model, paths)]
+    yield from (f"#   {line}" for line in lines)
     yield ""
 
 
@@ -173,13 +174,6 @@ def loss_line(graph: ir.Graph) -> str:
     if _is_loss(graph):
         return f"loss: {name}"
     return f"loss: {{type: softmax_cross_entropy, logits: {name}, labels: label}}"
-
-
-def _training(graph: ir.Graph) -> Iterator[str]:
-    """The lines of a training to begin with."""
-    yield loss_line(graph)
-    yield "optimizer: {type: adamw, lr: 0.001}"
-    yield "batch: 32"
 
 
 def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:

@@ -22,10 +22,10 @@ def _split(graph: ir.Graph, node: ir.Node) -> None:
     lengths = _lengths(node)
     if lengths is None or node.outputs[0].is_graph_output():
         return
-    positions = [
-        _number(one.inputs[1]) if one.op_type == "SequenceAt" and one.graph is graph else None for one in readers
-    ]
-    at = [k for k in positions if k is not None and -len(lengths) <= k < len(lengths)]
+    places = [one.inputs[1] for one in readers if one.op_type == "SequenceAt" and one.graph is graph]
+    tensors = [ir.convenience.get_const_tensor(value) for value in places if value is not None]
+    positions = [int(tensor.numpy().reshape(())) for tensor in tensors if tensor is not None]
+    at = [k for k in positions if -len(lengths) <= k < len(lengths)]
     if len(at) != len(readers):
         return
     sizes = ir.node("Constant", [], {"value": ir.tensor(np.array(lengths, np.int64))}, name=f"{node.name}.sizes")
@@ -69,8 +69,3 @@ def _lengths(node: ir.Node) -> list[int] | None:
         return None
     size = int(sizes)
     return [min(size, dim - begin) for begin in range(0, dim, size)]
-
-
-def _number(value: ir.Value | None) -> int | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else int(tensor.numpy().reshape(()))

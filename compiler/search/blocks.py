@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.cost.machine import Link
 from partc.compiler.layout.layout import Layout, layout_of
-from partc.compiler.layout.moves import AllGather, AllReduce, AllToAll, Move, ReduceScatter
+from partc.compiler.layout.moves import AllGather, AllReduce, AllToAll, ReduceScatter
 from partc.compiler.layout.reshard import lower
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Linked
@@ -135,12 +135,7 @@ def _seconds(source: Layout, target: Layout, size: float, link: Link) -> float:
     group = tuple(range(source.size))
     total, now = 0.0, source
     for move in lower(source, target, group, group):
-        total += _of_move(move, now, size, link)
+        if (op := _OPS.get(type(move))) is not None:
+            total += link.collective(op, now.size, float(size / np.prod(now.shards or (1,))))
         now = move.after
     return total
-
-
-def _of_move(move: Move, before: Layout, size: float, link: Link) -> float:
-    op = _OPS.get(type(move))
-    given = size / np.prod(before.shards or (1,))
-    return 0.0 if op is None else link.collective(op, before.size, float(given))

@@ -7,7 +7,7 @@ The order is fixed, so that a search of the same model gives the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partc.compiler.proposal.degrees import Degrees
@@ -126,8 +126,4 @@ def _usual_microbatches(degrees: Degrees, records: int | None) -> int:
     """Twice as many as stages, or the next smaller number that divides the batch."""
     if degrees.stages == 1 or records is None or records % degrees.dp:
         return 1
-    return _largest(divisors(records // degrees.dp), 2 * degrees.stages)
-
-
-def _largest(numbers: Sequence[int], limit: int) -> int:
-    return max(one for one in numbers if one <= limit)
+    return max(one for one in divisors(records // degrees.dp) if one <= 2 * degrees.stages)

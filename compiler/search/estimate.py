@@ -95,7 +95,10 @@ class Estimates:
         session = self.processor.session
         task = shared * ((forward + backward) / degrees.stages + 2 * session) + sums / degrees.stages
         turns = (degrees.stages - 1) * (1 / 3 if one.schedule == "zb_h1" else 1)
-        message = self._between(one) if degrees.stages > 1 else 0.0
+        message = 0.0
+        if degrees.stages > 1:
+            crossing = self.crossing / degrees.dp / one.microbatches
+            message = self.link(degrees.tp * degrees.dp, 2).send(crossing)
         return (
             self.processor.step
             + (count + turns) * task
@@ -174,11 +177,6 @@ class Estimates:
         made = sorted(work.made for _, work in self.work.nodes() if work.is_product)
         return made[len(made) // 2] if made else 0.0
 
-    def _between(self, one: Candidate) -> float:
-        degrees = one.degrees
-        link = self.link(degrees.tp * degrees.dp, 2)
-        return link.send(self.crossing / degrees.dp / one.microbatches)
-
     def after(self, one: Candidate, own: float, beside: int = 1) -> float:
         """The reduction of the gradients of so many bytes of parameters, and their update; `beside`: how many ranks of tp have the same."""
         if self.slots is None:
@@ -186,7 +184,8 @@ class Estimates:
         degrees, count = one.degrees, one.degrees.dp * beside
         link, shared = self.link(1 if beside > 1 else degrees.tp, count), self.turns(degrees.ranks)
         updated = own / (degrees.dp if one.zero else 1)
-        update = shared * _nodes_of_update(self.slots) * self.processor.kernel(FALLBACK)(_OPERANDS * updated)
+        nodes = 4 + 5 * self.slots  # about: Adam has 14, momentum 9
+        update = shared * nodes * self.processor.kernel(FALLBACK)(_OPERANDS * updated)
         if count == 1:
             return update
         if one.zero:
@@ -202,8 +201,3 @@ class Estimates:
         times = self.work.products_of_training() if self.slots is not None and not frozen else {}
         least = sum(times.get(node, 1) * work.least(self.processor) for node, work in self.work.nodes())
         return self.processor.step + least / (min(ranks, self.cores) if self.cores else ranks)
-
-
-def _nodes_of_update(slots: int) -> int:
-    """About how many elementwise nodes update a parameter: Adam has 14, momentum 9."""
-    return 4 + 5 * slots

@@ -94,10 +94,12 @@ class GradientReduction:
             info = self.comm.values[cotangent]
             self.comm.values.add(low, replace(info, type=type_text(kind), item_bytes=2))
             target, wanted = ShardedValue(low, main.group, share.layout), f"{wanted}.bfloat16"
-            given = {
-                ShardedValue(low, one.group, one.layout): [self._rounded(one, low, self._sum(self.comm, one, terms))]
-                for one, terms in given.items()
-            }
+            rounded: dict[ShardedValue, list[Value]] = {}
+            for one, terms in given.items():  # behind the sum over all parts of a batch
+                whole, to = self._sum(self.comm, one, terms), ShardedValue(low, one.group, one.layout)
+                made = self.comm.job.beside(one.group, whole, ".bfloat16")
+                rounded[to] = [self._cast(one, to, whole, made)]
+            given = rounded
         if len(given) == 1:
             ((version, terms),) = given.items()
             moves = lower(version.layout, target.layout, version.group, target.group)
@@ -176,11 +178,6 @@ class GradientReduction:
             other = self._brought(self.update, target, given, wanted, f"{self.at[home]}.grad")
             own = self._own(wanted, other, f"{self.at[home]}.grad")
             self.gradients.append(Gradient(value, home, own, home))
-
-    def _rounded(self, version: ShardedValue, low: ir.Value, given: Value) -> Value:
-        """Rounds a term of a gradient to bfloat16, behind the sum over all parts of a batch."""
-        made = self.comm.job.beside(version.group, given, ".bfloat16")
-        return self._cast(version, ShardedValue(low, version.group, version.layout), given, made)
 
     def _cast(self, version: ShardedValue, target: ShardedValue, given: Value, made: Value) -> Value:
         to = int(target.value.dtype or ir.DataType.FLOAT)

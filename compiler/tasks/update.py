@@ -72,7 +72,13 @@ class Updates(UpdateWriter):
         clipped = (self.training.rules.clipping.norm is not None or self.training.rules.guarded) and bool(gradients)
         reported = bool(gradients) and GRADIENT_NORM in (self.training.rules.report or ())
         measured = clipped or reported
-        gradients = [self._merged(one) if self.rows.wants_each_once(one, measured) else one for one in gradients]
+        gradients = [*gradients]
+        for k, one in enumerate(gradients):
+            if self.rows.wants_each_once(
+                one, measured
+            ):  # where the parameter is updated: kernels that merge are those of CPUs
+                self.target = self.program.update_targets.get(one.parameter, "")
+                gradients[k], self.target = self.rows.merged(one), ""
         if measured:
             total = self.norm.of(gradients)
         if reported:
@@ -99,12 +105,6 @@ class Updates(UpdateWriter):
     def _sizes(self, one: Gradient) -> tuple[int, ...]:
         """The shape of what a rank updates of a parameter, which is known."""
         return tuple(size for size in self.values.local_shape(one.share) or () if isinstance(size, int))
-
-    def _merged(self, one: Gradient) -> Gradient:
-        """A gradient by rows with each id once, made where the parameter is updated: kernels that merge are those of CPUs."""
-        self.target = self.program.update_targets.get(one.parameter, "")
-        merged, self.target = self.rows.merged(one), ""
-        return merged
 
     def _keep_pending(self, one: Gradient, pending: Pending, number: int) -> None:
         """Lists a gradient that waits for its update."""

@@ -33,7 +33,11 @@ class Reader:
     def __init__(self, data: Dataset, ports: Sequence[Port], rank: int, order: Order) -> None:
         self._inputs = RankInputs(ports, rank)
         needed = self._inputs.needed
-        problems = [*_uneven(self._inputs, order), *_unknown(data, needed)]
+        known = [port.name for port in needed]
+        unknown = [name for name in (data.spec.files if data.transform is None else ()) if name not in known]
+        inputs = ", ".join(map(repr, known))
+        problems = [*_uneven(self._inputs, order)]
+        problems += [f"the model has no input '{name}'; its inputs are {inputs}" for name in unknown]
         if order.records != data.records:
             problems.insert(0, f"the order is of {order.records} records, the data has {data.records}")
         self._data, self.rank, self._order = data, rank, order
@@ -119,11 +123,3 @@ def _evened(order: Order, parts: int) -> str:
     missing = -order.places % parts
     repeated = f"interleave: {parts}, which repeats {missing} of the records"
     return f"{repeated}; exact is to add {missing} to the data whose labels the loss ignores (ignore_index)"
-
-
-def _unknown(data: Dataset, ports: Sequence[Port]) -> Iterator[str]:
-    """Files given to inputs that the model does not have."""
-    names = [port.name for port in ports]
-    for name in data.spec.files if data.transform is None else ():
-        if name not in names:
-            yield f"the model has no input '{name}'; its inputs are {', '.join(map(repr, names))}"

@@ -68,10 +68,10 @@ class RankFile:
         following = {record.next for record in self.state if record.next}
         return [value.name for value in self.model.graph.output if value.name not in following]
 
-    @property
-    def grows(self) -> bool:
-        """Whether what sessions read of what the rank keeps grows from step to step, as a decoder's caches."""
-        return any(record.kind == CACHE for record in self.state)
+    @cached_property
+    def caches(self) -> frozenset[str]:
+        """A decoder's caches, and what takes their places: what sessions read of these grows from step to step."""
+        return frozenset(name for one in self.state if one.kind == CACHE for name in (one.value, one.next))
 
     @cached_property
     def calls(self) -> list[CollectiveCall]:

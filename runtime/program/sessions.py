@@ -39,14 +39,15 @@ _OUTPUT = re.compile(
 @dataclass(frozen=True)
 class Settings:
     """How sessions run: threads of one operator, whether idle threads may spin, the devices of the rank's targets, and whether the rank
-    keeps tensors from step to step: then copies are made bit by bit alike; and whether what it reads of them grows with each step.
+    keeps tensors from step to step: then copies are made bit by bit alike; and the names of a decoder's caches, and of what takes
+    their places: what it reads of these grows with each step.
     """
 
     threads: int
     spinning: bool
     devices: Devices = field(default_factory=Devices)
     keeps: bool = False
-    grows: bool = False
+    caches: frozenset[str] = frozenset()
     shared: dict[bytes, Session] = field(default_factory=dict, compare=False)
     """Sessions of a decoder's programs by what they run: what both do alike is one session, which has its weights once."""
 
@@ -149,11 +150,11 @@ class Builder:
         if segment.target and not device.is_host:
             entries[NO_FALLBACK] = "1"
         data = model.SerializeToString()
-        key = hashlib.sha256(b"%d %s " % (threads, str(device).encode()) + data).digest() if settings.grows else b""
+        key = hashlib.sha256(b"%d %s " % (threads, str(device).encode()) + data).digest() if settings.caches else b""
         if key in settings.shared:
             return settings.shared[key]
         try:
-            session = new_session(data, threads, device, entries, settings.keeps, settings.grows)
+            session = new_session(data, threads, device, entries, settings.keeps, bool(settings.caches))
         except Exception as error:
             if not device.is_host:
                 refuse_without_kernel(self.where, device, data, entries, segment.nodes)
@@ -191,11 +192,19 @@ class Builder:
         return model
 
     def _declared(self, name: str) -> TypeProto | None:
-        """The type of a value at an end of a session; without a shape where programs of other sizes may have the session, too."""
+        """The type of a value at an end of a session; without a shape where programs of other sizes may have the session, too.
+
+        Of a cache the number of slots alone is left out: onnxruntime takes one of unknown size for as long as its new entries.
+        """
         found = self.protos.get(name)
-        if found is None or not self.settings.grows:
+        if found is None or not self.settings.caches:
             return found
-        return type_proto(text) if (text := type_text(found)) else found
+        if name not in self.settings.caches:
+            return type_proto(text) if (text := type_text(found)) else found
+        copy = type(found)()
+        copy.CopyFrom(found)
+        copy.tensor_type.shape.dim[0].Clear()
+        return copy
 
 
 def _widen(model: ModelProto, segment: Segment, types: Mapping[str, str]) -> dict[str, str]:

@@ -60,7 +60,7 @@ def test_the_nodes_of_a_function_keep_their_paths() -> None:
 
 def test_random_models_by_random_plans() -> None:
     path = Path(__file__).parents[1] / "fuzz" / "random_annotations.py"
-    asked = [sys.executable, str(path), "--cases", "10", "--seed", "5"]
+    asked = [sys.executable, str(path), "--cases", "6", "--seed", "5"]
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^10 cases: ([5-9]|10) ok", ended.stdout, re.MULTILINE), ended.stdout
+    assert re.search(r"^6 cases: [3-6] ok", ended.stdout, re.MULTILINE), ended.stdout

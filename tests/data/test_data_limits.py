@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain_manifest
-from partc.cli.commands.byte_count import byte_count
+from partc.cli.commands.run import byte_count
 from partc.cli.job.inputs import open_inputs
 from partc.runtime.artifact.format import Manifest, Port
 from partc.runtime.data import Spec, open_data

@@ -89,10 +89,16 @@ def said(name: str, given: object, found: object) -> Case:
     return lambda thing, k, _: getattr(thing, name)(given) == found
 
 
+def slots_refused(program: Any, k: int, _: Path) -> bool:
+    with pytest.raises(UsageError, match="computes all slots"):
+        program.at_slots([0])
+    return True
+
+
 SHARED = {name: read(name) for name in ("inputs", "outputs")}
 PROGRAM: Mapping[str, Case] = {
     **SHARED,
-    **{name: read(name) for name in ("state", "looked_up", "usable")},
+    **{name: read(name) for name in ("state", "looked_up", "usable", "size", "agreements")},
     "__call__": stepped(-1.0),
     "announce": announced,
     "connect": nothing("connect"),
@@ -104,11 +110,19 @@ PROGRAM: Mapping[str, Case] = {
     "maxima": lambda program, k, _: program.maxima(np.array([k, 7])).tolist() == [k, 7],
     "describe": lambda program, k, _: bool(program.describe(0)),
     "beside": lambda program, k, _: program.beside("infer").usable,
+    "at_slots": slots_refused,
     "leave": lambda program, k, _: program.leave(ValueError("x")) is None,
     "release": nothing("release"),
     "close": nothing("close"),
 }
-LOCAL: Mapping[str, Case] = {**SHARED, "ranks": read("ranks"), "__call__": stepped(-0.5), "close": nothing("close")}
+LOCAL: Mapping[str, Case] = {
+    **SHARED,
+    "ranks": read("ranks"),
+    "__call__": stepped(-0.5),
+    "beside": lambda program, k, _: len(program.beside("infer").ranks) == 2,
+    "at_slots": slots_refused,
+    "close": nothing("close"),
+}
 TRAINER: Mapping[str, Case] = {
     **{name: read(name) for name in ("rank", "source", "manifest", "inputs", "turn", "is_saving")},
     "train": lambda trainer, k, _: bool(np.isfinite(trainer.train(BATCH)["loss"])),
@@ -127,7 +141,20 @@ TRAINER: Mapping[str, Case] = {
 }
 KINDS: dict[type, Mapping[str, Case]] = {LocalProgram: LOCAL, Program: PROGRAM, Trainer: TRAINER}
 STILL = {
-    *("inputs", "outputs", "state", "looked_up", "usable", "describe", "leave", "release", "close", "ranks", "rank"),
+    *(
+        "inputs",
+        "outputs",
+        "state",
+        "looked_up",
+        "usable",
+        "describe",
+        "leave",
+        "release",
+        "close",
+        "ranks",
+        "rank",
+        "at_slots",
+    ),
     *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving", "loader"),
 }
 """What works after the end; all else is a RankError then."""

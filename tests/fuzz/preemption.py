@@ -1,7 +1,7 @@
-"""Trainings on 4 MPI ranks that get SIGTERM at random moments and go on by `--resume auto`: each ends in time with a whole checkpoint, and
+"""Trainings on MPI ranks that get SIGTERM at random moments and go on by `--resume auto`: each ends in time with a whole checkpoint, and
 the result has every byte of one that was never disturbed.
 
-python tests/fuzz/preemption.py --signals 100 --seed 1 [--background]
+python tests/fuzz/preemption.py --signals 100 --seed 1 [--background] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from partc.runtime.checkpoint.verify import verify
 from saving import prepare, train
 
 PLAN = """
-ranks: 4
+ranks: RANKS
 dataset: data_parallel
 train:
   loss: {type: softmax_cross_entropy, logits: y, labels: label}
@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--signals", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4, choices=(2, 4))
     parser.add_argument("--background", action="store_true", help="save while training goes on")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -47,7 +48,9 @@ def main() -> None:
         prepare(folder)
         model = (folder / "model.py").read_text().replace("Symbol()", "Symbol(divisor=4)")
         (folder / "model.py").write_text(model)
-        (folder / "plan.yaml").write_text(PLAN + "  checkpoint: {background: true}\n" * given.background)
+        (folder / "plan.yaml").write_text(
+            PLAN.replace("RANKS", str(given.ranks)) + "  checkpoint: {background: true}\n" * given.background
+        )
         compile_model(folder / "model.py", folder / "plan.yaml", folder / "build")
         codes, longest = preempted(folder, given.signals, random.Random(given.seed))
         last = latest(folder / "runs")

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
-from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.compiler.rewrite.generation import fused_attention
@@ -138,6 +137,25 @@ def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
 
 
+@pytest.mark.parametrize(("layout", "own"), [("one rank", 0), ("tensor parallel", 2), ("stages", 0)])
+def test_both_programs_run_by_the_same_sessions(compiled: Compiled, layout: str, own: int) -> None:
+    """But for `own` ones: under tensor parallelism a prefill sums the last layer's terms behind the choice of the scored token."""
+    folder = compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True)
+    with load_local_generator(folder) as generator:
+        decode, prefill = (program.ranks for program in (generator.program, generator._prefill))  # type: ignore[union-attr]
+        for one, other in zip(decode, prefill, strict=True):
+            sessions = [[id(runner.session) for runner in rank._program.runners.values()] for rank in (one, other)]
+            assert sum(pair[0] != pair[1] for pair in zip(*sessions, strict=True)) == own
+            records = {record.value: record for record in one.state.records}
+            for (
+                runner
+            ) in other._program.runners.values():  # else the fused op takes a cache for as long as its new entries
+                for port in runner.session.get_inputs():
+                    if port.name in records:
+                        assert tuple(port.shape[1:]) == records[port.name].local_shape(one.rank)[1:]
+    assert not [*folder.glob("weights/prefill*")]
+
+
 @pytest.mark.parametrize(("slots", "window"), [(1, 5), (1, 63), (3, 5)])
 def test_attention_of_another_mask_stays(compiled: Compiled, slots: int, window: int) -> None:
     """A window of 63 differs from causal at the last positions alone: the proof looks at each."""
@@ -241,24 +259,6 @@ def test_logits_of_a_request_are_the_same_bits_in_any_company(
                 found.setdefault(key, set()).add(one)
     assert len(found) == 12 * len(some)
     assert {len(one) for one in found.values()} == {1}
-
-
-def test_weights_of_four_bits_are_cut_in_columns_and_in_rows_of_whole_blocks(tmp_path: Path) -> None:
-    quantizer = MatMulNBitsQuantizer(decoder(fused=True), block_size=16, is_symmetric=True)
-    quantizer.process()
-    onnx.save(quantizer.model.model, tmp_path / "model.onnx")
-    found = []
-    for layout in ("one rank", "tensor parallel"):
-        (tmp_path / "plan.yaml").write_text(f"{LAYOUTS[layout]}generate: {{slots: 2, length: 64, chunk: 8}}\n")
-        compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / layout)
-        with load_local_generator(tmp_path / layout) as generator:
-            found.append([answer.tokens for answer in generator.run(requests())])
-    assert found[0] == found[1]
-    model = open_artifact(tmp_path / "tensor parallel").model(1)
-    shapes = {tensor.name: [*tensor.dims] for tensor in model.graph.initializer}
-    products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
-    assert [shapes[node.input[1]] for node in products[:4]] == [[16, 2, 8], [8, 2, 8], [8, 2, 8], [32, 1, 8]]
-    assert len(products) == 13
 
 
 def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -> None:

@@ -306,7 +306,7 @@ def test_the_checker_finds_a_reduction_that_is_left_out(tmp_path: Path, tag: int
 def test_nothing_is_dearer_than_where_sums_are_reduced_at_once() -> None:
     moved = Counter[str]()
 
-    @settings(max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(chains())
     def one(case: tuple[onnx.ModelProto, str]) -> None:
         proto, plan = case

@@ -25,7 +25,8 @@ def read_imported(files: Sequence[Path]) -> Imported:
     contents = []
     for file in files:
         text = read_text(file)
-        if len(files) == 1 and _is_command_line(text):
+        options = (f"--{name.replace('_', '-')}" for name in (megatron.TP, megatron.STAGES))
+        if len(files) == 1 and any(option in text for option in options):
             return megatron.read_megatron(megatron.arguments(text, str(file)), source, str(file))
         data = parse_document(text, str(file)).data
         if not isinstance(data, dict):
@@ -43,10 +44,6 @@ def read_imported(files: Sequence[Path]) -> Imported:
     if isinstance(plan, dict) and plan and all(isinstance(style, str) for style in plan.values()):
         return of_styles(plan, source)
     raise _unknown(first, f"its keys are {', '.join(list(data)[:4])}")
-
-
-def _is_command_line(text: str) -> bool:
-    return any(f"--{name.replace('_', '-')}" in text for name in (megatron.TP, megatron.STAGES))
 
 
 def _unknown(file: Path, fact: str) -> CompileError:

@@ -67,7 +67,8 @@ def _word(style: object) -> str:
         return style
     match type(style).__name__:
         case "ColwiseParallel":
-            return "colwise_gather_output" if _gathered(style) else "colwise"
+            outputs = getattr(style, "output_layouts", ()) or ()
+            return "colwise_gather_output" if any(type(one).__name__ == "Replicate" for one in outputs) else "colwise"
         case "RowwiseParallel":
             return "rowwise"
     return ""
@@ -86,7 +87,3 @@ def _left(style: object) -> Iterator[str]:
         yield ": a norm follows the layout of what it reads; `level: 1` of a rowwise rule before it shards it"
     elif not (isinstance(style, str) or kind in ("ColwiseParallel", "RowwiseParallel", *_LAYOUTS_ALONE)):
         yield f": partc has no such style; it has {', '.join(sorted(MEANINGS)[:4])} and others"
-
-
-def _gathered(style: object) -> bool:
-    return any(type(one).__name__ == "Replicate" for one in getattr(style, "output_layouts", ()) or ())

@@ -98,7 +98,8 @@ class Positions:
         """The nodes that add the past to the numbers of a step's tokens, each with these."""
         lengths = copies_of(self.past)
         for node in [node for node in self.build.graph if node.op_type == "Add"]:
-            steps = [value for value in node.inputs if value is not None and _is_range(value)]
+            makers = {value: value.producer() for value in node.inputs if value is not None}
+            steps = [value for value, maker in makers.items() if maker is not None and maker.op_type == "Range"]
             if len(steps) == 1 and any(value in lengths for value in node.inputs):
                 yield node, steps[0]
 
@@ -158,8 +159,3 @@ def copies_of(value: ir.Value) -> set[ir.Value]:
                 found.add(node.outputs[0])
                 waiting.append(node.outputs[0])
     return found
-
-
-def _is_range(value: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and node.op_type == "Range"

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from ...artifact.byte_count import of_tensor
 from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PREFILL, PULL
 from ...artifact.graph.row_function import MERGE
-from ...artifact.liveness import Span, peak
+from ...artifact.liveness import Span, alive, peak
 from ...artifact.manifest import Artifact
 from ...artifact.tasks.calls import bodies_of, declared
 from ...artifact.tasks.task import parse
@@ -150,7 +150,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
         for target, one in found.items():
             own = sessions.get(target, [])
             before = one.inside
-            taken_from = [OwnArena() for _ in own] if program.file.grows else [shared[target]]
+            taken_from = [OwnArena() for _ in own] if program.file.caches else [shared[target]]
             for _ in range(2):
                 for arena, places in zip(cycle(taken_from), own, strict=False):
                     arena.run(places)
@@ -196,15 +196,12 @@ def memory_over_step(
     program = _Program(read_rank_file(artifact, rank), sizes, artifact.beside().manifest.generation)
     lives = program.lifetimes()
     steps = program.file.steps
-    changes = [0] * (len(steps) + 2)
-    for one in lives:
-        last = max([one.died, *one.sends])
-        changes[min(one.born, len(steps))] += one.bytes
-        changes[min(last, len(steps)) + 1] -= one.bytes
-    found, between = [], 0
+    places = [Span(one.name, one.born, max([one.died, *one.sends]), (), one.bytes) for one in lives]
+    found, totals = [], dict(alive(places, 0))
+    between = totals.get(-1, 0)  # inputs are there before the first step
     inside = program.session_peaks()
     for at, step in enumerate(steps):
-        between += changes[at]
+        between = totals.get(at, between)
         task = step.task if isinstance(step, Segment) else ""
         needed = inside[id(step.formal)] if isinstance(step, Segment) else 0
         found.append(StepMemory(str(step), task, between, needed))

@@ -31,7 +31,7 @@ from partc.compiler.sharding.flow import OWN, REPLICATE, Flow, Partial, State
 from rule_case import Array, Case, feeds_of, node_of, run
 from rule_prover import equal
 
-MODULES = [importlib.import_module(path.stem) for path in sorted(Path(__file__).parent.glob("rule_cases_*.py"))]
+MODULES = [importlib.import_module(path.stem) for path in sorted(Path(__file__).parents[1].glob("rule_cases_*.py"))]
 CASES: list[Case] = [one for module in MODULES for one in module.CASES if one.domain != OWN_OPS]
 COUNT = 3
 STREAM = f"ranks: 1\npipeline: {{microbatches: {COUNT}}}\n"

@@ -32,6 +32,7 @@ READS = {
     NAME_all = ConstantOfShape <value = float[1] {0.5}> (NAME_shape)
     NAME = ReduceSum <keepdims = 0> (NAME_all)""",
 }
+TOGETHER = [*((one,) for one in READS), ("size", "sum"), ("sum", "largest", "shape")]
 USES = {
     "a metric": ("Identity (own)", "NAME"),
     "what the loss is divided by": ("Div (own, NAME)", None),
@@ -61,9 +62,15 @@ def _model(reads: tuple[str, ...], use: str) -> tuple[str, str]:
     return text, f"  metrics: [{', '.join(told)}]\n" if told else ""
 
 
-@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
-    "reads", [*((one,) for one in READS), ("size", "sum"), ("sum", "largest", "shape")], ids=" and ".join
+    ("reads", "use"),
+    [
+        (reads, use)
+        for k, reads in enumerate(TOGETHER)
+        for j, use in enumerate(USES)
+        if use == "both" or k % 3 == min(j, 2)
+    ],
+    ids=lambda one: one if isinstance(one, str) else " and ".join(one),
 )
 def test_they_are_the_batchs(reads: tuple[str, ...], use: str, tmp_path: Path) -> None:
     text, metrics = _model(reads, use)

@@ -9,7 +9,7 @@ import pytest
 from gradient_case import Proof, cut_faults, faults, placements
 from partc.compiler.ops.registry import entries
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 MODULES = [importlib.import_module(path.stem) for path in sorted(HERE.glob("gradient_cases_*.py"))]
 PROOFS: list[Proof] = [one for module in MODULES for one in module.CASES]
 

@@ -20,7 +20,7 @@ from training_command_case import AS_ROOT, MODEL, ONE, PARALLEL, PLACED, built, 
 
 __all__ = ["folder"]
 
-SAMPLES = Path(__file__).parents[2] / "samples"
+SAMPLES = Path(__file__).parents[3] / "samples"
 
 
 def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path) -> None:
