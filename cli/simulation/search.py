@@ -54,7 +54,9 @@ def searched(source: Source, name: str, options: Options) -> Found:
         raise UsageError(f"{fact}\n  help: give a multiple of {least}, or leave out what is to be searched")
     machine = default_machine() if options.machine is None else read_machine(options.machine)
     base, source = (Base(), source) if options.plan is None else base_of(options.plan, source)
-    request = Request(options.ranks, options.fixed, base, machine, _sizes(source, options, base), options.hosts)
+    request = Request(
+        options.ranks, options.fixed, base, machine, _sizes(source, options, base), options.hosts, options.memory
+    )
     began = time.monotonic()
     search = Search.of(source, name, request)
     if not search.candidates:

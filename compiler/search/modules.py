@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.blocks import Block, Way, chain_of
 from partc.compiler.search.candidate import Candidate
-from partc.compiler.search.chain import Chain, shortest
+from partc.compiler.search.chain import Chain, shortest, within
 from partc.compiler.search.estimate import Estimates
 from partc.runtime.units import seconds
 
@@ -21,15 +21,28 @@ class Modules:
     ways: tuple[Way, ...]
 
     @classmethod
-    def of(cls, estimates: Estimates, blocks: Sequence[Block], degrees: Degrees, records: int | None) -> Modules:
-        """The ways on these degrees, of a batch of one microbatch; records are cut where they divide, and in one stage."""
+    def of(
+        cls,
+        estimates: Estimates,
+        blocks: Sequence[Block],
+        degrees: Degrees,
+        records: int | None,
+        memory: int | None = None,
+    ) -> Modules:
+        """The ways on these degrees, of a batch of one microbatch; records are cut where they divide, and in one stage.
+
+        Where the fastest ways need more than the memory of a rank, they are the fastest of those that do not, if there are any.
+        """
         if len(blocks) < 2:
             return cls(Chain((), (), ()), ())
         chain = chain_of(estimates, blocks, Candidate(degrees))
         if records is None or records % (degrees.dp * degrees.tp) or degrees.stages > 1:
             for one in chain.seconds:
                 one[Way.RECORDS] = float("inf")
-        return cls(chain, tuple(map(Way, shortest(chain))))
+        ways = shortest(chain)
+        if memory is not None and chain.cost(ways)[1] > memory:
+            ways = within(chain, memory) or ways
+        return cls(chain, tuple(map(Way, ways)))
 
     @property
     def sharded(self) -> tuple[Way, ...]:

@@ -48,6 +48,7 @@ class Request:
     machine: Machine
     sizes: Mapping[str, int]
     hosts: int = 1
+    memory: int | None = None
 
 
 @dataclass
@@ -148,7 +149,9 @@ class Search:
         if degrees not in self._modules:
             if degrees.tp not in self._blocks:
                 self._blocks[degrees.tp] = blocks_of(self.estimates, self._sharded(degrees.tp)[0].sets)
-            self._modules[degrees] = Modules.of(self.estimates, self._blocks[degrees.tp], degrees, self.records)
+            self._modules[degrees] = Modules.of(
+                self.estimates, self._blocks[degrees.tp], degrees, self.records, self.request.memory
+            )
         return self._modules[degrees]
 
     def proposal(self, one: Candidate) -> Proposal:

@@ -44,4 +44,4 @@ def test_stages_are_of_equal_time_on_a_machine() -> None:
 
 def test_a_machine_is_for_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["plan", "model.onnx", "--tp", "2", "--machine", "m.yaml"]) == 2
-    assert "--machine is for the proposal of stages" in capsys.readouterr().err
+    assert "--machine is for a search, or the proposal of stages" in capsys.readouterr().err

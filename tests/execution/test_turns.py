@@ -89,16 +89,10 @@ def said(name: str, given: object, found: object) -> Case:
     return lambda thing, k, _: getattr(thing, name)(given) == found
 
 
-def slots_refused(program: Any, k: int, _: Path) -> bool:
-    with pytest.raises(UsageError, match="computes all slots"):
-        program.at_slots([0])
-    return True
-
-
-SHARED = {name: read(name) for name in ("inputs", "outputs")}
+SHARED = {name: read(name) for name in ("inputs", "outputs", "at_slots")}
 PROGRAM: Mapping[str, Case] = {
     **SHARED,
-    **{name: read(name) for name in ("state", "looked_up", "usable", "size", "agreements")},
+    **{name: read(name) for name in ("state", "looked_up", "usable", "size")},
     "__call__": stepped(-1.0),
     "announce": announced,
     "connect": nothing("connect"),
@@ -110,7 +104,7 @@ PROGRAM: Mapping[str, Case] = {
     "maxima": lambda program, k, _: program.maxima(np.array([k, 7])).tolist() == [k, 7],
     "describe": lambda program, k, _: bool(program.describe(0)),
     "beside": lambda program, k, _: program.beside("infer").usable,
-    "at_slots": slots_refused,
+    "agreements": lambda program, k, _: program.agreements() is not None,
     "leave": lambda program, k, _: program.leave(ValueError("x")) is None,
     "release": nothing("release"),
     "close": nothing("close"),
@@ -120,7 +114,6 @@ LOCAL: Mapping[str, Case] = {
     "ranks": read("ranks"),
     "__call__": stepped(-0.5),
     "beside": lambda program, k, _: len(program.beside("infer").ranks) == 2,
-    "at_slots": slots_refused,
     "close": nothing("close"),
 }
 TRAINER: Mapping[str, Case] = {
@@ -141,21 +134,8 @@ TRAINER: Mapping[str, Case] = {
 }
 KINDS: dict[type, Mapping[str, Case]] = {LocalProgram: LOCAL, Program: PROGRAM, Trainer: TRAINER}
 STILL = {
-    *(
-        "inputs",
-        "outputs",
-        "state",
-        "looked_up",
-        "usable",
-        "describe",
-        "leave",
-        "release",
-        "close",
-        "ranks",
-        "rank",
-        "at_slots",
-    ),
-    *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving", "loader"),
+    *("inputs", "outputs", "state", "looked_up", "usable", "describe", "leave", "release", "close", "ranks", "rank"),
+    *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving", "loader", "at_slots", "size"),
 }
 """What works after the end; all else is a RankError then."""
 EACH = [(kind, name) for kind, cases in KINDS.items() for name in cases]

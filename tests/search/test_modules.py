@@ -70,6 +70,19 @@ def test_on_slow_links_no_module_is_sharded() -> None:
     assert Way.SHARDED not in found.modules(Degrees(tp=2)).ways
 
 
+def test_less_memory_shards_more() -> None:
+    """On slow links nothing is sharded, unless the weights do not fit: then as much as must be."""
+    found = search(transformer(2), links(1.0, 1e6), {"batch": 1, "seq": 5})
+    chain = found.modules(Degrees(tp=2)).chain
+    whole, least = chain.cost(found.modules(Degrees(tp=2)).ways)[1], sum(float(one.min()) for one in chain.memory)
+    limit = int((whole + least) / 2)
+    less = Search.of(
+        source(transformer(2)), "model.onnx", replace(found.request, memory=limit, sizes={"batch": 1, "seq": 5})
+    ).modules(Degrees(tp=2))
+    assert less.chain.cost(less.ways)[1] <= limit
+    assert 0 < less.ways.count(Way.SHARDED) < len(less.ways) - 1
+
+
 def test_records_before_what_is_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Convolutions have records on all ranks, their weights are few; layers with many weights are sharded, and gather them."""
     (tmp_path / "train.yaml").write_text(TRAIN)
