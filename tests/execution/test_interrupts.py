@@ -1,4 +1,4 @@
-"""Ctrl-C at any instant of a call of a program in one process: KeyboardInterrupt in bounded time, and the next call is right."""
+"""Calls of a program in one process that something meets at any instant: Ctrl-C, after which the next call is right, or a collection."""
 
 from __future__ import annotations
 
@@ -130,3 +130,29 @@ def test_ctrl_c_at_each_instant_of_taking_and_giving_back() -> None:
             assert others == [2]
         interrupted += 1
     assert interrupted > 30
+
+
+COLLECTING = """
+import gc, threading, time
+from partc.runtime.job.turn import PROGRAM, Turn
+turn, kept = Turn(waits=True), []
+
+def work():
+    for _ in range(60):
+        kept.append([[]])
+        turn.busy
+        with turn.taken(PROGRAM, "a step"):
+            kept.append([[]])
+            time.sleep(0.0002)
+
+gc.callbacks.append(lambda *_: time.sleep(0.0001))
+gc.set_threshold(1, 1, 1)
+threads = [threading.Thread(target=work) for _ in range(4)]
+[one.start() for one in threads]
+[one.join() for one in threads]
+"""
+
+
+def test_a_collection_while_threads_wait_stops_none() -> None:
+    """Something runs at each collection, such as a finalizer, and another thread is let run."""
+    assert subprocess.run([sys.executable, "-c", COLLECTING], timeout=60, check=False).returncode == 0

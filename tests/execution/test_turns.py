@@ -337,32 +337,6 @@ print("done")
 """
 
 
-COLLECTING = """
-import gc, threading, time
-from partc.runtime.job.turn import PROGRAM, Turn
-turn, kept = Turn(waits=True), []
-
-def work():
-    for _ in range(60):
-        kept.append([[]])
-        turn.busy
-        with turn.taken(PROGRAM, "a step"):
-            kept.append([[]])
-            time.sleep(0.0002)
-
-gc.callbacks.append(lambda *_: time.sleep(0.0001))
-gc.set_threshold(1, 1, 1)
-threads = [threading.Thread(target=work) for _ in range(4)]
-[one.start() for one in threads]
-[one.join() for one in threads]
-"""
-
-
-def test_a_collection_while_threads_wait_stops_none() -> None:
-    """Something runs at each collection, such as a finalizer, and another thread is let run."""
-    assert subprocess.run([sys.executable, "-c", COLLECTING], timeout=60, check=False).returncode == 0
-
-
 @pytest.mark.skipif(not hasattr(sys, "getdlopenflags"), reason="there is no fork")
 def test_a_fork_is_told(built: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FORKED, str(built)], capture_output=True, text=True, timeout=120)
