@@ -92,7 +92,7 @@ def run_server(job: Job, transport: Transport) -> int:
         if transport.rank:
             for number in (signal.SIGINT, signal.SIGTERM) if job.run_dir is None else ():
                 signal.signal(number, signal.SIG_IGN)  # rank 0 hears them, and says when the last step was
-            while batch.step() is not None:
+            for _ in iter(batch.step, None):  # rank 0 passes the tokens on
                 pass
         elif own is not None:
             _lead_here(batch, own, min(_BEAT, job.stall / 3))

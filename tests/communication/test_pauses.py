@@ -15,11 +15,11 @@ ASKS = {
     *("exists", "lexists", "states", "monotonic", "perf_counter", "time", "acquire"),
 }
 """Calls whose answer another process, a thread or the clock changes."""
-GIVES_WAY = {"sleep", "give_way", "sched_yield", "wait", "get", "join", "select", "communicate"}
-"""Calls that let others have the core meanwhile; so does `poll` with a time."""
+GIVES_WAY = {"sleep", "give_way", "sched_yield", "wait", "get", "join", "select", "communicate", "receive"}
+"""Calls that let others have the core meanwhile; so do `poll` with a time, and whatever is awaited."""
 STEPS_ON = {
     *("pop", "popleft", "popitem", "append", "appendleft", "extend", "remove", "add", "discard", "clear", "update"),
-    *("take", "next", "read", "readinto"),
+    *("take", "next", "read", "readinto", "get_nowait"),
 }
 """Methods after which what they are called on is another."""
 
@@ -60,7 +60,7 @@ def spinning(source: str) -> list[int]:
     found = []
     for loop in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.While)]:
         does = called(loop)
-        if does & GIVES_WAY or waits_by_poll(loop):
+        if does & GIVES_WAY or waits_by_poll(loop) or any(isinstance(node, ast.Await) for node in ast.walk(loop)):
             continue
         read: set[str] = set()
         for one in exits(loop):

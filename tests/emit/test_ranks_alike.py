@@ -70,7 +70,7 @@ def test_64_ranks_that_share_updates_are_proven(tmp_path: Path) -> None:
     checked = check(trained(tmp_path / "build", 64, "{type: adam, lr: 0.1, shard: dp}"))
     assert checked.violations == []
     assert checked.ranks == 64
-    assert checked.copies > 0
+    assert checked.state.copies > 0
 
 
 @given(st.lists(st.integers(0, 40), unique=True))
@@ -163,7 +163,7 @@ def broken(folder: Path, **changed: object) -> tuple[Manifest, onnx.ModelProto]:
         ({"items": ["place", "place"]}, "2 items"),
         ({"items": ["2**100"]}, "too large"),
         ({"group": "nobody"}, "group 'nobody'"),
-        ({"dtype": 8}, "none of numbers"),
+        ({"dtype": 8}, "not a type of numbers"),
         ({"items": None}, "'items' is missing"),
     ],
 )

@@ -93,7 +93,7 @@ def test_sizes_that_go_on_changing(
     with load_local(tmp_path) as ranks:
         have = taken(ranks, steps)
     assert resized.count(True) >= 8 * len(ranks.ranks)
-    monkeypatch.setattr(step_plans, "_MOST", 1000)
+    monkeypatch.setattr(step_plans, "MOST_PLANS", 1000)
     with load_local(tmp_path) as ranks:
         want = taken(ranks, steps)
     for one, other in zip(have, want, strict=True):
