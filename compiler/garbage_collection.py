@@ -1,7 +1,7 @@
 """When Python's garbage collector looks for reference cycles: not while a program is compiled, nor while modules are imported for it.
 
 Both make objects that live until the end, and few cycles. The collector would look through all of them again and again, and
-free next to nothing. Behind them it takes these for old: else it would look through all that was made when the next object is.
+free next to nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,4 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
-            if gc.get_freeze_count() == 0:  # what the user has frozen stays so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
