@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,60 @@ from partc.cli.output import console
 from partc.runtime.units import parse_seconds
 
 if TYPE_CHECKING:
-    from partc.cli.simulation.search import Found
     from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.imports.imported import Imported
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """`options` are given with one of `needs` at least, and with none of `never`; else they are what `fact` says."""
+
+    options: tuple[str, ...]
+    fact: str
+    help: str
+    needs: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+
+
+_TOGETHER = (
+    _Rule(("--memory", "--batch", "--set", "--time", "--hosts"), "for a search", "add --ranks", ("--ranks",)),
+    _Rule(
+        ("--target", "--device-memory", "--generate", "--slots", "--from"),
+        "for a proposal of given degrees",
+        "leave out --ranks, and give --tp",
+        never=("--ranks",),
+    ),
+    _Rule(
+        ("--machine",), "for a search, or the proposal of stages", "add --ranks or --stages", ("--ranks", "--stages")
+    ),
+    _Rule(("--device-memory",), "for the proposal of targets", "add --target auto", ("--target",)),
+    _Rule(
+        ("--plan",),
+        "for the proposal of targets",
+        "add --target auto, or --ranks for a search",
+        ("--target", "--ranks"),
+    ),
+    _Rule(
+        ("--target",),
+        "not for a plan that is imported",
+        "write the plan first, then give --target auto --plan plan.yaml",
+        never=("--from",),
+    ),
+    _Rule(("--slots",), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
+    _Rule(
+        ("--generate",),
+        "for a plan that is not there yet",
+        "write `generate` into the plan",
+        never=("--plan", "--from"),
+    ),
+)
+"""Which options of `partc plan` go together."""
 
 
 def _bytes(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
     found = None if text is None else byte_count(text)
     if found == 0:
-        raise click.BadParameter("a device of 0 bytes holds nothing; give a size such as 8GB")
+        raise click.BadParameter("0 bytes hold nothing; give a size such as 8GB")
     return found
 
 
@@ -40,7 +86,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     "--ranks",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Search the fastest plan on N ranks; --tp, --dp, --stages fix a part of it.",
+    help="Search for the fastest plan on N ranks; --tp, --dp, --stages fix a part of it.",
 )
 @click.option("--tp", type=click.IntRange(min=1), metavar="N", help="Propose tensor parallelism over N ranks.")
 @click.option("--dp", type=click.IntRange(min=1), metavar="N", help="Propose data parallelism over N ranks.")
@@ -128,9 +174,32 @@ def command(
     partc plan model.onnx --from strategy_0.json --from strategy_1.json -o plan.yaml
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
     """
-    from partc.cli.simulation.search import Options, searched
-    from partc.compiler.cost.machine_file import read_machine
     from partc.compiler.frontend import load
+    from partc.runtime.errors import UsageError
+
+    options = {
+        **{"--ranks": ranks, "--tp": tp, "--dp": dp, "--stages": stages, "--memory": memory, "--batch": batch},
+        **{"--set": sizes or None, "--time": limit, "--hosts": hosts, "--generate": length, "--slots": slots},
+        **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
+        "--plan": given,
+    }
+    if problems := [*_misplaced({name for name, value in options.items() if value is not None})]:
+        raise UsageError("\n".join(problems))
+    if given is not None and ranks is None and (tp or dp or stages):
+        raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp and --stages, or --plan")
+    if out is not None and out.exists():
+        raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
+    name = model.absolute().name
+    if ranks is not None:
+        from partc.cli.simulation.search import Options, searched
+        from partc.compiler.search.candidate import Fixed
+
+        request = Options(ranks, Fixed(tp, dp, stages), sizes, batch, memory, machine, hosts or 1, limit, given)
+        found = searched(load(model), name, request)
+        _warn(found.warnings)
+        console.echo(found.report, err=out is None)
+        return _written(found.text, out)
+    from partc.compiler.cost.machine_file import read_machine
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
     from partc.compiler.proposal.degrees import Degrees
@@ -141,42 +210,13 @@ def command(
     from partc.compiler.proposal.propose import propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
-    from partc.compiler.search.candidate import Fixed
-    from partc.runtime.errors import UsageError
-    from partc.runtime.files.replace import write_text
 
-    if out is not None and out.exists():
-        raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
-    if ranks is not None:
-        if target is not None or length is not None:
-            option = "--target" if target is not None else "--generate"
-            raise UsageError(f"{option} is for a proposal of given degrees\n  help: leave out --ranks, and give --tp")
-        request = Options(ranks, Fixed(tp, dp, stages), sizes, batch, memory, machine, hosts or 1, limit, given)
-        return _write_found(searched(load(model), model.absolute().name, request), out)
-    of_search = {"--memory": memory, "--batch": batch, "--set": sizes or None, "--time": limit, "--hosts": hosts}
-    if named := [option for option, value in of_search.items() if value is not None]:
-        verb = "is" if len(named) == 1 else "are"
-        raise UsageError(f"{', '.join(named)} {verb} for a search\n  help: add --ranks")
-    degrees = Degrees(tp or 1, dp or 1, stages or 1)
-    if machine is not None and degrees.stages == 1:
-        raise UsageError("--machine is for a search, or the proposal of stages\n  help: add --ranks or --stages")
-    if target is None and (device_memory is not None or given is not None):
-        option = "--device-memory" if device_memory is not None else "--plan"
-        more = "" if device_memory is not None else ", or --ranks for a search"
-        raise UsageError(f"{option} is for the proposal of targets\n  help: add --target auto{more}")
-    if given is not None and degrees.ranks > 1:
-        raise UsageError("--plan has ranks of its own\n  help: leave out --tp, --dp and --stages, or --plan")
-    if slots is not None and length is None:
-        raise UsageError("--slots is for a proposal of generation\n  help: add --generate LENGTH")
-    if given is not None and length is not None:
-        raise UsageError("--plan has a 'generate' of its own, or none\n  help: write it there, or leave out --plan")
+    degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
+    if imported is not None:
+        degrees = _degrees(degrees, imported)
     generation = None if length is None else Generation(length, slots or degrees.dp)
     device = Device(device_memory) if target is not None else None
-    imported = None
-    if files:
-        imported = read_imported(files)
-        degrees = _degrees(degrees, imported)
-    source, name = load(model, cache=length is not None), model.absolute().name
+    source = load(model, cache=length is not None)
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
     elif imported is not None and imported.strategies:
@@ -184,17 +224,20 @@ def command(
     elif degrees.ranks > 1 or device is not None or generation is not None or imported is not None:
         measured = None if machine is None else read_machine(machine)
         text, missing = propose(source, name, degrees, device, measured, generation, imported)
-        for line in missing:
-            console.echo(f"warning: not recognized: {line}", err=True)
+        _warn(f"not recognized: {line}" for line in missing)
     else:
-        paths, ranks = node_paths(source.model), source.declared.least_ranks
-        text = starting_plan(source.model, paths, name, source.declared.symbols, ranks=ranks)
-    if out is None:
-        console.echo(text, nl=False)
-        return 0
-    write_text(out, text)
-    console.echo(f"wrote {out}")
-    return 0
+        paths, least = node_paths(source.model), source.declared.least_ranks
+        text = starting_plan(source.model, paths, name, source.declared.symbols, ranks=least)
+    return _written(text, out)
+
+
+def _misplaced(given: set[str]) -> Iterator[str]:
+    """What is wrong with options that are given together, or without one that they are for."""
+    for rule in _TOGETHER:
+        named = [one for one in rule.options if one in given]
+        if named and (not given.isdisjoint(rule.never) or (rule.needs and given.isdisjoint(rule.needs))):
+            verb = "is" if len(named) == 1 else "are"
+            yield f"{', '.join(named)} {verb} {rule.fact}\n  help: {rule.help}"
 
 
 def _degrees(given: Degrees, imported: Imported) -> Degrees:
@@ -215,17 +258,19 @@ def _degrees(given: Degrees, imported: Imported) -> Degrees:
     return Degrees(**found)
 
 
-def _write_found(found: Found, out: Path | None) -> int:
-    """Writes the plan that a search found; what it costs is printed where the plan is not."""
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        console.echo(f"warning: {line}", err=True)
+
+
+def _written(text: str, out: Path | None) -> int:
+    """Writes a plan to its file, or prints it; the exit code."""
     from partc.runtime.files.replace import write_text
 
-    for line in found.warnings:
-        console.echo(f"warning: {line}", err=True)
-    console.echo(found.report, err=out is None)
     if out is None:
-        console.echo(found.text, nl=False)
+        console.echo(text, nl=False)
         return 0
-    write_text(out, found.text)
+    write_text(out, text)
     console.echo(f"wrote {out}")
     return 0
 

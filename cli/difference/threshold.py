@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partc.runtime.units import parse_bytes
+from partc.runtime.units import parse_bytes, seconds
 
 from .compare import Difference
 from .facts import IN_BYTES, KINDS, MEASURES, TIME
@@ -32,7 +32,8 @@ class Threshold:
             return f"{self.text}: {number:,} changed" if number > self.most else ""
         one = next(one for one in found.measures if one.name == self.name)
         grown = one.percent if self.percent else one.grown
-        return f"{self.text}: {one.before:,} became {one.after:,}, {one.percent:+.3g} %" if grown > self.most else ""
+        shown = (seconds(size / 1e9) if self.name == TIME else f"{size:,}" for size in (one.before, one.after))
+        return f"{self.text}: {' became '.join(shown)}, {one.percent:+.3g} %" if grown > self.most else ""
 
 
 def parse_threshold(text: str) -> Threshold:
@@ -44,22 +45,16 @@ def parse_threshold(text: str) -> Threshold:
     name, amount = form.groups()
     if name not in MEASURES and name not in KINDS:
         raise ValueError(f"'{text}': '{name}' is not compared; these are: {known}")
-    if (percent := _PERCENT.fullmatch(amount)) and name in MEASURES:
+    forms = ["a percentage"] if name in MEASURES else []
+    if name != TIME:
+        forms.append("bytes" if name in IN_BYTES else "a number")
+    if name in MEASURES and (percent := _PERCENT.fullmatch(amount)):
         return Threshold(text, name, float(percent[1]), percent=True)
-    if name in IN_BYTES and (bytes := parse_bytes(amount)) is not None:
+    if "bytes" in forms and (bytes := parse_bytes(amount)) is not None:
         return Threshold(text, name, bytes)
-    if name == TIME:
-        raise ValueError(f"'{text}': '{amount}' is not an amount of {name}; that is a percentage, such as 5%")
-    if name not in IN_BYTES and _WHOLE.fullmatch(amount):
+    if "a number" in forms and _WHOLE.fullmatch(amount):
         return Threshold(text, name, int(amount))
-    forms = (
-        "a percentage or bytes (5%, 100MB)"
-        if name in IN_BYTES
-        else "a percentage or a number"
-        if name in MEASURES
-        else "a number"
-    )
-    raise ValueError(f"'{text}': '{amount}' is not an amount of {name}; that is {forms}")
+    raise ValueError(f"'{text}': '{amount}' is not an amount of {name}; that is {' or '.join(forms)}")
 
 
 def exceeded(thresholds: Sequence[Threshold], found: Sequence[Difference]) -> list[str]:

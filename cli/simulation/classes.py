@@ -28,29 +28,10 @@ def classes_of(
         )
         for first, some in actions.items()
     }
-    links: dict[Sequence[int], Hashable] = {}
-    for lists in groups.values():
-        for ranks in lists.values():
-            if ranks not in links:
-                links[ranks] = len(ranks), link_of(ranks).name
-    color = {rank: first_of[rank] for rank in range(manifest.ranks)}
-    while True:
-        met: dict[Sequence[int], Hashable] = {}
-        seen: dict[Hashable, int] = {}
-        found = {}
-        for rank in range(manifest.ranks):
-            names, peers = used[first_of[rank]]
-            around: list[Hashable] = [color[rank], tuple(color[peer] for peer in peers)]
-            for name in names:
-                ranks = groups[rank].get(name, ())
-                if ranks not in met:
-                    met[ranks] = links.get(ranks), tuple(sorted({color[one] for one in ranks}))
-                around.append(met[ranks])
-            found[rank] = seen.setdefault(tuple(around), rank)
-        if len(seen) == len({*color.values()}):
-            break
-        color = found
+    distinct = {ranks for lists in groups.values() for ranks in lists.values()}
+    links = {ranks: (len(ranks), link_of(ranks).name) for ranks in distinct}
     members: dict[int, list[int]] = {}
+    color = _colors(first_of, used, groups, links)
     for rank in range(manifest.ranks):
         members.setdefault(color[rank], []).append(rank)
     number = {one: k for k, one in enumerate(members)}
@@ -81,6 +62,35 @@ def classes_of(
             ]
         made.append(Class(tuple(alike), some, others))
     return made
+
+
+def _colors(
+    first_of: Mapping[int, int],
+    used: Mapping[int, tuple[Sequence[str], Sequence[int]]],
+    groups: Mapping[int, Mapping[str, tuple[int, ...]]],
+    links: Mapping[tuple[int, ...], Hashable],
+) -> dict[int, int]:
+    """By rank the first rank of its class: the coarsest partition in which ranks of a class meet the same classes, by color refinement.
+
+    It begins with the ranks of one file, `first_of`; `used`: by file the groups and the peers with which its ranks communicate.
+    """
+    color = {rank: first_of[rank] for rank in sorted(first_of)}
+    while True:
+        met: dict[tuple[int, ...], Hashable] = {}
+        seen: dict[Hashable, int] = {}
+        found = {}
+        for rank in color:
+            names, peers = used[first_of[rank]]
+            around: list[Hashable] = [color[rank], tuple(color[peer] for peer in peers)]
+            for name in names:
+                ranks = groups[rank].get(name, ())
+                if ranks not in met:
+                    met[ranks] = links.get(ranks), tuple(sorted({color[one] for one in ranks}))
+                around.append(met[ranks])
+            found[rank] = seen.setdefault(tuple(around), rank)
+        if len(seen) == len({*color.values()}):
+            return color
+        color = found
 
 
 def _over(

@@ -17,6 +17,7 @@ from partc.cli.difference.compare import Change, alike
 from partc.cli.main import invoke
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model
+from partc.runtime.units import seconds
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 LENET, GPT = SAMPLES / "lenet", SAMPLES / "gpt"
@@ -138,7 +139,9 @@ def test_the_time_of_a_step_is_that_of_simulate(
     grown = 100 * (found["before"] / found["after"] - 1)
     for limit, code in ((grown - 1, 1), (grown + 1, 0)):
         assert invoke(["diff", *map(str, reversed(lenets)), *on, "--fail-if", f"time>{max(limit, 0):.3f}%"]) == code
-    assert "time of a step on the machine" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "time of a step on the machine" in shown.out
+    assert f"{seconds(steps[1])} became {seconds(steps[0])}" in shown.err
     assert invoke(["diff", *map(str, lenets), "--fail-if", "time>5%"]) == 2
     assert "the time of a step is not known without a machine" in capsys.readouterr().err
 

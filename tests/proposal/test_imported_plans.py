@@ -221,6 +221,9 @@ BAD = {
         "a.json", '{"parallel_strategy_item": {"MatMul_w": {"stage": 0, "parallel_strategy": [[2, 1], [1, 1]]}}}', (),
         "none of its 1 strategies is of a weight of model.onnx",
     ),
+    "a search": ("a.yaml", "tensor_model_parallel_size: 2\n", ("--ranks", "2"), "--from is for a proposal of given degrees"),
+    "targets": ("a.yaml", "tensor_model_parallel_size: 2\n", ("--target", "auto"), "--target is not for a plan that is imported"),
+    "tokens": ("a.yaml", "tensor_model_parallel_size: 2\n", ("--generate", "64"), "--generate is for a plan that is not there yet"),
     "a bad layout": ("a.json", '{"parallel_layout_item": {"w": {"dev_matrix": "2"}}}', (), "the layout of 'w'"),
 }  # fmt: skip
 

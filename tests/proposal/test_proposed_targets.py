@@ -120,7 +120,7 @@ def test_a_plan_with_targets_is_refused() -> None:
     [
         (["--device-memory", "8GB"], "add --target auto"),
         (["--target", "auto", "--device-memory", "8XB"], "'8XB' is not a size"),
-        (["--target", "auto", "--device-memory", "0"], "a device of 0 bytes"),
+        (["--target", "auto", "--device-memory", "0"], "0 bytes hold nothing"),
         (["--target", "auto", "--plan", "p", "--tp", "2"], "--plan has ranks of its own"),
     ],
     ids=["alone", "no size", "nothing", "plan and tp"],

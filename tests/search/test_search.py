@@ -147,6 +147,11 @@ def size(text: str) -> int:
         ),
         (["--ranks", "2", "--set", "rows=8"], "the model has no such symbol", "its symbols are batch"),
         (["--ranks", "2", "--target", "auto"], "--target is for a proposal of given degrees", "leave out --ranks"),
+        (
+            ["--ranks", "2", "--slots", "2", "--device-memory", "1GB"],
+            "--device-memory, --slots are for a proposal of given",
+            "leave",
+        ),
         (["--memory", "1GB", "--time", "3s"], "--memory, --time are for a search", "add --ranks"),
     ],
 )

@@ -22,13 +22,12 @@ from partc.compiler.ir.program import Typed
 from partc.compiler.matching import readers_of
 from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.plan.pattern import literal_pattern
-from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.batch import batch_of
 from partc.compiler.proposal.imports.imported import Imported, Strategy
+from partc.compiler.proposal.propose import parsed
 from partc.compiler.proposal.starting_plan import Proposed, key, starting_plan
 from partc.compiler.start import start
 
-_FILE = "plan.yaml"
 _ONNX = {
     "MatMul": ("MatMul", "Gemm"),
     "BatchMatMul": ("MatMul",),
@@ -64,7 +63,7 @@ class _Rule:
 
 def plan_of_strategies(source: Source, name: str, imported: Imported) -> str:
     """The text of the plan for the model called `name`. CompileError where no strategy is of one of its weights."""
-    program = run_passes(start(_copy(source), parse_plan("ranks: 1\n", _FILE), name), shapes)
+    program = run_passes(start(*parsed(source, "ranks: 1\n", name)), shapes)
     rules: dict[str, _Rule] = {}
     left = list(imported.left)
     for strategy in imported.strategies:
@@ -92,7 +91,7 @@ def plan_of_strategies(source: Source, name: str, imported: Imported) -> str:
         given = Proposed(told, (f"ranks: {stages * each}",), sections, batch.names)
         text = starting_plan(source.model, paths, name, symbols, given)
         try:
-            step_program(_copy(source), parse_plan(text, _FILE), name)
+            step_program(*parsed(source, text, name))
         except CompileError as error:
             refused = list(_refused(text, rules, error.problems))
             if not refused:
@@ -102,10 +101,6 @@ def plan_of_strategies(source: Source, name: str, imported: Imported) -> str:
                 rules.pop(path, None)
             continue
         return text
-
-
-def _copy(source: Source) -> Source:
-    return dataclasses.replace(source, model=source.model.clone())
 
 
 def _rule(program: Typed, strategy: Strategy) -> _Rule | str:
