@@ -1,4 +1,4 @@
-"""`partc plan --ranks`: searches a plan, and says how its step compares with baselines and with what no plan is below."""
+"""`partc plan --ranks`: searches for a plan, and says how its step compares with baselines and with what no plan is below."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Found:
 
 
 def searched(source: Source, name: str, options: Options) -> Found:
-    """Searches a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory."""
+    """Searches for a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory."""
     least = options.fixed.least.ranks
     if options.ranks % least:
         given = {"--tp": options.fixed.tp, "--dp": options.fixed.dp, "--stages": options.fixed.stages}
