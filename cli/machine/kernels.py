@@ -32,8 +32,10 @@ _IMAGES = ((8, 8), (16, 16), (32, 28), (64, 56))
 """Channels, and pixels along each side."""
 _PLACES = 9
 """The places of a filter."""
-_FEW, _SECOND = 16, (32, 128, 512, 2048)
+_FEW, _SECOND = 4, (32, 128, 512, 2048)
 """The rows of thin products, and the rows and columns of what they are multiplied by."""
+_FILTERS = 8
+"""Few, so that what a convolution takes is what its windows take."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,9 @@ def convolutions() -> Iterator[tuple[Sample, float]]:
 
     for channels, pixels in _IMAGES:
         node = helper.make_node("Conv", ["x", "y"], ["z"], pads=[1, 1, 1, 1])
-        given = {"x": _floats(1, channels, pixels, pixels), "y": _floats(channels, channels, 3, 3)}
+        given = {"x": _floats(1, channels, pixels, pixels), "y": _floats(_FILTERS, channels, 3, 3)}
         columns = channels * _PLACES * pixels**2
-        yield Sample([node], given, float(columns * _ELEMENT)), 2.0 * channels * columns
+        yield Sample([node], given, float(columns * _ELEMENT)), 2.0 * _FILTERS * columns
 
 
 def _of(op: str, elements: int, given: dict[str, Array], **attributes: Any) -> Sample:

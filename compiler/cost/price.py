@@ -2,13 +2,16 @@
 
     view           what calling any node takes; a constant nothing, as sessions fold it
     product        the operations of each matrix, or what it moves if that takes longer; and behind it `pack`: its second operand laid
-                   out as kernels read it, which sessions do once for a constant. Kernels compute 16 columns at a time, wanted or not
+                   out as kernels read it, which sessions do once for a constant.
     convolution    that, a matrix for each image and group, and behind it `unfold`: the places of its windows written out as columns
     others         what it moves
 
 What a node moves are its operands and what it makes; of an op that takes a few elements out of a large operand, twice what it makes.
 A function over flat memory, as an optimizer's, and one of rows are the nodes of their body, of which each makes as much as its largest
 operand has.
+
+A core computes the columns of a product in blocks of 16, so that 4 columns take as long as 16. A convolution is, for each record, a product
+whose columns are the pixels of its image.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ if TYPE_CHECKING:
     from onnx import FunctionProto
 
 CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
-_COLUMNS = 16
-"""So many columns of a product are computed at once."""
 _TAKES_OUT = ("lookup", "layout")
 _PER_MULTIPLY_ADD = 2
+_COLUMNS = 16
+"""Columns that a product computes together."""
+_OF_INPUT = ("ConvTranspose",)
+"""Convolutions whose columns are the pixels of what they read; of others those of what they make."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +54,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The kernel of a node; its operations, two for each multiply-add, in so many matrices; the bytes that it moves, and of a product
-    those that are laid out first. `padded`: how many operations kernels do for each of these.
+    """The kernel of a node; its operations, two for each multiply-add, in so many matrices; the bytes that it moves.
+
+    `padding`: the columns that are computed for each column that is wanted. `laid_out`: of a product the bytes that are laid out first.
     """
 
     kernel: str
     operations: float
     matrices: int
     moved: float
+    padding: float = 1.0
     laid_out: float = 0.0
-    padded: float = 1.0
 
     def seconds(self, processor: Processor) -> float:
         """On a target, without what its session takes."""
@@ -68,7 +74,7 @@ class NodeCost:
         if self.kernel not in (PRODUCT, CONVOLUTION):
             return processor.kernel(self.kernel)(self.moved)
         curve = processor.products.get(self.kernel) or processor.products[MATMUL]
-        computed = self.matrices * curve(self.padded * self.operations / self.matrices)
+        computed = self.matrices * curve(self.padding * self.operations / self.matrices)
         layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
         beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
         return max(computed, processor.kernel(FALLBACK)(self.moved)) + beside
@@ -82,22 +88,16 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     moved = 2 * made if kernel in _TAKES_OUT else given + made if given or kernel != VIEW else 0.0
     sizes: list[list[Known]] = [[None if one is None else one.sizes for one in some] for some in (inputs, outputs)]
     operations = _PER_MULTIPLY_ADD * multiply_adds(node, *sizes)
-    if kernel not in (PRODUCT, CONVOLUTION) or len(inputs) < 2 or inputs[1] is None:
-        return NodeCost(kernel, operations, 1, moved)
-    if kernel == PRODUCT:
-        packed = 0.0 if inputs[1].constant else inputs[1].bytes
-        columns = (sizes[1][0] or (1,))[-1:]
-        return NodeCost(
-            kernel, operations, _matrices(sizes[0], sizes[1]), moved, packed, _padded(math.prod(map(int, columns)))
-        )
-    matrices, places, columns_of = _windows(node, sizes[0], sizes[1])
-    images = int((sizes[0][0] or (1,))[0])
-    moved += (images - 1) * inputs[1].bytes  # all filters pass by for each image
-    return NodeCost(kernel, operations, matrices, moved, columns_of * inputs[1].item, _padded(places))
-
-
-def _padded(columns: int) -> float:
-    return -(-columns // _COLUMNS) * _COLUMNS / columns if columns else 1.0
+    by_factors = entry is not None and entry.multiply_adds is None
+    padding = _padding(node.op_type, kernel, *sizes) if kernel == CONVOLUTION or by_factors else 1.0
+    if kernel == CONVOLUTION and len(inputs) > 1 and inputs[1] is not None:
+        matrices, elements = _windows(node, sizes[0], sizes[1])
+        images = int((sizes[0][0] or (1,))[0])
+        moved += (images - 1) * inputs[1].bytes  # all filters pass by for each image
+        return NodeCost(kernel, operations, matrices, moved, padding, elements * inputs[1].item)
+    second = inputs[1] if kernel == PRODUCT and by_factors and len(inputs) > 1 else None
+    packed = 0.0 if second is None or second.constant else second.bytes
+    return NodeCost(kernel, operations, _matrices(kernel, *sizes), moved, padding, packed)
 
 
 def function_seconds(
@@ -126,24 +126,33 @@ def function_seconds(
 _SIZES = ("Shape", "Size")
 
 
-def _windows(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known]) -> tuple[int, int, int]:
-    """How many products of matrices a convolution is, one for each image and group; the columns of one, and the elements of all of them.
+def _windows(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known]) -> tuple[int, int]:
+    """How many products of matrices a convolution is, one for each image and group, and the elements of the columns of all of them.
 
     A filter of one place, side by side, reads the image as it is.
     """
     image, filters, made = inputs[0], inputs[1], outputs[0] if outputs else None
     if not image or not filters or not made:
-        return 1, 0, 0
+        return 1, 0
     group = node.attributes.get_int("group", 1)
     strides = node.attributes.get_ints("strides", ())
-    places = math.prod(map(int, (image if node.op_type == "ConvTranspose" else made)[2:]))
+    places = math.prod(map(int, (image if node.op_type in _OF_INPUT else made)[2:]))
     is_flat = all(size == 1 for size in (*filters[2:], *strides))
     matrices = max(1, int(image[0]) * group)
-    return matrices, places, 0 if is_flat else matrices * places * math.prod(map(int, filters[1:]))
+    return matrices, 0 if is_flat else matrices * places * math.prod(map(int, filters[1:]))
 
 
-def _matrices(inputs: Sequence[Known], outputs: Sequence[Known]) -> int:
+def _matrices(kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) -> int:
     """How many matrices a product multiplies: one where the second operand is a matrix."""
-    if not inputs[1] or len(inputs[1]) < 3 or not outputs or not outputs[0]:
+    if kernel != PRODUCT or len(inputs) < 2 or not inputs[1] or len(inputs[1]) < 3 or not outputs or not outputs[0]:
         return 1
     return max(1, math.prod(map(int, outputs[0][:-2])))
+
+
+def _padding(op: str, kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) -> float:
+    """The columns that are computed for each column of a product, or pixel of a convolution's images; one column is not padded."""
+    made = next(iter(inputs if op in _OF_INPUT else outputs), None)
+    if made is None or kernel not in (PRODUCT, CONVOLUTION):
+        return 1.0
+    columns = math.prod(map(int, made[2:])) if kernel == CONVOLUTION else int(made[-1]) if len(made) > 1 else 1
+    return -(-columns // _COLUMNS) * _COLUMNS / columns if columns > (kernel == PRODUCT) else 1.0
