@@ -22,13 +22,20 @@ _LONGEST, _MOST, _LEAST = 0.15, 200, 7
 _WARM = 2
 _TELLS = 1e-4
 """Seconds from which on the clock of a thread is exact enough."""
-_CHAIN = 9
+_CHAIN = 33
+_MIXED = ("Neg", "Add", "Greater", "Where", "Mul", "Greater", "Cast", "Exp")
 _ELEMENT = 4
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes that a node moves."""
 _MATRICES = (16, 32, 64, 128, 256, 512)
 _IMAGES = ((8, 8), (16, 16), (32, 28), (64, 56))
 """Channels, and pixels along each side."""
+_PLACES = 9
+"""The places of a filter."""
+_FEW, _SECOND = 4, (32, 128, 512, 2048)
+"""The rows of thin products, and the rows and columns of what they are multiplied by."""
+_FILTERS = 8
+"""Few, so that what a convolution takes is what its windows take."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +107,30 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
     return run
 
 
-def overhead(threads: int) -> tuple[float, float]:
-    """Seconds of a session's run beside its nodes, and of a node of next to no elements: of one node, and of a chain of them."""
-    one, chain = (timed(session_run(_chain(count), threads), threads) for count in (1, _CHAIN))
+def overhead(threads: int) -> tuple[float, float, float]:
+    """Seconds of a session's run beside its nodes, of a node of next to no elements, and of one that only looks at them otherwise."""
+    one, chain, views = (
+        timed(session_run(_chain(count, ops), threads), threads)
+        for count, ops in ((1, _MIXED), (_CHAIN, _MIXED), (_CHAIN, ("Unsqueeze",)))
+    )
     node = max(1e-8, (chain - one) / (_CHAIN - 1))
-    return max(1e-7, one - node), node
+    return max(1e-7, one - node), node, max(1e-8, (views - one) / (_CHAIN - 1))
 
 
-def _chain(count: int) -> Sample:
+def _chain(count: int, ops: Sequence[str]) -> Sample:
+    """So many nodes behind each other, the ops in turns; in a model, too, a node's kernel is another one than that before it."""
     from onnx import helper
 
-    nodes = [helper.make_node("Neg", [f"x{k}"], [f"x{k + 1}"]) for k in range(count)]
-    return Sample(nodes, {"x0": np.ones(16, np.float32)}, 0)
+    nodes, x = [helper.make_node("Neg", ["x0"], ["x1"])], "x1"
+    beside = {"Add": ["one"], "Mul": ["one"], "Greater": ["one"], "Where": ["one", "x0"], "Unsqueeze": ["axes"]}
+    for k in range(1, count):
+        op = ops[k % len(ops)]
+        attributes: dict[str, Any] = {"to": 1} if op == "Cast" else {}
+        nodes.append(helper.make_node(op, [x, *beside.get(op, [])], [f"x{k + 1}"], **attributes))
+        x = f"x{k + 1}"
+    given = {"x0": np.ones(16, np.float32), "one": np.ones(1, np.float32), "axes": np.array([0])}
+    read = {name for node in nodes for name in node.input}
+    return Sample(nodes, {name: array for name, array in given.items() if name in read}, 0)
 
 
 def kernels() -> Iterator[tuple[str, Sample]]:
@@ -141,10 +160,26 @@ def products() -> Iterator[tuple[str, Sample]]:
     for n in _MATRICES:
         node = helper.make_node("MatMul", ["x", "y"], ["z"])
         yield "matmul", Sample([node], {"x": _floats(n, n), "y": _floats(n, n)}, 2.0 * n**3)
+
+
+def thin_products() -> Iterator[tuple[Sample, float]]:
+    """Products of few rows, each by the bytes of its second operand, with its operations."""
+    from onnx import helper
+
+    for n in _SECOND:
+        node = helper.make_node("MatMul", ["x", "y"], ["z"])
+        yield Sample([node], {"x": _floats(_FEW, n), "y": _floats(n, n)}, float(n * n * _ELEMENT)), 2.0 * _FEW * n * n
+
+
+def convolutions() -> Iterator[tuple[Sample, float]]:
+    """Convolutions of one image, each by the bytes of the columns that its windows make, with its operations."""
+    from onnx import helper
+
     for channels, pixels in _IMAGES:
         node = helper.make_node("Conv", ["x", "y"], ["z"], pads=[1, 1, 1, 1])
-        given = {"x": _floats(2, channels, pixels, pixels), "y": _floats(channels, channels, 3, 3)}
-        yield "convolution", Sample([node], given, 2.0 * 2 * channels * channels * 9 * pixels**2)
+        given = {"x": _floats(1, channels, pixels, pixels), "y": _floats(_FILTERS, channels, 3, 3)}
+        columns = channels * _PLACES * pixels**2
+        yield Sample([node], given, float(columns * _ELEMENT)), 2.0 * _FILTERS * columns
 
 
 def _of(op: str, elements: int, given: dict[str, Array], **attributes: Any) -> Sample:

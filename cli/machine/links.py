@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from partc.cli.machine.kernels import products, session_run, timed, undisturbed
+from partc.cli.machine.kernels import convolutions, products, session_run, timed, undisturbed
 from partc.runtime.artifact.format import ALL_REDUCE, SUM
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.tensor import aligned
@@ -27,7 +27,7 @@ def messages(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
 
 def wake(transport: Transport, ranks: Sequence[int], threads: int) -> float:
     """What a session takes more behind a message that was waited for than behind itself."""
-    sample = next(sample for kind, sample in products() if kind == "convolution")
+    sample, _ = next(convolutions())
     run, size = session_run(sample, threads), SIZES[1]
     between = _one_way(transport, ranks, size, run) - _one_way(transport, ranks, size, lambda: None)
     return max(1e-8, between - timed(run, threads)) if between else 0.0

@@ -17,15 +17,27 @@ from typing import Any
 
 import numpy as np
 from partc.cli.job.processes import end_with_parent
-from partc.cli.machine.kernels import kernels, overhead, products, session_run, timed, undisturbed
+from partc.cli.machine.kernels import (
+    convolutions,
+    kernels,
+    overhead,
+    products,
+    session_run,
+    thin_products,
+    timed,
+    undisturbed,
+)
 from partc.cli.machine.links import all_reduces, messages, overlap, wake
 from partc.cli.machine.segments import segment_times
+from partc.compiler.cost.machine import Curve
 from partc.runtime.communication.transport import Transport
 from partc.runtime.job.machine import usable_cores
 
 REQUEST, TINY = "request.json", "tiny"
 _STALL = 60.0
 _STEPS, _WARM = 60, 10
+_LEAST = 1e-8
+"""Seconds of what takes less than the clock tells."""
 
 
 def main() -> int:
@@ -57,7 +69,7 @@ def main() -> int:
 def _measured(transport: Transport, request: dict[str, Any], threads: int) -> dict[str, Any]:
     """What this rank measures; each measurement begins on all ranks at once."""
     working = max(1, len(usable_cores()) // threads)  # more would be in each other's way, and are simulated so
-    session, node = overhead(threads)
+    session, node, view = overhead(threads)
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {
         "products": defaultdict(list),
         "kernels": defaultdict(list),
@@ -68,6 +80,14 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
             transport.all_gather_text("")
             taken = timed(run, threads) - session if transport.rank < working else 0.0
             curves[table][name].append((sample.amount, max(node, taken) if transport.rank < working else 0.0))
+    product = Curve(tuple(curves["products"]["matmul"]))
+    for name, beside in (("unfold", convolutions()), ("pack", thin_products())):
+        for sample, operations in beside:
+            run = session_run(sample, threads)
+            transport.all_gather_text("")
+            taken = timed(run, threads) - session - product(operations) if transport.rank < working else 0.0
+            curves["kernels"][name].append((sample.amount, max(_LEAST, taken) if transport.rank < working else 0.0))
+    curves["kernels"]["view"] = [(1.0, view if transport.rank < working else 0.0)]
     links = []
     lists = [tuple(tuple(ranks) for ranks in one["lists"]) for one in request["links"]]
     transport.create_groups([ranks for some in lists for ranks in some])

@@ -82,7 +82,10 @@ def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callab
                 return None
             cells[name] = tensor
             held.append(tensor)
-            bind(formal, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
+            if name in sizes.merged:  # how many rows there are tells the run
+                binding.bind_output(formal, "cpu")
+            else:
+                bind(formal, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
 
     def run() -> list[Tensor]:
         runner.session.run_with_iobinding(binding)

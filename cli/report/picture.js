@@ -100,7 +100,7 @@ class Picture {
     shape("title", {}, item.path || item.name),
     shape("rect", { width, height, rx: 6 }),
     ...this.stripes(item, height));
-    const fits = Math.floor((width - 40) / 7.1);
+    const fits = Math.floor((width - (opens ? 46 : 30)) / 7.3);
     made.append(shape("text", { x: 14, y: texts[1] ? 19 : isOpen ? 21 : 27, class: "title" }, shortened(texts[0], fits)));
     if (texts[1]) made.append(shape("text", { x: 14, y: 35, class: "about" }, shortened(texts[1], fits + 4)));
     if (opens) made.append(shape("text", { x: width - 16, y: 20, class: "sign" }, isOpen ? "−" : "+"));

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.cli.simulation.sizes import FileSizes
 from partc.compiler.cost import play
-from partc.compiler.cost.machine import FALLBACK, Machine
-from partc.compiler.cost.node import VIEW
+from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.play import Action
-from partc.compiler.cost.price import NodeCost, Operand, cost_of
-from partc.compiler.ops.registry import entry_of
-from partc.runtime.artifact.format import CPU
+from partc.compiler.cost.price import NodeCost, Operand, cost_of, function_seconds
+from partc.runtime.artifact.format import CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.artifact.tensors.boxes import slices
@@ -71,8 +69,13 @@ class Pricing:
         """Seconds of a segment, of its modules, and its operations."""
         processor = self.machine.processor(segment.target or CPU)
         modules, operations = defaultdict[str, float](float), 0.0
+        functions = {one.name: one for one in sizes.file.model.functions}
         for node in segment.formal.nodes:
-            cost = self.node(node, *sizes.of_node(node, segment))
+            given, made = sizes.of_node(node, segment)
+            if node.domain == OPTIMIZER and node.op_type in functions:
+                modules[path_of(node)] += function_seconds(functions[node.op_type], given, processor)
+                continue
+            cost = self.node(node, given, made)
             modules[path_of(node)] += cost.seconds(processor)
             operations += cost.operations
         seconds = processor.session + sum(modules.values())
@@ -80,23 +83,22 @@ class Pricing:
         return known if known is not None else seconds, modules, operations
 
     def update(self, update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> float:
-        """Seconds of an update: by function all its elements, in shards; of rows those that are looked up."""
-        processor, elements = self.machine.processor(update.target or CPU), Counter[str]()
+        """Seconds of an update: by function all that it updates side by side, in shards; of rows those that are looked up."""
+        processor, found = self.machine.processor(update.target or CPU), dict[str, list[Operand]]()
         for node in update.nodes:
-            function = functions.get(node.op_type)
-            rows = [*function.input].index(ROWS) if function is not None and ROWS in function.input else 0
-            updated = sizes.operand(node.input[rows]).sizes
-            elements[node.op_type] += math.prod(updated) if updated is not None else 0
-        total = 0.0
-        for name, count in elements.items():
-            body = functions[name].node if name in functions else ()
-            entries = [entry_of(ir.Node(node.domain, node.op_type, inputs=[])) for node in body]
-            kernels = [entry.kernel if entry is not None else FALLBACK for entry in entries]
-            shards = max(1, -(-count // SHARD))
-            moved = _OPERANDS * _ELEMENT * count / shards
-            each = sum(processor.kernel(kernel)(moved) for kernel in kernels if kernel != VIEW)
-            total += shards * (processor.session + each)
-        return total
+            given = [sizes.operand(name) for name in node.input]
+            if node.op_type in functions and ROWS in functions[node.op_type].input:
+                rows = given[[*functions[node.op_type].input].index(ROWS)]
+                given = [rows if one.sizes is None or math.prod(one.sizes) > 1 else one for one in given]
+            flat = found.setdefault(node.op_type, [Operand((0,), one.item) for one in given])
+            for k, one in enumerate(given):
+                count, before = math.prod(one.sizes or ()), math.prod(flat[k].sizes or ())
+                flat[k] = Operand((count if count == 1 else before + count,), one.item)
+        return sum(
+            function_seconds(functions[name], operands, processor, SHARD)
+            for name, operands in found.items()
+            if name in functions
+        )
 
 
 def shown(node: NodeProto) -> ir.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,11 @@ class FileSizes:
             [self.operand(names.get(name, name + suffix)) if name else None for name in some]
             for some in (node.input, node.output)
         )
+        fixed = segment.formal.initializers
+        given = [
+            replace(one, constant=True) if one is not None and name in fixed else one
+            for name, one in zip(node.input, given, strict=True)
+        ]
         return given, made
 
     def names(self, segment: Segment) -> Mapping[str, str]:

@@ -1,6 +1,14 @@
 """The seconds of a node on a target: of its work, by the curve that was measured of what bounds such an op.
 
+    view           what calling any node takes; a constant nothing, as sessions fold it
+    product        the operations of each matrix, or what it moves if that takes longer; and behind it `pack`: its second operand laid
+                   out as kernels read it, which sessions do once for a constant.
+    convolution    that, a matrix for each image and group, and behind it `unfold`: the places of its windows written out as columns
+    others         what it moves
+
 What a node moves are its operands and what it makes; of an op that takes a few elements out of a large operand, twice what it makes.
+A function over flat memory, as an optimizer's, and one of rows are the nodes of their body, of which each makes as much as its largest
+operand has.
 
 A core computes the columns of a product in blocks of 16, so that 4 columns take as long as 16. A convolution is, for each record, a product
 whose columns are the pixels of its image.
@@ -11,13 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, MATMUL, Processor
 from partc.compiler.cost.node import PRODUCT, VIEW, Known, multiply_adds
 from partc.compiler.ops.registry import entry_of
 
-CONVOLUTION = "convolution"
+if TYPE_CHECKING:
+    from onnx import FunctionProto
+
+CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
 _TAKES_OUT = ("lookup", "layout")
 _PER_MULTIPLY_ADD = 2
 _COLUMNS = 16
@@ -28,10 +40,11 @@ _OF_INPUT = ("ConvTranspose",)
 
 @dataclass(frozen=True)
 class Operand:
-    """The sizes of an operand, None where only a run tells them, and the bytes of an element."""
+    """The sizes of an operand, None where only a run tells them, the bytes of an element, and whether it is the same in each step."""
 
     sizes: tuple[int, ...] | None
     item: float
+    constant: bool = False
 
     @property
     def bytes(self) -> float:
@@ -43,7 +56,7 @@ class Operand:
 class NodeCost:
     """The kernel of a node; its operations, two for each multiply-add, in so many matrices; the bytes that it moves.
 
-    `padding`: the columns that are computed for each column that is wanted.
+    `padding`: the columns that are computed for each column that is wanted. `laid_out`: of a product the bytes that are laid out first.
     """
 
     kernel: str
@@ -51,16 +64,20 @@ class NodeCost:
     matrices: int
     moved: float
     padding: float = 1.0
+    laid_out: float = 0.0
 
     def seconds(self, processor: Processor) -> float:
         """On a target, without what its session takes."""
         if self.kernel == VIEW:
-            return 0.0
+            called = processor.kernels.get(VIEW)
+            return called.least if called is not None and self.moved else 0.0
         if self.kernel not in (PRODUCT, CONVOLUTION):
             return processor.kernel(self.kernel)(self.moved)
         curve = processor.products.get(self.kernel) or processor.products[MATMUL]
         computed = self.matrices * curve(self.padding * self.operations / self.matrices)
-        return max(computed, processor.kernel(FALLBACK)(self.moved))
+        layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
+        beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
+        return max(computed, processor.kernel(FALLBACK)(self.moved)) + beside
 
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:
@@ -68,12 +85,61 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     entry = entry_of(node)
     kernel = entry.kernel if entry is not None else FALLBACK
     given, made = (sum(one.bytes for one in some if one is not None) for some in (inputs, outputs))
-    moved = 2 * made if kernel in _TAKES_OUT else given + made
+    moved = 2 * made if kernel in _TAKES_OUT else given + made if given or kernel != VIEW else 0.0
     sizes: list[list[Known]] = [[None if one is None else one.sizes for one in some] for some in (inputs, outputs)]
     operations = _PER_MULTIPLY_ADD * multiply_adds(node, *sizes)
     by_factors = entry is not None and entry.multiply_adds is None
     padding = _padding(node.op_type, kernel, *sizes) if kernel == CONVOLUTION or by_factors else 1.0
-    return NodeCost(kernel, operations, _matrices(kernel, sizes[0], sizes[1]), moved, padding)
+    if kernel == CONVOLUTION and len(inputs) > 1 and inputs[1] is not None:
+        matrices, elements = _windows(node, sizes[0], sizes[1])
+        images = int((sizes[0][0] or (1,))[0])
+        moved += (images - 1) * inputs[1].bytes  # all filters pass by for each image
+        return NodeCost(kernel, operations, matrices, moved, padding, elements * inputs[1].item)
+    second = inputs[1] if kernel == PRODUCT and by_factors and len(inputs) > 1 else None
+    packed = 0.0 if second is None or second.constant else second.bytes
+    return NodeCost(kernel, operations, _matrices(kernel, *sizes), moved, padding, packed)
+
+
+def function_seconds(
+    function: FunctionProto, operands: Sequence[Operand | None], processor: Processor, shard: int = 0
+) -> float:
+    """Seconds of a function's nodes; with a `shard` those of flat operands go through so many elements at a time, a session's run each."""
+    largest = max([math.prod(one.sizes) for one in operands if one is not None and one.sizes is not None], default=0)
+    shards = max(1, -(-largest // shard)) if shard else 1
+    known: dict[str, float] = {}
+    for name, one in zip(function.input, operands, strict=False):
+        if one is not None:
+            known[name] = one.bytes if one.sizes is None or math.prod(one.sizes) == 1 else one.bytes / shards
+    total = shards * processor.session if shard else 0.0
+    if shards > 1:  # what no cache holds comes from memory once, and what is made goes there
+        total += processor.kernel(FALLBACK)(shards * (sum(known.values()) + len(function.output) * max(known.values())))
+    for node in function.node:
+        entry = entry_of(ir.Node(node.domain, node.op_type, inputs=[]))
+        kernel = entry.kernel if entry is not None else FALLBACK
+        given = [known.get(name, 0.0) for name in node.input]
+        made = max(given, default=0.0)
+        known.update(dict.fromkeys(node.output, 0.0 if node.op_type in _SIZES else made))
+        total += shards * NodeCost(kernel, 0.0, 1, sum(given) + made).seconds(processor)
+    return total
+
+
+_SIZES = ("Shape", "Size")
+
+
+def _windows(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known]) -> tuple[int, int]:
+    """How many products of matrices a convolution is, one for each image and group, and the elements of the columns of all of them.
+
+    A filter of one place, side by side, reads the image as it is.
+    """
+    image, filters, made = inputs[0], inputs[1], outputs[0] if outputs else None
+    if not image or not filters or not made:
+        return 1, 0
+    group = node.attributes.get_int("group", 1)
+    strides = node.attributes.get_ints("strides", ())
+    places = math.prod(map(int, (image if node.op_type in _OF_INPUT else made)[2:]))
+    is_flat = all(size == 1 for size in (*filters[2:], *strides))
+    matrices = max(1, int(image[0]) * group)
+    return matrices, 0 if is_flat else matrices * places * math.prod(map(int, filters[1:]))
 
 
 def _matrices(kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) -> int:
