@@ -1,6 +1,6 @@
 """Small decoders of transformers with random weights, exported with their cache as flat inputs and outputs, as exporters write them.
 
-    python tests/benchmarks/decoders.py FOLDER [--models llama,gpt2] [--opsets 18,23] [--forms plain,both]
+    python tests/benchmarks/exported_decoders.py FOLDER [--models llama,gpt2] [--opsets 18,23] [--forms plain,both]
 
     input_ids [b, s] (position_ids [b, s], attention_mask [b, p + s]), past.0.key [b, kv, p, d], past.0.value, ..
         -> logits [b, s, v], present.0.key [b, kv, p + s, d], present.0.value, ..

@@ -51,9 +51,10 @@ LAYOUTS = {
     "tp 2": (Degrees(tp=2), 4),
     "2 stages": (Degrees(stages=2), 4),
     "dp 2": (Degrees(dp=2), 4),
+    "tp 2, 2 stages": (Degrees(tp=2, stages=2), 4),
 }
-PROMPTS, COUNT, CLOSE = (3, 17, 40, 9, 1, 26), 24, 1e-4
-LENGTH, CHUNK = 96, 16
+PROMPTS, COUNT, CLOSE = (3, 17, 40, 9, 1, 26), 200, 1e-4
+LENGTH, CHUNK = 256, 16
 
 
 def main() -> None:
