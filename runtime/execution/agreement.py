@@ -32,6 +32,11 @@ class StepAgreement:
         self._told: AnnouncedStep | None = None
         self._halt = False
         self._request = 0
+        self._left_out = False
+
+    def leave_out(self) -> None:
+        """From now on steps begin without one: all ranks are given inputs of the sizes that the artifact fixes."""
+        self._left_out = True
 
     def open(self) -> None:
         """Make ready; collective, once, before the first step."""
@@ -85,4 +90,5 @@ class StepAgreement:
 
     def _send(self, inputs: Mapping[str, object]) -> AnnouncedStep:
         halt, self._halt = self._halt, False
-        return self.binder.announce(inputs, self._agreements, halt, self._request)
+        agreements = None if self._left_out else self._agreements
+        return self.binder.announce(inputs, agreements, halt, self._request)
