@@ -79,6 +79,11 @@ class StepAgreement:
             self._told = self._send(announced)
         return found
 
+    def of_all(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:
+        """The bindings and inputs of a step that all ranks are given alike: nothing is sent, and nothing waited for."""
+        self.transport.take_part()
+        return self.binder.of_all(inputs)
+
     def reset(self) -> None:
         """Forget what has begun, after a failure."""
         self._announced = self._told = None

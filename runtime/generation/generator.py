@@ -122,7 +122,7 @@ class Generator:
         if step.slots is not None:
             self._prefill.at_slots(step.slots)
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
-        return (self.program if step.slots is None else self._prefill)(given)
+        return (self.program if step.slots is None else self._prefill).step_of_all(given)
 
     def close(self) -> None:
         """Gives sessions and caches back."""
