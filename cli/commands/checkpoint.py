@@ -213,6 +213,10 @@ def export(
     _, (checkpoint, what) = take_newest_intact(path, write, "partc checkpoint export")
     size = "" if into_folder or model is not None else f", {size_text(out.stat().st_size)}"
     console.echo(f"{out}: {what} of step {checkpoint.index.step}{size}")
+    if form == "hf" and config is None:
+        console.echo(
+            "from_pretrained needs config.json as well: --config FOLDER copies that of the model, and its tokenizer"
+        )
     return 0
 
 

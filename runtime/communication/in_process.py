@@ -219,6 +219,9 @@ class LocalTransport:
     def all_reduce_max(self, vector: Vector) -> Vector:
         return _highest(self.world.exchange(self.rank, vector.copy(), lambda: AGREEMENT))
 
+    def take_part(self) -> None:
+        pass  # where no rank can proceed, all know at once
+
     def agreements(self) -> Agreements:
         self._agreements += 1
         return LocalAgreements(self.world, self.rank, -self._agreements)

@@ -3,8 +3,8 @@
 Ranks of one host send, reduce and agree in memory that they share (`host/plane.py`); over MPI goes what crosses hosts, all where memory
 cannot be shared, and news of failures. A wait for MPI tests for a moment and then sleeps, 20 microseconds first and twice as long each
 time, up to a tenth of a millisecond and, once it has lasted long, up to a whole one, since MPI cannot wake it. Meanwhile a rank looks
-whether another one has failed, or has left: a rank says, when it leaves, how many agreements and exchanges of all ranks it has
-taken part in, and who waits beyond those waits in vain. MPI counts in 32-bit integers, so that a longer message is split into several.
+whether another one has failed, or has left: a rank says, when it leaves, in how many agreements, exchanges and steps of all ranks it has
+taken part, and who waits beyond those waits in vain. MPI counts in 32-bit integers, so that a longer message is split into several.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MpiTransport:
         self._interrupted: str | None = None
         self._left: list[tuple[int, str]] = []
         self._begun = self._done = 0
-        """How many agreements and exchanges of all ranks this one has begun, and has taken part in."""
+        """How many agreements, exchanges and steps of all ranks this one has begun, and has taken part in."""
         self._known: set[tuple[int, ...]] = set()
         self._groups: dict[tuple[int, ...], ProcessGroup | RankList] = {}
         self._channels: list[MPI.Intracomm] = []
@@ -231,6 +231,10 @@ class MpiTransport:
 
     def all_reduce_max(self, vector: Vector) -> Vector:
         return self._begin(self.comm, self._agreed, vector)()
+
+    def take_part(self) -> None:
+        self._begun += 1
+        self._done += 1
 
     def agreements(self) -> Agreements:
         if (own := self._agreements_in_memory()) is not None:

@@ -122,6 +122,10 @@ class Transport(Protocol):
         """The element-wise maximum over all ranks."""
         ...
 
+    def take_part(self) -> None:
+        """Counts this rank to the next step of all ranks, without a message: who waits there for a rank that has left before is told."""
+        ...
+
     def agreements(self) -> Agreements:
         """Agreements of all ranks in an order of their own, beside all else that ranks do together; collective."""
         ...

@@ -32,11 +32,6 @@ class StepAgreement:
         self._told: AnnouncedStep | None = None
         self._halt = False
         self._request = 0
-        self._left_out = False
-
-    def leave_out(self) -> None:
-        """From now on steps begin without one: all ranks are given inputs of the sizes that the artifact fixes."""
-        self._left_out = True
 
     def open(self) -> None:
         """Make ready; collective, once, before the first step."""
@@ -84,11 +79,15 @@ class StepAgreement:
             self._told = self._send(announced)
         return found
 
+    def of_all(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:
+        """The bindings and inputs of a step that all ranks are given alike: nothing is sent, and nothing waited for."""
+        self.transport.take_part()
+        return self.binder.of_all(inputs)
+
     def reset(self) -> None:
         """Forget what has begun, after a failure."""
         self._announced = self._told = None
 
     def _send(self, inputs: Mapping[str, object]) -> AnnouncedStep:
         halt, self._halt = self._halt, False
-        agreements = None if self._left_out else self._agreements
-        return self.binder.announce(inputs, agreements, halt, self._request)
+        return self.binder.announce(inputs, self._agreements, halt, self._request)

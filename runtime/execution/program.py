@@ -125,13 +125,18 @@ class Program:
         with self.turn.taken(PROGRAM, "a step"):
             return self._run({**(inputs or {}), **named})
 
-    def _run(self, inputs: Mapping[str, object]) -> Outputs:
+    def step_of_all(self, inputs: Mapping[str, object]) -> Outputs:
+        """A call that all ranks give the same inputs, whole ones also of those that a rank does not read: they agree without a message."""
+        with self.turn.taken(PROGRAM, "a step"):
+            return self._run(inputs, of_all=True)
+
+    def _run(self, inputs: Mapping[str, object], of_all: bool = False) -> Outputs:
         if self._broken is not None:
             raise RankError(f"the program has stopped: {self._broken}")
         self._step += 1
         try:
             SLOT.pack_into(self._board.buffer, self._board.offset, self._step, AGREEING)
-            bindings, values = self.agreement.of(inputs)
+            bindings, values = self.agreement.of_all(inputs) if of_all else self.agreement.of(inputs)
             if self._on_error == RECOVER:
                 return self._attempt(bindings, values)
             return self._schedules.of(bindings).run(values, self._board, self._step)
@@ -289,11 +294,9 @@ class Program:
         return StepPlan(self._program, bindings, self._transport, self._wire, self._at_once, self._on_error != RECOVER)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, Exception) and not isinstance(error, PartcError):
-            text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-        else:
-            text = leaving_message(self.rank, error)
-        self._broken = text
+        known = isinstance(error, PartcError) or not isinstance(error, Exception)
+        own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        self._broken = text = leaving_message(self.rank, error) if known else own
         if self._on_error == "abort":
             self._transport.abort(text)
         else:
@@ -367,9 +370,7 @@ def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
     """UsageError where steps change what ranks keep: some may have replaced it when another one fails."""
     if on_error == RECOVER and any(record.next for record in artifact.manifest.state):
         fact = "its steps change what ranks keep, so none can be given up once it has begun"
-        raise UsageError(
-            f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', and go on from a checkpoint"
-        )
+        raise UsageError(f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', go on from a checkpoint")
 
 
 def settings_for(transport: Transport, threads: int | None, devices: Asked | None) -> Settings:
@@ -389,10 +390,8 @@ def _transport(
 
         comm = started(stall)
     if ranks is not None and comm.size != ranks:
-        right = f"`partc run -n {ranks} {folder}` or `mpiexec -n {ranks} ...`"
-        raise UsageError(
-            f"{folder}: was compiled for {ranks} ranks, this job has {comm.size}\n  help: start it with {right}"
-        )
+        fact = f"{folder}: was compiled for {ranks} ranks, this job has {comm.size}"
+        raise UsageError(f"{fact}\n  help: start it with `partc run -n {ranks} {folder}` or `mpiexec -n {ranks} ...`")
     if isinstance(comm, Transport):
         return comm
     from ..communication.mpi import MpiTransport

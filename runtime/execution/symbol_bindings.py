@@ -22,7 +22,7 @@ from ..artifact.format import Manifest, Port, SymbolRecord
 from ..artifact.legal_sizes import is_legal, refusal
 from ..communication.transport import Agreements, Transport, Vector
 from ..errors import InputError
-from .inputs import InputReader
+from .inputs import InputReader, Whole
 
 Bindings: TypeAlias = dict[str, int]
 
@@ -71,6 +71,8 @@ class Binder:
         """What the last step has told of its inputs, for as long as they have the same sizes and nothing is wrong with them."""
         self._last: tuple[Vector, bytes, Bindings] = np.empty(0, np.int64), b"", {}
         """The agreed sizes of the last step that broke no law, the same as bytes, and its bindings."""
+        self._last_of_all: tuple[tuple[tuple[int, ...], ...], Bindings] = (), {}
+        """By dim the shape of its input in the last step that all ranks were given alike, and the bindings of that step."""
         self.request = 0
         """The largest request that ranks have sent with the step that was bound last."""
         self._standing: dict[str, Tensor] = {}
@@ -102,6 +104,28 @@ class Binder:
             vector = vector.copy()
             vector[0], vector[-1] = _HALT if halt else _PROBLEM if problems else 0, request
         return AnnouncedStep(inputs, values, problems, vector, None if agreements is None else agreements.begin(vector))
+
+    def of_all(self, inputs: Mapping[str, object]) -> tuple[Bindings, dict[str, Value]]:
+        """The bindings and values of a step that is given the same inputs, the whole ones, on all ranks: so each rank knows all sizes.
+
+        InputError on all ranks alike, since each finds the same.
+        """
+        values, problems = self._read(inputs)
+        if problems:
+            raise InputError("\n".join(problems))
+        shapes = tuple(_shape(inputs[port.name]) for port, _ in self._cells if port.name in inputs)
+        if shapes != self._last_of_all[0]:
+            vector = np.full(2 + 2 * len(self._cells), _UNSEEN, np.int64)
+            for index, (port, axis) in enumerate(self._cells):
+                shape = _shape(inputs[port.name]) if port.name in inputs else ()
+                if len(shape) == len(port.shape or ()):
+                    vector[1 + 2 * index], vector[2 + 2 * index] = shape[axis], -shape[axis]
+            bindings: Bindings = {}
+            if found := [*self._violations(vector, bindings)]:
+                raise InputError("\n".join(found))
+            self._last_of_all = shapes, bindings
+        bindings = self._last_of_all[1]
+        return bindings, {**values, **self._stand_ins(bindings)} if self.sized else values
 
     def bind(self, step: AnnouncedStep, transport: Transport) -> tuple[Bindings, dict[str, Value]]:
         """The bindings of an announced step and the inputs that this rank reads, as values; InputError on all ranks alike."""
@@ -265,6 +289,11 @@ def bound_symbols(manifest: Manifest) -> frozenset[str]:
         for dim in port.shape or ()
         if isinstance(dim, str) and dim in manifest.symbols
     )
+
+
+def _shape(given: object) -> tuple[int, ...]:
+    """The shape of an input, of the global value."""
+    return np.asarray(given.value if isinstance(given, Whole) else given).shape
 
 
 def _is_tensor(port: Port) -> bool:

@@ -54,9 +54,6 @@ class Generator:
         """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
         if self.record.groups > 1 and isinstance(program, Program) and program.size > 1:
             self._tokens = [program.agreements() for _ in range(self.record.groups)]
-            for one in (program, self._prefill):
-                assert isinstance(one, Program)
-                one.agreement.leave_out()
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         """The answers to all requests, in their order; collective: each rank gives the same ones. InputError for any that cannot be met."""
@@ -141,7 +138,7 @@ class Generator:
         elif record.groups > 1:
             self.program.at_slots(record.slots_of(step.group))
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
-        return (self.program if step.slots is None else self._prefill)(given)
+        return (self.program if step.slots is None else self._prefill).step_of_all(given)
 
     def close(self) -> None:
         """Gives sessions and caches back."""

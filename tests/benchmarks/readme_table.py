@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -288,6 +290,20 @@ def rows_of(one: Benchmark, options: argparse.Namespace) -> tuple[list[str], boo
     return [figure.row("" if k else one.script, output) for k, figure in enumerate(one.figures)], fine
 
 
+def machine(jax_python: str | None) -> str:
+    """What the figures depend on beside the code: the processor, its vectors, its cores, and versions of what is measured."""
+    facts = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"(?m)^model name\s*:\s*(.*)$", facts)
+    vectors = "AVX-512" if "avx512f" in facts else "AVX2" if "avx2" in facts else "no AVX2"
+    found = [name for name in ("onnxruntime", "torch") if importlib.util.find_spec(name)]
+    versions = [f"{name} {importlib.import_module(name).__version__}" for name in found]
+    if jax_python:
+        script = "import jax; print('jax', jax.__version__)"
+        versions.append(subprocess.run([jax_python, "-c", script], capture_output=True, text=True).stdout.strip())
+    where = f"{len(os.sched_getaffinity(0))} cores of {model[1] if model else platform.machine()} ({vectors})"
+    return f"{where}; {', '.join(versions)}; load {os.getloadavg()[0]:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -300,9 +316,10 @@ def main() -> None:
     names = options.only.split(",")
     if unknown := [name for name in names if name not in {one.script for one in BENCHMARKS}]:
         parser.error(f"there is no benchmark {', '.join(unknown)}")
+    print(machine(options.jax_python))
     start = time.perf_counter()
     found = [rows_of(one, options) for one in BENCHMARKS if one.script in names]
-    print(f"\n{time.perf_counter() - start:.0f} s in all\n")
+    print(f"\n{time.perf_counter() - start:.0f} s in all; {machine(options.jax_python)}\n")
     print("\n".join(["| benchmark | figure |", "|---|---|", *(row for rows, _ in found for row in rows)]))
     sys.exit(not all(fine for _, fine in found))
 

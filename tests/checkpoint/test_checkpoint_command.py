@@ -161,7 +161,9 @@ def test_a_folder_as_transformers_reads_it(tmp_path: Path, capsys: pytest.Captur
         with safe_open(tmp_path / "out" / index["weight_map"][name], "numpy") as file:
             assert file.metadata()["format"] == "pt"
             assert file.get_tensor(name).tobytes() == array.tobytes()
+    capsys.readouterr()
     assert invoke(*words[:-2]) == 0
+    assert "from_pretrained needs config.json as well" in capsys.readouterr().out
     assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == sorted(whole)
 
 

@@ -53,10 +53,10 @@ def rows(k: int) -> np.ndarray[Any, Any]:
     return X[k % 50 : k % 50 + 1 + k % 4]
 
 
-def stepped(factor: float) -> Case:
+def stepped(name: str, factor: float) -> Case:
     """A step of another size and other numbers at each call."""
     return lambda program, k, _: bool(
-        np.array_equal(program(x=rows(k))["y"], np.maximum(rows(k), 0) * np.float32(factor))
+        np.array_equal(getattr(program, name)({"x": rows(k)})["y"], np.maximum(rows(k), 0) * np.float32(factor))
     )
 
 
@@ -93,7 +93,7 @@ SHARED = {name: read(name) for name in ("inputs", "outputs", "at_slots")}
 PROGRAM: Mapping[str, Case] = {
     **SHARED,
     **{name: read(name) for name in ("state", "looked_up", "usable", "size")},
-    "__call__": stepped(-1.0),
+    **{name: stepped(name, -1.0) for name in ("__call__", "step_of_all")},
     "announce": announced,
     "connect": nothing("connect"),
     "recover": nothing("recover"),
@@ -112,7 +112,7 @@ PROGRAM: Mapping[str, Case] = {
 LOCAL: Mapping[str, Case] = {
     **SHARED,
     "ranks": read("ranks"),
-    "__call__": stepped(-0.5),
+    **{name: stepped(name, -0.5) for name in ("__call__", "step_of_all")},
     "beside": lambda program, k, _: len(program.beside("infer").ranks) == 2,
     "close": nothing("close"),
 }
@@ -274,7 +274,7 @@ def test_one_rank_of_ranks_that_are_threads_is_not_called_alone(built: Path) -> 
         for call in (lambda: program.ranks[0](x=X), lambda: program.ranks[1].any_rank(True), program.ranks[0].close):
             with pytest.raises(UsageError, match="of one rank of a program whose ranks are threads"):
                 call()
-        assert stepped(-0.5)(program, 7, built)
+        assert stepped("__call__", -0.5)(program, 7, built)
 
 
 def test_calls_that_overlap_on_one_of_several_ranks_are_refused(built: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_cell_that_runs_again_leaves_nothing_behind(built: Path, tmp_path: Pat
     before = rank_threads()
     for _ in range(4):
         program = load_local(built / "two")
-        assert stepped(-0.5)(program, 5, tmp_path)
+        assert stepped("__call__", -0.5)(program, 5, tmp_path)
         trainer = load_trainer(built / "trains", threads=1)
         trainer.train(BATCH)
         trainer.save(tmp_path / "runs")

@@ -10,10 +10,11 @@ import onnx
 import pytest
 from batches import cases, check, follow, lead
 from decoders import Unsharded, decoder
+from mpi_ranks_case import MPIEXEC, job
 from onnx import numpy_helper
 from partc.compiler.pipeline import compile_model
 from partc.runtime import ContinuousBatch, Generator, InputError, RankError, Request, load, load_local_generator
-from partc.runtime.communication.in_process import LocalWorld
+from partc.runtime.communication.in_process import LocalAgreements, LocalWorld
 from partc.runtime.generation.commands import Command
 
 SPOILT = 9
@@ -60,6 +61,38 @@ def test_other_ranks_learn_what_rank_0_decides(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     check(found[0], requests, leaving)
+
+
+def test_steps_agree_without_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks give a step the same inputs, so none asks another one for its sizes."""
+    folder = compiled(tmp_path, "ranks: 2\ndataset: data_parallel\n")
+    with load_local_generator(folder) as generator:
+
+        def begin(*_: object) -> None:
+            raise AssertionError("an agreement has begun")
+
+        monkeypatch.setattr(LocalAgreements, "begin", begin)
+        (answer,) = generator.run([Request([3, 1, 4, 1, 5], max_tokens=6)])
+    assert answer.tokens == Unsharded(decoder()).tokens([3, 1, 4, 1, 5], 6)
+
+
+LEFT = """
+generator = runtime.load_generator(folder, threads=1)
+try:
+    for number, token in enumerate(generator.stream([1, 2, 3], max_tokens=20)):
+        if rank == 1 and number == 4:
+            raise ValueError("mine")
+except runtime.RankError as error:
+    print("told:", error, flush=True)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="the environment has no mpiexec of its own")
+def test_a_rank_that_leaves_between_tokens_is_told_to_the_others(tmp_path: Path) -> None:
+    result = job(compiled(tmp_path, "ranks: 2\ndataset: data_parallel\n"), LEFT, 2)
+    assert result.returncode != 0
+    assert result.stdout.splitlines() == ["told: rank 1 has left the job: <string>:17: ValueError: mine"]
 
 
 def test_commands_are_what_was_sent() -> None:

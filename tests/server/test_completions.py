@@ -188,8 +188,8 @@ def test_logits_that_are_not_finite_end_their_request_alone(server: LocalServer,
 
         ranks = program.ranks  # type: ignore[union-attr]
 
-        def __call__(self, given: Any) -> Any:
-            return {**program(given), "next_token": np.full(2, VOCABULARY)}
+        def step_of_all(self, given: Any) -> Any:
+            return {**program.step_of_all(given), "next_token": np.full(2, VOCABULARY)}
 
     server.generator.program = Spoilt()  # type: ignore[assignment]
     try:

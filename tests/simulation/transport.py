@@ -157,6 +157,9 @@ class SimulatedTransport:
         highest: Vector = np.stack(brought).max(axis=0)
         return highest
 
+    def take_part(self) -> None:
+        pass
+
     def agreements(self) -> Agreements:
         self.channels += 1
         return SimulatedAgreements(self, 1 + self.channels)

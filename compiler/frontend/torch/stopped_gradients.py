@@ -129,6 +129,7 @@ def _enable(on: bool) -> None:
 
 
 def _mode() -> Callable[[], Any]:
+    import torch
     from torch import _C, Tensor, is_grad_enabled, is_inference_mode_enabled
     from torch.compiler import is_dynamo_compiling
     from torch.overrides import TorchFunctionMode
@@ -160,7 +161,9 @@ def _mode() -> Callable[[], Any]:
             if func == data:
                 return args[0].detach()
             self.off = self.off and not on
-            _enable(False)
+            _enable(
+                on and isinstance(func, torch._ops.HigherOrderOperator)
+            )  # the branches of a `torch.cond` turn them off themselves
             try:
                 made = func(*args, **kwargs or {})
             finally:

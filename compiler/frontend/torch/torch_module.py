@@ -27,6 +27,7 @@ from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.torch_file import FOLDED
+from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
 
@@ -113,7 +114,7 @@ def _by_torch(
     settings.prepare(module)
     while True:
         try:
-            with quiet(), _without_gradients(), blocks_detached(module) as called:
+            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module) as called:
                 return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)

@@ -142,6 +142,26 @@ class Branches(_Net):
         return (self.head(h) - x).square().mean()
 
 
+class Blocks(_Net):
+    """A branch with a block without gradients, in which a block has them on again."""
+
+    exports = True
+
+    def first(self, h: Any) -> Any:
+        with torch.no_grad():
+            wanted = torch.tanh(self.encoder(h))
+            with torch.enable_grad():
+                scale = self.head(wanted)
+            wanted = wanted * 2
+        return h * wanted + scale
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        ways = self.first, lambda h: torch.tanh(h)
+        h = torch.cond(x.sum() > -1000, *ways, (h,)) if self.exports else ways[0](h)
+        return (self.head(h) - x).square().mean()
+
+
 CASES: dict[str, Callable[[], Any]] = {
     one.__name__: one for one in (Residual, SameOps, Inferred, Weight, Data, Target, Distilled, Quantized)
 }
@@ -198,9 +218,10 @@ def test_a_module_learns_as_in_torch(case: str, plan: str, count: int, tmp_path:
 
 
 @pytest.mark.parametrize("plan", ["one", "tp"])
-def test_a_branch_learns_as_in_torch(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [Branches, Blocks])
+def test_a_branch_learns_as_in_torch(case: Callable[[], Any], plan: str, tmp_path: Path) -> None:
     torch.manual_seed(4)
-    module = Branches()
+    module = case()
     source = exported(module)
     assert [node.op_type for node in source.model.graph if node.op_type in ("If", "Identity")] == ["If"]
     module.exports = False
