@@ -37,7 +37,7 @@ _LARGE, _TASKS = 500, 64
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
 _FAR = 1.5
-"""A baseline whose estimate is so many times what is found is not played, but where all are that can be."""
+"""A baseline of a large model whose estimate is so many times what is found is not played."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def play_program(search: Search, done: Complete) -> Simulation:
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
     search, tried, turns = found.search, set[Candidate](), Counter[Degrees]()
-    tasks = _TASKS if len(search.program.model.graph) > _LARGE else MOST_MICROBATCHES * search.request.ranks
+    is_large = len(search.program.model.graph) > _LARGE
+    tasks = _TASKS if is_large else MOST_MICROBATCHES * search.request.ranks
     few = [one for one in search.candidates if one.microbatches * one.degrees.stages <= tasks]
     waiting = {one: search.estimate(one) for one in few}
 
@@ -140,7 +141,7 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
         best = found.best
-        is_far = best is not None and estimate.seconds > _FAR * search.estimate(best.candidate).seconds
+        is_far = is_large and best is not None and estimate.seconds > _FAR * search.estimate(best.candidate).seconds
         if not is_far and not _is_behind(found, candidate):
             yield candidate
 

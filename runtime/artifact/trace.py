@@ -53,13 +53,15 @@ def trace_text(ranks: Sequence[str]) -> str:
     """The whole file, an event a line, from what each rank's profiler has written down."""
     rows = [json.loads(text) for text in ranks]
     begun = min((min(starts) for row in rows for _, _, starts, _ in row["steps"]), default=0.0)
-    lines = [json.dumps(event) for row in rows for event in _events(row, begun)]
+    arrows: dict[tuple[int, ...], int] = {}
+    lines = [json.dumps(event) for row in rows for event in _events(row, begun, arrows)]
     error = max((row["error"] for row in rows), default=0.0)
     about = json.dumps({"producer": "partc", "ranks": len(rows), "clock_error_us": _us(error)})
     return '{"displayTimeUnit": "ms", "otherData": ' + about + ', "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def _events(row: dict[str, Any], begun: float) -> Iterator[dict[str, Any]]:
+def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int]) -> Iterator[dict[str, Any]]:
+    """The events of a rank; `arrows`: by step and message the number of its arrow, as readers take no other text for an id."""
     rank = row["rank"]
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -70,20 +72,20 @@ def _events(row: dict[str, Any], begun: float) -> Iterator[dict[str, Any]]:
         whole = {"ts": min(begins), "dur": _us_between(min(begins), max(ends))}
         yield {"ph": "X", "name": f"step {number}", "cat": STEP, **place, **whole, "args": {"step": number}}
         for span, begin, end in zip(row["plans"][plan], begins, ends, strict=True):
-            yield from _span(span, number, {"pid": rank, "tid": span["lane"]}, begin, end)
+            at = {"pid": rank, "tid": span["lane"]}
+            yield _span(span, number, at, begin, end)
+            if link := span.get("link"):
+                arrow = {"name": "message", "cat": "message", **at, "args": {"step": number}}
+                arrow["id"] = arrows.setdefault((number, *link), len(arrows) + 1)
+                yield {**arrow, "ph": "s", "ts": begin} if span["sends"] else {**arrow, "ph": "f", "bp": "e", "ts": end}
 
 
-def _span(
-    span: dict[str, Any], number: int, place: dict[str, int], begin: float, end: float
-) -> Iterator[dict[str, Any]]:
-    """The span of an action, and its end of an arrow."""
+def _span(span: dict[str, Any], number: int, place: dict[str, int], begin: float, end: float) -> dict[str, Any]:
+    """The span of an action."""
     category = _OF_STEPS.get(span["kind"], COMMUNICATION)
     args = {key: value for key, value in span.items() if key not in ("name", "lane", "link", "sends")}
     event = {"cat": category, **place, "ts": begin}
-    yield {**event, "ph": "X", "name": span["name"], "dur": _us_between(begin, end), "args": {**args, "step": number}}
-    if link := span.get("link"):
-        arrow = {"name": "message", "cat": "message", **place, "id": ".".join(map(str, (number, *link)))}
-        yield {**arrow, "ph": "s", "ts": begin} if span["sends"] else {**arrow, "ph": "f", "bp": "e", "ts": end}
+    return {**event, "ph": "X", "name": span["name"], "dur": _us_between(begin, end), "args": {**args, "step": number}}
 
 
 def _us(seconds: float) -> float:

@@ -219,7 +219,7 @@ class LocalTransport:
     def all_reduce_max(self, vector: Vector) -> Vector:
         return _highest(self.world.exchange(self.rank, vector.copy(), lambda: AGREEMENT))
 
-    def take_part(self) -> None:
+    def count_step(self) -> None:
         pass  # where no rank can proceed, all know at once
 
     def agreements(self) -> Agreements:

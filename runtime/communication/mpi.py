@@ -232,7 +232,7 @@ class MpiTransport:
     def all_reduce_max(self, vector: Vector) -> Vector:
         return self._begin(self.comm, self._agreed, vector)()
 
-    def take_part(self) -> None:
+    def count_step(self) -> None:
         self._begun += 1
         self._done += 1
 

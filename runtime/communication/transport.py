@@ -122,7 +122,7 @@ class Transport(Protocol):
         """The element-wise maximum over all ranks."""
         ...
 
-    def take_part(self) -> None:
+    def count_step(self) -> None:
         """Counts this rank to the next step of all ranks, without a message: who waits there for a rank that has left before is told."""
         ...
 

@@ -81,7 +81,7 @@ class StepAgreement:
 
     def of_all(self, inputs: Mapping[str, object]) -> tuple[Bindings, Mapping[str, Value]]:
         """The bindings and inputs of a step that all ranks are given alike: nothing is sent, and nothing waited for."""
-        self.transport.take_part()
+        self.transport.count_step()
         return self.binder.of_all(inputs)
 
     def reset(self) -> None:

@@ -157,7 +157,7 @@ class SimulatedTransport:
         highest: Vector = np.stack(brought).max(axis=0)
         return highest
 
-    def take_part(self) -> None:
+    def count_step(self) -> None:
         pass
 
     def agreements(self) -> Agreements:

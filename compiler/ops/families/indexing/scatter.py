@@ -101,7 +101,7 @@ scatter_nd = op(
     partial=(0, 2),
     remarks=_REMARKS,
     precision="follow",
-    kernel="scatter",
+    kernel="layout",
 )
 
 
