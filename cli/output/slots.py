@@ -18,10 +18,12 @@ def slot_lines(manifest: Manifest) -> Iterator[str]:
     for one in manifest.state:
         if one.kind == CACHE and (kind := dense(one.type)) is not None:
             for rank in one.ranks:
-                kept[rank] = kept.get(rank, 0) + kind.bytes_of(one.local_shape(rank))
+                kept[rank] = kept.get(rank, 0) + record.groups * kind.bytes_of(one.local_shape(rank))
     most = max(kept.values(), default=0)
     size = size_text(most * record.runs // record.slots)
-    text = f"{count(record.slots, 'slot')} of {record.length} tokens: caches of {size_text(most)} on a rank, {size} for each of its slots"
+    turns = f", in {record.groups} groups that take turns" if record.groups > 1 else ""
+    slots = f"{count(record.slots, 'slot')} of {record.length} tokens{turns}"
+    text = f"{slots}: caches of {size_text(most)} on a rank, {size} for each of its slots"
     if record.memory is not None and record.room is not None:
         text += f"; 'memory' of {size_text(record.memory)} has room for {count(record.room, 'slot')}"
     yield text

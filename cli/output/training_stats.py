@@ -55,7 +55,8 @@ def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     for record in manifest.state:
         dtype = dense(record.type)
         if rank in record.ranks and dtype is not None:
-            found[record.kind] += dtype.bytes_of(record.local_shape(rank))
+            turns = manifest.generation.groups if record.kind == CACHE and manifest.generation is not None else 1
+            found[record.kind] += turns * dtype.bytes_of(record.local_shape(rank))
     return found
 
 

@@ -32,15 +32,15 @@ class DecoderMemory:
     prefill: int
 
     @classmethod
-    def of(cls, decode: RankProgram, prefill: RankProgram) -> Self:
-        """What a rank needs."""
+    def of(cls, decode: RankProgram, prefill: RankProgram, groups: int) -> Self:
+        """What a rank needs; a step of decode has the slots of one of the groups."""
         caches = [one for one in decode.kept if one.kind == "cache"]
         shape = caches[0].value.shape if caches else None
         slots = shape[0] if shape else 1
         assert isinstance(slots, int)
         weights = sum(_bytes(held.value) for held in decode.weights)
         held = sum(_bytes(one.value) for one in caches)
-        return cls(decode.rank, slots, weights, held, _of_step(decode), _of_step(prefill))
+        return cls(decode.rank, groups * slots, weights, groups * held, _of_step(decode), _of_step(prefill))
 
     def at(self, slots: int) -> int:
         """All bytes where the rank has so many slots."""
@@ -59,7 +59,8 @@ class DecoderMemory:
 
 def decoder_memories(decode: Complete, prefill: Complete) -> Iterator[DecoderMemory]:
     """The memory of each distinct program of ranks."""
-    return (DecoderMemory.of(part, prefill.parts[part.rank]) for part, _ in decode.alike)
+    groups = decode.plan.generate.groups if decode.plan.generate is not None else 1
+    return (DecoderMemory.of(part, prefill.parts[part.rank], groups) for part, _ in decode.alike)
 
 
 def most_slots(decode: Complete, prefill: Complete) -> int | None:
@@ -69,7 +70,7 @@ def most_slots(decode: Complete, prefill: Complete) -> int | None:
         return None
     found = [*decoder_memories(decode, prefill)]
     most = max(found, key=lambda one: one.at(one.slots))
-    room = min(one.room(rules.memory) * (rules.slots // one.slots) for one in found)
+    room = min(one.room(rules.memory) * (rules.slots // one.slots) for one in found) // rules.groups * rules.groups
     if most.at(most.slots) <= rules.memory:
         return room
     step = size_text(max(most.decode, most.prefill))

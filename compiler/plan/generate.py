@@ -14,6 +14,12 @@ from pydantic import Field, model_validator
 MOST_SLOTS, MOST_TOKENS, DEFAULT_CHUNK = 1 << 12, 1 << 24, 64
 
 
+def multiples_beside(size: int, count: int) -> str:
+    """The multiples of `count` next to another size, as text: `4 or 8`."""
+    below = size // count * count
+    return " or ".join(str(one) for one in (below, below + count) if one)
+
+
 class GenerateRules(PlacedOptions):
     """How many sequences at once, and how long."""
 
@@ -21,6 +27,12 @@ class GenerateRules(PlacedOptions):
 
     slots: int = Field(1, ge=1, le=MOST_SLOTS, description="The number of sequences that are made at once.")
     length: int = Field(ge=2, le=MOST_TOKENS, description="The most tokens of a sequence, prompt and answer together.")
+    groups: int = Field(
+        1,
+        ge=1,
+        le=MOST_SLOTS,
+        description="In how many groups slots take turns, one a step, so that stages work at once; as many as stages keep all busy.",
+    )
     chunk: int = Field(
         DEFAULT_CHUNK,
         ge=1,
@@ -39,7 +51,16 @@ class GenerateRules(PlacedOptions):
 
     @model_validator(mode="after")
     def _fits(self) -> GenerateRules:
+        if self.slots % self.groups:
+            fact = f"{self.slots} slots are not {self.groups} equal groups"
+            near = multiples_beside(self.slots, self.groups)
+            raise Refused(fact, help=f"write slots: {near}, or other 'groups'", key="groups")
         if self.chunk > self.length:
             fact = f"a chunk of {self.chunk} tokens is longer than a sequence, {self.length}"
             raise Refused(fact, help="choose a smaller 'chunk', or a larger 'length'", key="chunk")
         return self
+
+    @property
+    def rows(self) -> int:
+        """The slots of a group, which a step computes."""
+        return self.slots // self.groups

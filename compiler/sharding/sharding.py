@@ -22,6 +22,7 @@ from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
+from partc.compiler.plan.generate import multiples_beside
 from partc.compiler.sharding.avoidable_gathers import gathered_dims, gathers_of_uneven_sizes, gathers_of_unknown_sizes
 from partc.compiler.sharding.cheap_values import replicate_cheap_values
 from partc.compiler.sharding.levels import prefer
@@ -186,11 +187,12 @@ class _Laws:
         self, where: str, subject: str, value: ir.Value, dim: int, size: int | str | None, shards: int
     ) -> Problem:
         rules = self.program.plan.generate
-        if rules is not None and dim == 0 and size == rules.slots and value.is_graph_input():
-            fact = f"{size} slots cannot be dealt out to {shards} groups of ranks"
-            near = [one for one in (size // shards * shards, (size // shards + 1) * shards) if one]
-            help_ = f"write slots: {' or '.join(map(str, near))}"
-            return Problem(rules.where("slots"), fact, f"{size} is not divisible by {shards}", help_)
+        if rules is not None and dim == 0 and size == rules.rows and value.is_graph_input():
+            slots, count = rules.slots, shards * rules.groups
+            turns = f" in {rules.groups} groups that take turns" if rules.groups > 1 else ""
+            fact = f"{slots} slots{turns} cannot be dealt out to {shards} groups of ranks"
+            help_ = f"write slots: {multiples_beside(slots, count)}"
+            return Problem(rules.where("slots"), fact, f"{slots} is not divisible by {count}", help_)
         fact = f"{subject}: cannot cut '{value.name}' dim {dim} ({'unknown' if size is None else size}) into {shards}"
         if size is None:
             return Problem(where, fact, *how_lost(self.program, value, dim))

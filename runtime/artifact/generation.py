@@ -4,6 +4,10 @@ Two programs run over the same caches. `decode`, the main one, makes one token o
 slot: of one of each of `runs` equal runs, where slots are dealt out to ranks. In its files a cache has `runs` slots in place of all of
 them, one on each rank, and a step binds there the row of the slot that it is told.
 
+Where slots take turns in several `groups`, each group has as many slots of every run, one behind the other: in the files of decode a cache
+has the slots of one group, and a step binds there the rows of the group that it is told. `next` and `logits` stay where they are made, so
+that the first of several stages goes on with another group, while the last one is at this.
+
 The law of rows: a row of a step reads and writes the row of its own slot alone. It writes from the slot's position on, and what lies there
 is not read before a later step of that slot has written it again: so a row without a part in a step (a free slot, or one whose prompt is
 being read while others decode; a run without a prompt) is given its slot's position and any token, and changes nothing that is ever read.
@@ -20,7 +24,7 @@ class StepPorts(BaseModel):
     A step of decode is given `tokens` [slots, 1], of which the first `count` [slots] of each slot are meant, one or none, and `position`
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
     is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n
-    at most `chunk`.
+    at most `chunk`. Where slots take turns, those of a decode are the slots of one group.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,12 +39,15 @@ class StepPorts(BaseModel):
 class GenerationRecord(StepPorts):
     """The inputs and outputs of steps that make tokens, and how many sequences (slots) of which length the ranks keep.
 
+    `groups`: in how many equal groups slots take turns, one a step.
+
     `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
     most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
     """
 
     vocabulary: int = Field(ge=1)
     slots: int = Field(ge=1)
+    groups: int = Field(1, ge=1)
     length: int = Field(ge=2)
     chunk: int = Field(ge=1)
     runs: int = Field(1, ge=1)
@@ -48,3 +55,9 @@ class GenerationRecord(StepPorts):
     memory: int | None = None
     room: int | None = None
     stop: list[int] = []
+
+    def slots_of(self, group: int) -> list[int]:
+        """By row of a decode its slot in the turn of a group: as many of each run, one behind the other."""
+        of_run = self.slots // self.runs
+        size = of_run // self.groups
+        return [begin + at for begin in range(group * size, self.slots, of_run) for at in range(size)]

@@ -201,7 +201,7 @@ class Program:
         return other
 
     def at_slots(self, slots: Sequence[int]) -> None:
-        """Let the next steps of a prefill compute these slots, one of each run of them; the same ones on all ranks."""
+        """Let the next steps compute these slots, of a prefill one of each run, of a decode in turns a group; the same on all ranks."""
         if self._program.rows is None:
             fact = f"the program '{self.manifest.name}' computes all slots"
             raise UsageError(f"{fact}\n  help: choose slots of the program '{PREFILL}'")

@@ -127,7 +127,7 @@ class RankProgram:
     targets: Targets
     arenas: Arenas
     rows: CacheRows | None = None
-    """Which row of each cache a step of a prefill has."""
+    """Which rows of each cache a step has, where not all."""
 
     @property
     def rank(self) -> int:
@@ -212,7 +212,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     if state is None:
         begun = file.model if file.manifest.is_main else artifact.beside().model(rank)
         there = {name: memories[target] for name, target in targets.items()}
-        state = make_state(file.state, rank, plan.kept, begun, artifact.folder, there)
+        groups = file.manifest.generation.groups if file.manifest.generation is not None else 1
+        state = make_state(file.state, rank, plan.kept, begun, artifact.folder, there, groups)
         updates = {
             index: [_updater(group, settings, types, state) for group in groups]
             for index, groups in plan.groups.items()

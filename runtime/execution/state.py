@@ -1,7 +1,7 @@
 """What a rank keeps from step to step, in memory: parameters, what the optimizer keeps of them, running statistics, a decoder's caches.
 
 Tensors that one update runs over follow each other in memory. A training program and the evaluation of the same model share one state, and
-so do the two programs of a decoder, of which a prefill has one slot's row of each cache at a time (`row`).
+so do the two programs of a decoder, whose steps have rows of some slots of each cache (`rows`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class State:
             if isinstance(tensor, Remote):
                 move(Tensor.of(array, tensor.dtype), tensor)
 
-    def row(self, record: StateRecord, slot: int) -> Placed:
-        """The row of one of this rank's slots of a cache, as a cache with one slot; nothing is copied."""
+    def rows(self, record: StateRecord, first: int, count: int) -> Placed:
+        """The rows of some of this rank's slots of a cache, as a cache with so many slots; nothing is copied."""
         whole = self.tensors[record.value]
-        shape = (1, *whole.shape[1:])
-        return part(whole, slot * whole.dtype.bytes_of(shape), whole.dtype, shape)
+        at = first * whole.dtype.bytes_of((1, *whole.shape[1:]))
+        return part(whole, at, whole.dtype, (count, *whole.shape[1:]))
 
     @property
     def targets(self) -> dict[str, str]:
@@ -71,10 +71,12 @@ def make_state(
     model: ModelProto,
     folder: Path,
     memories: Mapping[str, DeviceMemory],
+    groups: int = 1,
 ) -> State:
     """The state as it is before the first step: weights as the artifact has them, the rest as the records say.
 
-    `memories`: by tensor that does not lie on the host the memory where it does.
+    `memories`: by tensor that does not lie on the host the memory where it does. `groups`: how many groups of slots a cache has, of which
+    its record has one.
     """
     mine = [record for record in records if rank in record.ranks]
     tensors: dict[str, Placed] = {}
@@ -91,7 +93,9 @@ def make_state(
             dtype = dense(record.type)
             if dtype is None:
                 raise ArtifactError(f"'{record.value}' is a {record.type}, which cannot be kept from step to step")
-            tensors[record.value] = new_place(memories.get(record.value), dtype, record.local_shape(rank))
+            shape = record.local_shape(rank)
+            shape = (groups * shape[0], *shape[1:]) if record.kind == CACHE else shape
+            tensors[record.value] = new_place(memories.get(record.value), dtype, shape)
     state = State(rank, tensors, mine)
     _fill(state, model, folder)
     return state

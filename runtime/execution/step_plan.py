@@ -100,8 +100,8 @@ class StepPlan:
         self.begun: dict[int, tuple[list[Request], Action | None]] = {}
         self.last: dict[str, tuple[int, Shape]] = {}
         self.actions: list[tuple[int, Action]] = []
-        self.slot = program.rows.slot if program.rows is not None else 0
-        """Whose rows of caches are bound, where a step has those of one slot."""
+        self.first_slot = program.rows.first if program.rows is not None else 0
+        """The first of the slots whose rows of caches are bound, where a step has those of some."""
         self.cells.update(program.rows.places() if program.rows is not None else {})
         self.places: dict[int, int] = {}
         self.beside = beside_messages(program.steps, at_once)
@@ -123,10 +123,10 @@ class StepPlan:
 
     def take(self, inputs: Mapping[str, Value]) -> None:
         """Bind the inputs of a step, and the rows of caches that it has."""
-        if (rows := self.program.rows) is not None and rows.slot != self.slot:
+        if (rows := self.program.rows) is not None and rows.first != self.first_slot:
             self.cells.update(rows.places())
             self.sessions.bind_rows()
-            self.slot = rows.slot
+            self.first_slot = rows.first
         if self.freed is not None:
             self.freed.renew()
         self.cells.update(inputs)

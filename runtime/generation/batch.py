@@ -7,7 +7,8 @@
         ...                                         # rank 0: shows tokens; batch.admit, batch.cancel, and at last batch.end()
 
 Each step begins with a command of rank 0, and all ranks find out alike what it is given. Where a step runs the next command is sent before
-it: a request that joins or leaves meanwhile does so with the command after that one, so within two steps.
+it: a request that joins or leaves meanwhile does so with the command after that one, so within two steps. Where groups of slots take turns
+a step is that of one group, and gives the tokens of the group's step before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .commands import Command, begin
 from .generator import Generator
 from .request import Request, refuse_unfit
 from .slots import NewToken, Slots
+from .turns import Turns
 
 
 class ContinuousBatch:
@@ -27,6 +29,7 @@ class ContinuousBatch:
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.slots = Slots(generator.record)
+        self._turns = Turns(generator.begin, self.slots)
         program = generator.program
         several = isinstance(program, Program) and program.size > 1
         self._agreements = program.agreements() if isinstance(program, Program) and several else None
@@ -40,9 +43,11 @@ class ContinuousBatch:
     def warm_up(self) -> None:
         """Runs the first steps, which take longer, of a prompt of its own; collective, before any other step."""
         record, slots = self.generator.record, Slots(self.generator.record)
-        slots.admit(0, Request([0] * min(record.chunk + 1, record.length - 1), max_tokens=1))
-        while (step := slots.next()) is not None:
-            self.generator.make(slots, step)
+        for number in range(record.groups):
+            slots.admit(number, Request([0] * min(record.chunk + 1, record.length - 1), max_tokens=1))
+        turns = Turns(self.generator.begin, slots)
+        while turns.next() is not None:
+            pass
 
     def admit(self, number: int, request: Request) -> None:
         """Rank 0's: a request joins, under a number that no other one has; InputError where it cannot be met."""
@@ -72,13 +77,14 @@ class ContinuousBatch:
         for number in command.cancelled:
             self.slots.cancel(number)
         if command.ends:
+            self._turns.end()
             return None
-        step = self.slots.next()
-        if step is None:
-            return []
+        return self._turns.next(self._begin_ahead) or []
+
+    def _begin_ahead(self) -> None:
+        """Begins the command behind a step, before the step runs."""
         if self._agreements is not None:
             self._begun = self._begin()
-        return self.generator.make(self.slots, step)
 
     def _begin(self) -> Callable[[], Command]:
         """Begins the next command; in one process it is sent to no other."""

@@ -11,7 +11,7 @@ draws is told to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ..artifact.format import CACHE, PREFILL
-from ..artifact.tensors.boxes import slices
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import Whole
@@ -28,6 +27,7 @@ from ..units import count
 from .draw import draw
 from .request import Answer, Request, refuse_unfit
 from .slots import NewToken, Slots, Step
+from .turns import Turns
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..artifact.format import StateRecord
     from ..artifact.generation import GenerationRecord
     from ..artifact.tensors.dtypes import Array
-    from ..communication.transport import Transport, Vector
+    from ..communication.transport import Agreements, Transport, Vector
 
 
 class Generator:
@@ -50,6 +50,10 @@ class Generator:
         self._prefill = program.beside(PREFILL)
         ports = (*program.manifest.inputs, *self._prefill.manifest.inputs)
         self._cut = {port.name for port in ports if port.boxes is not None}
+        self._tokens: list[Agreements] = []
+        """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
+        if self.record.groups > 1 and isinstance(program, Program) and program.size > 1:
+            self._tokens = [program.agreements() for _ in range(self.record.groups)]
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
         """The answers to all requests, in their order; collective: each rank gives the same ones. InputError for any that cannot be met."""
@@ -72,48 +76,58 @@ class Generator:
         slots = Slots(self.record)
         for number, request in enumerate(requests):
             slots.admit(number, request)
-        while (step := slots.next()) is not None:
-            made = self.make(slots, step)
+        turns = Turns(self.begin, slots)
+        while (made := turns.next()) is not None:
             if broken := sum(one.finish == "error" for one in made):
                 fact = f"the logits of {count(broken, 'sequence')} are not finite"
                 raise RankError(f"{fact}\n  help: look at the weights of the model")
             yield from made
 
-    def make(self, slots: Slots, step: Step) -> list[NewToken]:
-        """Runs a step of these slots, and gives the tokens that it makes; collective."""
+    def begin(self, slots: Slots, step: Step) -> Callable[[], list[NewToken]]:
+        """Runs this rank's part of a step of these slots; what comes back waits for its tokens, and gives them. Both are collective."""
         outputs = self._outputs(step)
-        chosen = np.array(outputs[self.record.next], np.int64)
-        self._draw(slots, outputs, chosen)
-        found = chosen.tolist()
-        if broken := slots.slots_of(found, self.record.vocabulary):
-            self._clear(broken)
-        return [*slots.take(found)]
+        made = outputs.get(self.record.next)  # where groups take turns the last stage has it
+        chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
+        drawn = self._draw(step, outputs, chosen)
+        agreed = self._tokens[step.group].begin(chosen) if self._tokens else None
+
+        def taken() -> list[NewToken]:
+            if agreed is not None:
+                np.copyto(chosen, agreed())
+            elif drawn and isinstance(self.program, Program):
+                np.copyto(chosen, self.program.maxima(chosen))
+            found = chosen.tolist()
+            if broken := step.slots_of(found, self.record.vocabulary):
+                self._clear(broken)
+            return [*slots.take(step, found)]
+
+        return taken
 
     def _clear(self, broken: Sequence[int]) -> None:
         """Makes the caches of slots zeros: of what is not finite also the masked entries would spoil the next sequence there."""
 
         def write(record: StateRecord, array: Array) -> None:
-            first = slices(record.shard(program.rank), record.shape)[0]
+            begin, _, of = record.shard(program.rank)[0]
+            first = self.record.slots * begin // of
             for slot in broken:
-                if first.start <= slot < first.stop:
-                    array[slot - first.start] = 0
+                if first <= slot < first + len(array):
+                    array[slot - first] = 0
 
         for program in [self.program] if isinstance(self.program, Program) else self.program.ranks:
             program.state.fill(write, {one.tensor for one in program.state.records if one.kind == CACHE})
 
-    def _draw(self, slots: Slots, outputs: dict[str, Any], chosen: Vector) -> None:
-        """Draws those tokens that are not the likeliest: rank 0 does, and tells the others."""
-        drawing = slots.drawing()
+    def _draw(self, step: Step, outputs: dict[str, Any], chosen: Vector) -> bool:
+        """Draws those tokens that are not the likeliest, where the logits are; -1 on the other ranks. Whether there are any."""
+        drawing = step.drawing()
         if not drawing:
-            return
+            return False
         if (logits := outputs.get(self.record.logits)) is not None:
             for row, (request, number) in drawing.items():
                 if chosen[row] < self.record.vocabulary:
                     chosen[row] = draw(np.asarray(logits)[row], request, number)
         elif isinstance(self.program, Program):
             chosen[[*drawing]] = -1
-        if isinstance(self.program, Program):
-            np.copyto(chosen, self.program.maxima(chosen))
+        return True
 
     def _outputs(self, step: Step) -> dict[str, Any]:
         """What one of the two programs makes of a step."""
@@ -121,6 +135,8 @@ class Generator:
         named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
         if step.slots is not None:
             self._prefill.at_slots(step.slots)
+        elif record.groups > 1:
+            self.program.at_slots(record.slots_of(step.group))
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
         return (self.program if step.slots is None else self._prefill).step_of_all(given)
 

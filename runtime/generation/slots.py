@@ -7,11 +7,14 @@ are read one after the other, in the order of their requests; where slots lie in
 A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
 slot's next step writes it again.
 
+Where slots take turns in several groups a step has those of one group, and may be under way while others are (`turns.py`): a request takes
+a slot of the group that has the fewest.
+
 Requests join and are cancelled between steps; each has a number, by which its tokens are known:
 
     slots.admit(7, Request([1, 306]))       # it waits for a slot
     while (step := slots.next()) is not None:
-        for token in slots.take(chosen_by(step)): ...
+        for token in slots.take(step, chosen_by(step)): ...
 """
 
 from __future__ import annotations
@@ -58,13 +61,28 @@ class _Sequence:
 class Step:
     """What a step is given: `tokens` [rows, n], and by row how many of them are meant, and how many are there before.
 
-    `slots`: by row of a prefill its slot; None of a decode, whose rows are all slots.
+    `slots`: by row of a prefill its slot; None of a decode, whose rows are all slots of its `group`. `taking`: by row that has a part its
+    slot, the number of its tokens there, and its sequence.
     """
 
     tokens: Array
     count: Array
     position: Array
+    taking: Mapping[int, tuple[int, int, _Sequence]]
     slots: Sequence[int] | None = None
+    group: int = 0
+
+    def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
+        """The slots with a part of which a number of at least `least` is chosen."""
+        return [slot for row, (slot, _, _) in self.taking.items() if chosen[row] >= least]
+
+    def drawing(self) -> Mapping[int, tuple[Request, int]]:
+        """By row whose next token is drawn its request, and the number of that token; before the step's tokens are taken."""
+        return {
+            row: (one.request, len(one.tokens))
+            for row, (_, count, one) in self.taking.items()
+            if one.request.temperature and count >= one.left
+        }
 
 
 class Slots:
@@ -75,9 +93,8 @@ class Slots:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence | None] = [None] * record.slots
         self._stop = frozenset(record.stop)
-        self._taking: dict[int, tuple[int, int]] = {}
-        """By row that has a part in the step under way its slot, and the number of its tokens there."""
-        self._last_was_chunk = False
+        self._of_group = [record.slots_of(group) for group in range(record.groups)]
+        self._last_was_chunk = [False] * record.groups
 
     @property
     def running(self) -> set[int]:
@@ -103,24 +120,32 @@ class Slots:
         self._waiting = deque(one for one in self._waiting if one.number != number)
         self._running = [None if one is None or one.number == number else one for one in self._running]
 
-    def next(self) -> Step | None:
-        """The next step; None where no request is left."""
-        for slot, running in enumerate(self._running):
-            if running is None and self._waiting:
-                self._running[slot] = self._waiting.popleft()
-        there = {slot: one for slot, one in enumerate(self._running) if one is not None}
+    def next(self, group: int = 0) -> Step | None:
+        """The next step of a group, of which none is under way; None where no request is left in it."""
+        while self._waiting and (slot := self._free()) is not None:
+            self._running[slot] = self._waiting.popleft()
+        there = {slot: one for slot in self._of_group[group] if (one := self._running[slot]) is not None}
         if not there:
             return None
         reading = {slot: one for slot, one in there.items() if one.left}
         making = {slot: one for slot, one in there.items() if not one.left}
-        self._last_was_chunk = bool(reading) and not (making and self._last_was_chunk)
-        return self._prefill(reading) if self._last_was_chunk else self._decode(making)
+        self._last_was_chunk[group] = bool(reading) and not (making and self._last_was_chunk[group])
+        return self._prefill(reading, group) if self._last_was_chunk[group] else self._decode(making, group)
 
-    def take(self, chosen: Sequence[int]) -> Iterator[NewToken]:
-        """The tokens that the step under way has made; `chosen` has one by row, of which those without a part mean nothing."""
-        for row, (slot, count) in self._taking.items():
-            one = self._running[slot]
-            assert one is not None
+    def _free(self) -> int | None:
+        """The first free slot of the group that has the fewest sequences; None where all have one."""
+        used = [sum(self._running[slot] is not None for slot in slots) for slots in self._of_group]
+        for _, slots in sorted(zip(used, self._of_group, strict=True), key=lambda pair: pair[0]):
+            for slot in slots:
+                if self._running[slot] is None:
+                    return slot
+        return None
+
+    def take(self, step: Step, chosen: Sequence[int]) -> Iterator[NewToken]:
+        """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing."""
+        for row, (slot, count, one) in step.taking.items():
+            if self._running[slot] is not one:
+                continue  # cancelled while the step was under way
             one.position += count
             token = int(chosen[row])
             if one.left and token < self.record.vocabulary:
@@ -137,44 +162,32 @@ class Slots:
                 self._running[slot] = None
             yield NewToken(one.number, token, finish)
 
-    def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
-        """The slots with a part in the step under way of which a number of at least `least` is chosen."""
-        return [slot for row, (slot, _) in self._taking.items() if chosen[row] >= least]
-
-    def drawing(self) -> Mapping[int, tuple[Request, int]]:
-        """By row whose next token is drawn behind the step under way its request, and the number of that token."""
-        found: dict[int, tuple[Request, int]] = {}
-        for row, (slot, count) in self._taking.items():
-            one = self._running[slot]
-            if one is not None and one.request.temperature and count >= one.left:
-                found[row] = one.request, len(one.tokens)
-        return found
-
-    def _prefill(self, reading: Mapping[int, _Sequence]) -> Step:
-        """A chunk of the earliest prompt of each run of slots."""
+    def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
+        """A chunk of the earliest prompt of each run of a group's slots."""
         record = self.record
         size = record.slots // record.runs
-        slots = [run * size for run in range(record.runs)]
-        self._taking = {}
+        slots = self._of_group[group][:: size // record.groups]
+        taking: dict[int, tuple[int, int, _Sequence]] = {}
         for slot, one in sorted(reading.items(), key=lambda pair: pair[1].number):
-            if (run := slot // size) not in self._taking:
+            if (run := slot // size) not in taking:
                 slots[run] = slot
-                self._taking[run] = slot, min(one.left, record.chunk)
-        width = record.chunk if record.padded else max(count for _, count in self._taking.values())
+                taking[run] = slot, min(one.left, record.chunk), one
+        width = record.chunk if record.padded else max(count for _, count, _ in taking.values())
         tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
-        for row, (slot, size) in self._taking.items():
-            one = reading[slot]
+        for row, (_, size, one) in taking.items():
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
-        return Step(tokens, count, self._positions()[slots], slots)
+        return Step(tokens, count, self._positions(slots), taking, slots, group)
 
-    def _decode(self, making: Mapping[int, _Sequence]) -> Step:
-        """A token of each sequence that is made."""
-        tokens, count = np.zeros((self.record.slots, 1), np.int64), np.zeros(self.record.slots, np.int64)
-        for slot, one in making.items():
-            tokens[slot], count[slot] = one.tokens[-1], 1
-        self._taking = {slot: (slot, 1) for slot in making}
-        return Step(tokens, count, self._positions())
+    def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:
+        """A token of each sequence of a group that is made."""
+        slots = self._of_group[group]
+        tokens, count = np.zeros((len(slots), 1), np.int64), np.zeros(len(slots), np.int64)
+        taking = {row: (slot, 1, making[slot]) for row, slot in enumerate(slots) if slot in making}
+        for row, (_, _, one) in taking.items():
+            tokens[row], count[row] = one.tokens[-1], 1
+        return Step(tokens, count, self._positions(slots), taking, None, group)
 
-    def _positions(self) -> Array:
+    def _positions(self, slots: Sequence[int]) -> Array:
         """By slot how many tokens are there; 0 of a free one."""
-        return np.array([0 if one is None else one.position for one in self._running], np.int64)
+        there = (self._running[slot] for slot in slots)
+        return np.array([0 if one is None else one.position for one in there], np.int64)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import onnx
 import pytest
-from decoders import VOCABULARY, Unsharded, decoder
+from batches import cases, check, follow, lead
+from decoders import Unsharded, decoder
 from mpi_ranks_case import MPIEXEC, job
 from onnx import numpy_helper
 from partc.compiler.pipeline import compile_model
@@ -33,59 +33,6 @@ def compiled(folder: Path, ranks: str = "ranks: 1\n", spoilt: bool = False) -> P
     (folder / "plan.yaml").write_text(f"{ranks}generate: {{slots: 2, length: 64, chunk: 4}}\n")
     compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
     return folder / "build"
-
-
-def lead(batch: ContinuousBatch, requests: dict[int, Request], leaving: dict[int, int]) -> dict[int, list[int]]:
-    """Admits a request a step, and takes those in `leaving` out after so many tokens; the tokens of all."""
-    made: dict[int, list[int]] = {number: [] for number in requests}
-    waiting, open_ones, left_at, step = [*requests], {*requests}, dict[int, int](), 0
-    while open_ones:
-        if waiting:
-            number = waiting.pop(0)
-            batch.admit(number, requests[number])
-        tokens = batch.step()
-        assert tokens is not None
-        step += 1
-        for one in tokens:
-            if one.request not in open_ones:
-                assert step <= left_at[one.request] + 2
-                continue
-            made[one.request].append(one.token)
-            if one.finish:
-                open_ones.discard(one.request)
-            elif len(made[one.request]) == leaving.get(one.request):
-                batch.cancel(one.request)
-                left_at[one.request] = step
-                open_ones.discard(one.request)
-    batch.end()
-    while batch.step() is not None:
-        pass
-    assert batch.slots.used == batch.slots.waiting == 0
-    return made
-
-
-def follow(generator: Generator) -> None:
-    batch = ContinuousBatch(generator)
-    while batch.step() is not None:
-        pass
-
-
-def cases() -> tuple[dict[int, Request], dict[int, int]]:
-    rng = random.Random(5)
-    requests = {
-        number: Request(
-            [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 3, 40]))], max_tokens=rng.choice([1, 5, 9])
-        )
-        for number in range(9)
-    }
-    return requests, {1: 2, 4: 1, 6: 3}
-
-
-def check(made: dict[int, list[int]], requests: dict[int, Request], leaving: dict[int, int]) -> None:
-    model = Unsharded(decoder())
-    for number, tokens in made.items():
-        whole = model.tokens([*requests[number].prompt], requests[number].max_tokens)
-        assert tokens == whole[: leaving.get(number, len(whole))], number
 
 
 def test_who_joins_and_leaves_changes_no_other_tokens(tmp_path: Path) -> None:

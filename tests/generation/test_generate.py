@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, requests
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
@@ -19,34 +20,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
 
 Compiled = Callable[..., Path]
-TENSOR = """sharding:
-  "layers.*.[qkv]": colwise
-  "layers.*.q": colwise
-  "layers.*.k": colwise
-  "layers.*.v": colwise
-  "layers.*.o": rowwise
-  "layers.*.up": colwise
-  "layers.*.down": rowwise
-  head: colwise
-""".replace('  "layers.*.[qkv]": colwise\n', "")
-STAGES = """placement:
-  "embed.*": {first}
-  "layers.0": {first}
-  "layers.1": {second}
-  head: {second}
-"""
-LAYOUTS = {
-    "one rank": "ranks: 1\n",
-    "tensor parallel": f"ranks: 2\nmesh: {{tp: 2}}\n{TENSOR}",
-    "stages": "ranks: 2\n" + STAGES.format(first=0, second=1),
-    "data parallel": "ranks: 2\ndataset: data_parallel\n",
-    "tensor parallel stages": "ranks: 4\nmesh: {pp: 2, tp: 2}\n"
-    + TENSOR
-    + STAGES.format(first="{pp: 0}", second="{pp: 1}"),
-}
 TRAIN = "train: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}"
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [*range(1, 40)], [11, 12], [60, 2, 33, 4]]
-COUNTS = [12, 20, 5, 9, 17]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +46,6 @@ def wanted() -> list[list[int]]:
     """The tokens of each prompt alone."""
     model = Unsharded(decoder())
     return [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
-
-
-def requests() -> list[Request]:
-    return [Request(prompt, max_tokens=count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

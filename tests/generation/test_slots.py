@@ -85,7 +85,7 @@ def test_every_request_gets_its_tokens_whoever_runs_beside_it(
             assert position <= len(caches[slot])  # all before it has been written
             caches[slot] = caches[slot][:position] + step.tokens[row].tolist()
             chosen.append(following(caches[slot][: position + count]))
-        for token in running.take(chosen):
+        for token in running.take(step, chosen):
             assert not finish[token.request]
             made[token.request].append(token.token)
             finish[token.request] = token.finish
@@ -101,7 +101,7 @@ def test_prompts_hold_others_up_by_one_chunk_a_token_in_the_order_of_requests() 
     parts = []
     while (step := running.next()) is not None:
         parts.append((step.slots, step.count.tolist(), step.position.tolist()))
-        for _ in running.take([0] * 3):
+        for _ in running.take(step, [0] * 3):
             pass
     assert parts[:10] == [
         ([0], [1], [0]),

@@ -68,8 +68,10 @@ def caches_as_state(program: Loaded) -> Loaded:
         own = Symbol() if said is None else said.symbol
         most = replace(own, max=min(own.max or form.tokens, form.tokens))
         symbols[work.tokens] = SymbolRule(most, rules.where() if said is None else said.where)
-    everyone = OutputRule(literal_pattern(NEXT), tuple(range(program.plan.ranks)), rules.where())
-    outputs = (*program.plan.outputs, everyone)
+    # where groups take turns nothing of a step comes back to the first stage, which would wait for it
+    to = tuple(range(program.plan.ranks)) if rules.groups == 1 else None
+    given = [NEXT] if rules.groups == 1 or not rules.sampling else [NEXT, name_of(chosen.logits)]
+    outputs = (*program.plan.outputs, *(OutputRule(literal_pattern(name), to, rules.where()) for name in given))
     plan = replace(program.plan, dims=replace(dims, symbols=symbols), outputs=outputs)
     record = GenerationRecord(
         tokens=name_of(work.ids),
@@ -79,6 +81,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         logits=name_of(chosen.logits) if rules.sampling else "",
         vocabulary=chosen.vocabulary,
         slots=rules.slots,
+        groups=rules.groups,
         length=rules.length,
         chunk=rules.chunk,
         runs=form.runs,

@@ -1,6 +1,6 @@
-"""The two forms of a decoder's step: one token of every slot, and a chunk of a prompt of one slot.
+"""The two forms of a decoder's step: one token of every slot of a group, and a chunk of a prompt of one slot.
 
-    decode     tokens [slots, 1]      position [slots]   count [slots]
+    decode     tokens [slots, 1]      position [slots]   count [slots]        of a group, where slots take turns in several
     prefill    tokens [runs, chunk]   position [runs]    count [runs]
 
 Both are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run both by the same sessions.
@@ -32,7 +32,7 @@ class StepForm:
     def of(cls, program: Loaded, rules: GenerateRules) -> StepForm:
         """The form of one of a plan's programs; CompileError where caches lie in other runs of slots than others do."""
         if program.kind is not ProgramKind.PREFILL:
-            return cls(rules, rules.slots, 1, 1)
+            return cls(rules, rules.rows, 1, 1)
         runs = _runs(program.beside[ProgramKind.STEP], rules)
         return cls(rules, runs, rules.chunk, runs)
 

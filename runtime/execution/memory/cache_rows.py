@@ -1,6 +1,7 @@
-"""Which row of each of its caches a rank binds in a step of prefill: that of one slot.
+"""Which rows of each of its caches a rank binds in a step: of a prefill that of one slot, of a decode in turns those of one group of slots.
 
 decode     past_k [4, heads, length, size]     all slots of the rank
+decode     past_k [2, heads, length, size]     of two groups the rows of one, where they lie
 prefill    past_k [1, heads, length, size]     the row of slot 2, where it lies; the next step another one's
 """
 
@@ -14,13 +15,14 @@ from ...artifact.format import CACHE, PREFILL, StateRecord
 from ...devices.device_memory import Placed
 from ...errors import UsageError
 from ...program.rank_file import RankFile
+from ...units import count as units
 from ..state import State
 
 
 @dataclass
 class CacheRows:
     """`records`: by cache, and by output that takes its place, the record. `run`: which run of slots lies on the rank, of `runs` equal
-    ones; `count`: how many slots it has. `slot`: the rank's own number of that which the next step computes.
+    ones; `count`: how many slots it has, of which a step has `size`. `first`: the rank's own number of the first that the next step has.
     """
 
     state: State
@@ -28,34 +30,36 @@ class CacheRows:
     run: int
     runs: int
     count: int
-    slot: int = 0
+    size: int
+    first: int = 0
 
     @classmethod
     def of(cls, file: RankFile, state: State) -> Self | None:
-        """The rows of a rank of a prefill; None of another program."""
+        """The rows of a rank of a prefill, or of a decode in turns; None of another program."""
         caches = [one for one in file.state if one.kind == CACHE]
-        if file.manifest.name != PREFILL:
+        generation = file.manifest.generation
+        if file.manifest.name != PREFILL and (generation is None or generation.groups == 1):
             return None
         records = {name: one for one in caches for name in (one.value, one.next)}
         if not caches:
-            return cls(state, records, 0, 1, 0)
+            return cls(state, records, 0, 1, 0, 0)
         begin, _, of = caches[0].shard(file.rank)[0]
-        runs = caches[0].shape[0]
-        return cls(state, records, runs * begin // of, runs, state.tensors[caches[0].value].shape[0])
+        size = caches[0].local_shape(file.rank)[0]
+        runs = caches[0].shape[0] // size
+        return cls(state, records, runs * begin // of, runs, state.tensors[caches[0].value].shape[0], size)
 
     def choose(self, slots: Sequence[int]) -> None:
-        """Lets the next steps compute these slots, one of each run; UsageError where that of this rank lies on another one."""
+        """Lets the next steps compute these slots, as many of each run, one behind the other; UsageError where the rank has others."""
         if not self.records:
             return
-        chosen = slots[self.run] - self.run * self.count if len(slots) == self.runs else -1
-        if not 0 <= chosen < self.count:
-            fact = f"a prefill of the slots {[*slots]}"
-            law = f"it computes one slot of each of {self.runs} runs of {self.count}"
-            raise UsageError(
-                f"{fact}\n  {law}\n  help: give a slot of {self.run * self.count} and on for run {self.run}"
-            )
-        self.slot = chosen
+        mine, begin = slots[self.run * self.size :][: self.size], self.run * self.count
+        first = mine[0] - begin if len(slots) == self.runs * self.size else -1
+        if not 0 <= first <= self.count - self.size or [*mine] != [*range(mine[0], mine[0] + self.size)]:
+            fact, each = f"a step of the slots {[*slots]}", units(self.size, "slot")
+            law = f"it computes {each} of each of {self.runs} runs of {self.count}"
+            raise UsageError(f"{fact}\n  {law}\n  help: give {each} of {begin} and on for run {self.run}")
+        self.first = first
 
     def places(self) -> dict[str, Placed]:
-        """By name the row of the chosen slot."""
-        return {name: self.state.row(record, self.slot) for name, record in self.records.items()}
+        """By name the rows of the chosen slots."""
+        return {name: self.state.rows(record, self.first, self.size) for name, record in self.records.items()}

@@ -135,7 +135,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
         if record.kind in ("parameter", "statistics"):
             one.parameters += bytes
         elif record.kind == CACHE:
-            one.caches += bytes
+            one.caches += bytes * (generation.groups if generation is not None else 1)
         else:
             one.optimizer += bytes
         if averaged and record.kind == "parameter" and record.tensor in trained:

@@ -38,10 +38,10 @@ class SessionCalls:
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
         self.bindings: dict[int, Binding] = {}
         self.rows: list[tuple[Bind, str, str]] = []
-        """What binds the rows of caches that a step has of one slot, by which name of the session, and their own."""
+        """What binds the rows of caches that a step has of some slots, by which name of the session, and their own."""
 
     def bind_rows(self) -> None:
-        """Binds the rows of caches anew, since they are another slot's."""
+        """Binds the rows of caches anew, since they are other slots'."""
         for bind, formal, name in self.rows:
             bind_tensor(bind, formal, self.place(name))
 
