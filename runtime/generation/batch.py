@@ -29,7 +29,7 @@ class ContinuousBatch:
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.slots = Slots(generator.record)
-        self._turns = Turns(generator.begin, self.slots)
+        self._turns = Turns(generator, self.slots)
         program = generator.program
         several = isinstance(program, Program) and program.size > 1
         self._agreements = program.agreements() if isinstance(program, Program) and several else None
@@ -45,7 +45,7 @@ class ContinuousBatch:
         record, slots = self.generator.record, Slots(self.generator.record)
         for number in range(record.groups):
             slots.admit(number, Request([0] * min(record.chunk + 1, record.length - 1), max_tokens=1))
-        turns = Turns(self.generator.begin, slots)
+        turns = Turns(self.generator, slots)
         while turns.next() is not None:
             pass
 

@@ -76,7 +76,7 @@ class Generator:
         slots = Slots(self.record)
         for number, request in enumerate(requests):
             slots.admit(number, request)
-        turns = Turns(self.begin, slots)
+        turns = Turns(self, slots)
         while (made := turns.next()) is not None:
             if broken := sum(one.finish == "error" for one in made):
                 fact = f"the logits of {count(broken, 'sequence')} are not finite"

@@ -13,18 +13,24 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from .slots import NewToken, Slots, Step
 
-Begin = Callable[[Slots, Step], Callable[[], list[NewToken]]]
-"""Runs this rank's part of a step; what comes back waits for its tokens (`Generator.begin`)."""
+
+class Begins(Protocol):
+    """A generator, or what stands for one."""
+
+    def begin(self, slots: Slots, step: Step) -> Callable[[], list[NewToken]]:
+        """Runs this rank's program for a step; what comes back waits for its tokens, and gives them."""
+        ...
 
 
 class Turns:
     """The turns of the groups of some slots; collective: each rank has the same requests in them."""
 
-    def __init__(self, begin: Begin, slots: Slots) -> None:
-        self._begin, self.slots = begin, slots
+    def __init__(self, generator: Begins, slots: Slots) -> None:
+        self._generator, self.slots = generator, slots
         self._groups = slots.record.groups
         self._group = 0
         self._under_way: dict[int, Callable[[], list[NewToken]]] = {}
@@ -40,7 +46,7 @@ class Turns:
             found += self._taken(group)
             if (step := self.slots.next(group)) is not None:
                 before()
-                taken = self._begin(self.slots, step)
+                taken = self._generator.begin(self.slots, step)
                 if self._groups == 1:
                     return taken()
                 self._under_way[group] = taken

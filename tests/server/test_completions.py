@@ -255,16 +255,16 @@ def test_a_full_queue_and_a_deadline_are_reported(server: LocalServer) -> None:
 def held(server: LocalServer) -> Iterator[threading.Event]:
     """Steps do not end meanwhile; the event is set once one has begun."""
     release, entered = threading.Event(), threading.Event()
-    make = server.generator.make
+    begin = server.generator.begin
 
     def wait(*given: Any) -> Any:
         entered.set()
         release.wait(20)
-        return make(*given)
+        return begin(*given)
 
-    server.generator.make = wait  # type: ignore[method-assign]
+    server.generator.begin = wait  # type: ignore[method-assign]
     try:
         yield entered
     finally:
-        server.generator.make = make  # type: ignore[method-assign]
+        server.generator.begin = begin  # type: ignore[method-assign]
         release.set()

@@ -54,8 +54,8 @@ def test_the_page_shows_an_answer_as_it_comes(server: LocalServer) -> None:
         browser.fill("#chat", True)
         browser.click("#go")
         browser.wait(f"{state}.includes('5 tokens read')")  # with the letters of the template
-        make = server.generator.make
-        server.generator.make = lambda *given: (time.sleep(0.02), make(*given))[1]  # type: ignore[method-assign]
+        begin = server.generator.begin
+        server.generator.begin = lambda *given: (time.sleep(0.02), begin(*given))[1]  # type: ignore[method-assign]
         browser.fill("#chat", False)
         browser.fill("#max_tokens", "240")
         browser.click("#go")
