@@ -214,7 +214,7 @@ def command(
     degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
     if imported is not None:
         degrees = _degrees(degrees, imported)
-    generation = None if length is None else Generation(length, slots or degrees.dp)
+    generation = None if length is None else Generation.over(degrees, length, slots)
     device = Device(device_memory) if target is not None else None
     source = load(model, cache=length is not None)
     if given is not None and device is not None:

@@ -9,17 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from partc.compiler.plan.generate import DEFAULT_CHUNK
+from partc.compiler.proposal.degrees import Degrees
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How long the sequences are that a decoder makes, and how many at once."""
+    """How long the sequences are that a decoder makes, how many at once, and in how many groups these take turns."""
 
     length: int
     slots: int
+    groups: int = 1
+
+    @classmethod
+    def over(cls, degrees: Degrees, length: int, slots: int | None) -> Generation:
+        """As many groups as stages, where they divide the slots, of which there is one for each group and replica unless they are given."""
+        slots = slots or degrees.dp * degrees.stages
+        return cls(length, slots, degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1)
 
     @property
     def line(self) -> str:
         """As a plan says it."""
         chunk = f", chunk: {self.length}" if self.length < DEFAULT_CHUNK else ""
-        return f"generate: {{slots: {self.slots}, length: {self.length}{chunk}}}"
+        groups = f", groups: {self.groups}" if self.groups > 1 else ""
+        return f"generate: {{slots: {self.slots}, length: {self.length}{groups}{chunk}}}"
