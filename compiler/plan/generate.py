@@ -31,21 +31,21 @@ class GenerateRules(PlacedOptions):
         1,
         ge=1,
         le=MOST_SLOTS,
-        description="In how many groups slots take turns, one a step, so that stages work at once; as many as stages keep all busy.",
+        description="In how many groups slots take turns, so that stages work at once: as many as stages.",
     )
     chunk: int = Field(
         DEFAULT_CHUNK,
         ge=1,
         le=MOST_TOKENS,
-        description="The most tokens of a prompt that one step takes; a longer prompt takes several.",
+        description="The most tokens of a prompt in one step.",
     )
     sampling: bool = Field(
         True,
-        description="Whether rank 0 gets the logits of each new token, to draw from them; without it only the likeliest can be taken.",
+        description="Whether tokens can be drawn from their logits, not only the likeliest taken.",
     )
     memory: ByteCount = Field(
         None,
-        description="The most that a rank may need, 4GB or a number of bytes, of weights, caches and the values of a step; null: no limit.",
+        description="The most of a rank's weights, caches and values of a step, such as 4GB; null: no limit.",
     )
     stop: list[int] = Field([], description="The tokens behind which a sequence ends; it has them.")
 
