@@ -257,6 +257,19 @@ BENCHMARKS = (
             ),
         ),
     ),
+    Benchmark(
+        "generate_ranks",
+        (
+            Figure(
+                "tokens a second of a decoder of width 1024 with 16 sequences over 2 ranks against one: tensor parallel; "
+                "stages whose groups of slots take turns",
+                r"(?m)^(?:tp|2 stages) .*tokens/s +([\d.]+) times",
+                "{} times as many",
+            ),
+        ),
+        quick="--width 128 --layers 2 --slots 4 --tokens 4 --rounds 1",
+        needs=("torch", "transformers"),
+    ),
 )
 
 
