@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 AGREEMENT = -1
 """The tag of the agreement of all ranks on the sizes of a step."""
-_ELEMENT = 4
-_OPERANDS = 3
 _ROWS = 8
 """The bytes of a row's number."""
 

@@ -78,9 +78,9 @@ def trained(name: str) -> Callable[[Path], Source]:
 def mixtral(folder: Path) -> Source:
     """Mixtral with four experts, as torch exports it."""
     from exported_models import export
-    from partc.compiler.frontend.model_file import read_source
+    from partc.compiler.frontend import load as load_model
 
-    return read_source(export("mixtral", 21, True, folder)[0])
+    return load_model(export("mixtral", 21, True, folder)[0])
 
 
 MODELS = {

@@ -161,9 +161,8 @@ def _mode() -> Callable[[], Any]:
             if func == data:
                 return args[0].detach()
             self.off = self.off and not on
-            _enable(
-                on and isinstance(func, torch._ops.HigherOrderOperator)
-            )  # the branches of a `torch.cond` turn them off themselves
+            # branches of a `torch.cond` turn them off themselves (`traced_blocks.py`)
+            _enable(on and isinstance(func, torch._ops.HigherOrderOperator))
             try:
                 made = func(*args, **kwargs or {})
             finally:
