@@ -52,7 +52,11 @@ sharding: {MatMul_0: colwise}""",
 
 @pytest.mark.parametrize(
     ("form", "plan"),
-    [*((form, "batch and columns") for form in FORMS), *dealt(FORMS, [one for one in PLANS if "and" not in one])],
+    [
+        *((form, "batch and columns") for form in FORMS),
+        *dealt(FORMS, [one for one in PLANS if "and" not in one]),
+        ("positions", "columns over 2"),  # the one whose positions are gathered, with a warning
+    ],
 )
 def test_an_extreme_along_a_cut_dim_trains(form: str, plan: str, tmp_path: Path) -> None:
     """Weights and inputs are small integers, so that many elements are equal, on one rank and on several."""
