@@ -37,7 +37,7 @@ _LARGE, _TASKS = 500, 64
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
 _FAR = 1.5
-"""A baseline of a large model whose estimate is so many times what is found is not played."""
+"""A baseline of a large model is not played where its estimate is this many times the best that was found."""
 
 
 @dataclass(frozen=True)
