@@ -257,18 +257,19 @@ def test_the_command_makes_the_same_tokens_over_mpi(
     compiled: Compiled, wanted: list[list[int]], layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    lines = ({"ids": prompt, "max_tokens": count} for prompt, count in zip(PROMPTS, COUNTS, strict=True))
+    lines: list[dict[str, object]] = [
+        {"ids": prompt, "max_tokens": count} for prompt, count in zip(PROMPTS, COUNTS, strict=True)
+    ]
+    lines.append({"ids": [3, 1, 4], "max_tokens": 8, "temperature": 0.8, "seed": 5})
     prompts.write_text("\n".join(map(json.dumps, lines)))
     capfd.readouterr()
     assert invoke(["generate", str(compiled(layout)), "--prompts", str(prompts), "--json"]) == 0
-    answers = json.loads(capfd.readouterr().out)["answers"]
-    assert [answer["ids"] for answer in answers] == wanted
-    drawn = ["--ids", "3,1,4", "--temperature", "0.8", "--seed", "5", "--max-tokens", "8"]
-    assert invoke(["generate", str(compiled(layout)), *drawn]) == 0
-    over_mpi = capfd.readouterr().out
-    assert invoke(["generate", str(compiled(layout)), *drawn, "--in-process"]) == 0
-    assert capfd.readouterr().out == over_mpi
-    assert len(over_mpi.split()) == 8
+    *likeliest, drawn = (answer["ids"] for answer in json.loads(capfd.readouterr().out)["answers"])
+    assert likeliest == wanted
+    asked = ["--ids", "3,1,4", "--temperature", "0.8", "--seed", "5", "--max-tokens", "8"]
+    assert invoke(["generate", str(compiled(layout)), *asked, "--in-process"]) == 0
+    assert [int(token) for token in capfd.readouterr().out.split()] == drawn
+    assert len(drawn) == 8
 
 
 def test_wrong_prompts_end_the_command_before_a_rank_begins(
@@ -321,6 +322,7 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
             "3 slots cannot be dealt out to 2 groups of ranks",
         ),
         ("{length: 8, chunk: 9}", "a chunk of 9 tokens is longer than a sequence, 8"),
+        ("{length: 64, stop: [2, 64]}", "plan.yaml:2: 64 is not a token of the model"),
         ("{slots: 2}", "length"),
         (
             "{length: 64}\ntrain: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}",
