@@ -38,7 +38,7 @@ REQUEST, TINY = "request.json", "tiny"
 _STALL = 60.0
 _STEPS, _WARM = 60, 10
 _LEAST = 1e-8
-"""Seconds of what takes less than the clock tells."""
+"""Seconds that stand for a time below the resolution of the clock."""
 
 
 def main() -> int:
