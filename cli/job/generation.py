@@ -148,7 +148,13 @@ class _Shown:
 def _from_file(job: GenerationJob) -> list[Request]:
     """A request for each line of a file of JSON lines."""
     path, found, problems = Path(job.file or ""), list["Request"](), list[str]()
-    for at, line in enumerate(counted.read_text(path, counted.SCHEDULE_BYTES).splitlines(), 1):
+    try:
+        text = counted.read_text(path, counted.SCHEDULE_BYTES)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: is not UTF-8 text: {error}\n  help: write one line of JSON for each prompt"
+        ) from None
+    for at, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

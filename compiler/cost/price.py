@@ -124,7 +124,7 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     if kernel == CONVOLUTION and len(inputs) > 1 and inputs[1] is not None:
         matrices, elements = _windows(node, sizes[0], sizes[1], columns)
         images = int((sizes[0][0] or (1,))[0])
-        moved += (images - 1) * inputs[1].bytes  # all filters pass by for each image
+        moved += (images - 1) * inputs[1].bytes  # the filters are read again for each image
         return NodeCost(kernel, operations, matrices, moved, padding, elements * inputs[1].item)
     second = inputs[1] if kernel == PRODUCT and by_factors and len(inputs) > 1 else None
     packed = 0.0 if second is None or second.constant else second.bytes
