@@ -184,8 +184,9 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
             continue
         if not _is_refused(found, candidate):
             yield candidate
-        if candidate.microbatches > 1 and found.of(candidate) is None:
-            yield replace(candidate, microbatches=1, schedule="")
+        one = replace(candidate, microbatches=1, schedule="")
+        if candidate.microbatches > 1 and found.of(candidate) is None and found.of(one) is None:
+            yield one
 
 
 def _is_refused(found: Plays, candidate: Candidate) -> bool:
