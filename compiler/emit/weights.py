@@ -59,9 +59,10 @@ class WeightShards:
 
     def of(self, held: RankTensor) -> WeightShard:
         """The shard of a weight on a rank."""
-        key = held.version, held.index if any(held.version.layout.cuts) else 0
+        value, layout = held.version.value, held.version.layout
+        key = held.version, held.index if any(layout.cuts) else 0
         if key not in self._of_version:
-            stored = _stored(held)
+            stored = value.name, id(value.const_value), layout.shards, layout.shard(held.index)
             if stored not in self._known:
                 self._known[stored] = _made(held, stored)
             self._of_version[key] = self._known[stored]
@@ -212,12 +213,6 @@ def owners(
         if own:
             owned[rank] = [one for one, _ in own]
     return owned
-
-
-def _stored(held: RankTensor) -> Stored:
-    """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
-    value, layout = held.version.value, held.version.layout
-    return value.name, id(value.const_value), layout.shards, layout.shard(held.index)
 
 
 def _made(held: RankTensor, stored: Stored) -> WeightShard:

@@ -13,11 +13,12 @@ these a prefill replaces, too, of which its records have the slots that it compu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, FailFast, Field, PrivateAttr
+from pydantic import AfterValidator, FailFast, Field, PrivateAttr, model_validator
 
 from ..files.counted import MOST_PROGRAMS
 from .format import (
@@ -75,6 +76,7 @@ class ManifestFile(Record):
     format: Literal[3] = 3
     partc: str
     ranks: int = Field(ge=1, le=MOST_RANKS)
+    mesh: dict[str, Annotated[int, Field(ge=1)]] = Field({})
     symbols: dict[str, SymbolRecord]
     groups: dict[str, list[Ranks]] = Field({})
     programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(
@@ -87,6 +89,12 @@ class ManifestFile(Record):
     model: SourceRecord
     plan: SourceRecord | None
     _manifests: dict[str, Manifest] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _all_ranks_are_the_mesh(self) -> Self:
+        if self.mesh and math.prod(self.mesh.values()) != self.ranks:
+            raise ValueError(f"the mesh {self.mesh} is not a grid of {self.ranks} ranks")
+        return self
 
     def manifest(self, name: str = "") -> Manifest:
         """The manifest as a program needs it, by default the main one; always the same object."""
