@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partc.runtime.artifact.format import CACHE, Manifest
-from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.units import count, size_text
 
 
@@ -16,9 +15,8 @@ def slot_lines(manifest: Manifest) -> Iterator[str]:
         return
     kept: dict[int, int] = {}
     for one in manifest.state:
-        if one.kind == CACHE and (kind := dense(one.type)) is not None:
-            for rank in one.ranks:
-                kept[rank] = kept.get(rank, 0) + record.groups * kind.bytes_of(one.local_shape(rank))
+        for rank in one.ranks if one.kind == CACHE else ():
+            kept[rank] = kept.get(rank, 0) + manifest.state_bytes_of(one, rank)
     most = max(kept.values(), default=0)
     size = size_text(most * record.runs // record.slots)
     turns = f", in {record.groups} groups that take turns" if record.groups > 1 else ""

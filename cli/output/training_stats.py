@@ -26,7 +26,6 @@ from partc.runtime.artifact.format import (
 )
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.graph.row_function import IDS, ROWS
-from partc.runtime.artifact.tensors.dtypes import dense
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -53,10 +52,8 @@ def state_bytes(manifest: Manifest, rank: int) -> dict[str, int]:
     """By kind the bytes of what a rank keeps from step to step."""
     found = {"parameter": 0, "optimizer": 0, "statistics": 0, SCALE: 0, CACHE: 0}
     for record in manifest.state:
-        dtype = dense(record.type)
-        if rank in record.ranks and dtype is not None:
-            turns = manifest.generation.groups if record.kind == CACHE and manifest.generation is not None else 1
-            found[record.kind] += turns * dtype.bytes_of(record.local_shape(rank))
+        if rank in record.ranks:
+            found[record.kind] += manifest.state_bytes_of(record, rank)
     return found
 
 

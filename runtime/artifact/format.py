@@ -61,6 +61,7 @@ from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
 from partc.runtime.artifact.port import Dim, Port, Shape
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
+from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.artifact.training.training_record import TrainingRecord
 from partc.runtime.artifact.transfer import Transfer, by_rank, one_by_one
 from pydantic import BaseModel, ConfigDict, Field
@@ -334,6 +335,12 @@ class Manifest(ArtifactRecord):
     state: list[StateRecord] = []
     training: TrainingRecord | None = None
     generation: GenerationRecord | None = None
+
+    def state_bytes_of(self, record: StateRecord, rank: int) -> int:
+        """The bytes that a rank keeps of a tensor from step to step; of a cache the rows of all groups of slots."""
+        dtype = dense(record.type)
+        turns = self.generation.groups if record.kind == CACHE and self.generation is not None else 1
+        return turns * dtype.bytes_of(record.local_shape(rank)) if dtype is not None else 0
 
     @property
     def prefix(self) -> str:

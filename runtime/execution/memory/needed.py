@@ -124,7 +124,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
 
     `file`: that of the artifact's program, where it is read already.
     """
-    generation = artifact.beside().manifest.generation
+    generation = artifact.generation
     main = _Program(file or read_rank_file(artifact, rank), sizes, generation)
     found = {target: TargetMemory(target) for target in sorted(main.used)}
     for target, bytes in main.weights().items():
@@ -133,12 +133,11 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
     averaged = training is not None and training.settings.ema is not None
     trained = {record.tensor for record in main.file.state if record.next}
     for record in main.file.state:
-        dtype, one = dense(record.type), found[main.targets.get(record.value, CPU)]
-        bytes = dtype.bytes_of(record.local_shape(rank)) if dtype is not None else 0
+        bytes, one = artifact.manifest.state_bytes_of(record, rank), found[main.targets.get(record.value, CPU)]
         if record.kind in ("parameter", "statistics"):
             one.parameters += bytes
         elif record.kind == CACHE:
-            one.caches += bytes * (generation.groups if generation is not None else 1)
+            one.caches += bytes
         else:
             one.optimizer += bytes
         if averaged and record.kind == "parameter" and record.tensor in trained:
@@ -197,7 +196,7 @@ def memory_over_step(
     Values without a known size are left out. The arena of `rank_memory` is at least as large as the most of `between`, by what lies unused
     between values; onnxruntime's arena keeps what it has asked for, so what is inside counts there at its most.
     """
-    program = _Program(read_rank_file(artifact, rank), sizes, artifact.beside().manifest.generation)
+    program = _Program(read_rank_file(artifact, rank), sizes, artifact.generation)
     lives = program.lifetimes()
     steps = program.file.steps
     places = [Span(one.name, one.born, max([one.died, *one.sends]), (), one.bytes) for one in lives]
