@@ -219,6 +219,7 @@ def test_many_nodes_are_drawn_at_once(browser: Browser, pages: Path) -> None:
             "model": HOSTILE,
             "plan": "",
             "ranks": 512,
+            "mesh": {},
             "meshes": [],
             "sizes": {},
         },
