@@ -32,10 +32,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(built: Path) -> Path:
+    """Of a training over MPI, whose ranks have clocks of their own."""
     rng = np.random.default_rng(1)
     data, file = built.parent / "data.npz", built.parent / "a.trace.json"
     np.savez(data, x=rng.normal(size=(16, 6)).astype(np.float32), label=rng.integers(0, 5, 16))
-    given = ["--data", str(data), "--batch", "8", "--steps", str(STEPS), "--in-process", "--profile", str(file), "-q"]
+    given = ["--data", str(data), "--batch", "8", "--steps", str(STEPS), "--profile", str(file), "-q"]
     assert invoke(["train", str(built), *given]) == 0
     return file
 
