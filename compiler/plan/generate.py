@@ -47,6 +47,16 @@ class GenerateRules(PlacedOptions):
         None,
         description="The most of a rank's weights, caches and values of a step, such as 4GB; null: no limit.",
     )
+    encoder_length: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="The most entries of an encoder's input, such as the tokens of a text; of a model whose encoder has one size null.",
+    )
+    start: list[int] = Field(
+        [],
+        description="The tokens with which a decoder behind an encoder begins, where a request has none; of a folder its own.",
+    )
     stop: list[int] = Field([], description="The tokens behind which a sequence ends; it has them.")
 
     @model_validator(mode="after")
