@@ -103,6 +103,10 @@ LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
 microbatches has the totals in its rows."""
 
 
+STEP_ALONE = (ProgramKind.STEP, ProgramKind.TOTALS)
+"""The kinds of programs that a step needs, without evaluation and prefill."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What a compile did: the program, the manifest of what was written, and what the user should know of."""
@@ -232,7 +236,7 @@ def _note_not_streamed(done: dict[ProgramKind, Lowered], *facts: str) -> None:
 
 def step_program(source: Source, plan: Plan | None, name: str, **how: Any) -> Complete:
     """The program of a step alone; arguments as of `programs_of`."""
-    return programs_of(source, plan, name, kinds=(ProgramKind.STEP, ProgramKind.TOTALS), **how)[ProgramKind.STEP]
+    return programs_of(source, plan, name, kinds=STEP_ALONE, **how)[ProgramKind.STEP]
 
 
 def analyse(
@@ -342,12 +346,20 @@ def _compiled(
     return report
 
 
-def compile_source(source: Source, plan: Plan | None, out: Path, name: str = "model") -> Report:
-    """As `compile_model`, of a model and a plan in memory."""
-    programs = programs_of(source, plan, name)
+def compile_source(
+    source: Source,
+    plan: Plan | None,
+    out: Path,
+    name: str = "model",
+    *,
+    check: bool = True,
+    kinds: Collection[ProgramKind] = tuple(ProgramKind),
+) -> Report:
+    """As `compile_model`, of a model and a plan in memory; `kinds` are the programs of the plan that are written."""
+    programs = programs_of(source, plan, name, kinds=kinds)
     program = programs.pop(ProgramKind.STEP)
     record = SourceRecord(name=name, sha256=hashlib.sha256(begin_text(program).encode()).hexdigest())
-    return _write(program, [*programs.values()], source, out, {"model": record, "plan": None})
+    return _write(program, [*programs.values()], source, out, {"model": record, "plan": None}, check=check)
 
 
 @uncollected()

@@ -27,6 +27,8 @@ _MIXED = ("Neg", "Add", "Greater", "Where", "Mul", "Greater", "Cast", "Exp")
 _ELEMENT = 4
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes that a node moves."""
+_MEMORY = 1 << 26
+"""Bytes that no cache holds: with an elementwise op they say how fast memory is."""
 _MATRICES = (16, 32, 64, 128, 256, 512)
 _IMAGES = ((8, 8), (16, 16), (32, 28), (64, 56))
 """Channels, and pixels along each side."""
@@ -135,11 +137,13 @@ def _chain(count: int, ops: Sequence[str]) -> Sample:
 
 def kernels() -> Iterator[tuple[str, Sample]]:
     """By kernel of the op table a sample at each size."""
+    for size in (*SIZES, _MEMORY):
+        third = size // _ELEMENT // 3
+        yield "elementwise", _of("Add", third, {"x": _floats(third), "y": _floats(third)})
     for size in SIZES:
         elements = size // _ELEMENT
-        third, half = elements // 3, elements // 2
+        half = elements // 2
         rows = max(1, half // 64)
-        yield "elementwise", _of("Add", third, {"x": _floats(third), "y": _floats(third)})
         yield "function", _of("Erf", 2 * half, {"x": _floats(half)})
         yield "reduction", _of("ReduceSum", rows * 64, {"x": _floats(rows, 64), "axes": np.array([1])}, keepdims=0)
         scale, bias = _floats(64), _floats(64)

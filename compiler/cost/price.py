@@ -4,9 +4,11 @@
     product        the operations of each matrix, or what it moves if that takes longer; and behind it `pack`: its second operand laid
                    out as kernels read it, which sessions do once for a constant.
     convolution    that, a matrix for each image and group, and behind it `unfold`: the places of its windows written out as columns
+    lookup         twice what it makes, in rows of up to 256 bytes; the rest of longer rows is copied
+    scatter        what it moves, element by element; of one that writes rows its data are copied, and the rows are a lookup
     others         what it moves
 
-What a node moves are its operands and what it makes; of an op that takes a few elements out of a large operand, twice what it makes.
+What a node moves are its operands and what it makes. Nothing is faster than an elementwise op that moves as much, nor is a copy.
 A function over flat memory, as an optimizer's, and one of rows are the nodes of their body, of which each makes as much as its largest
 operand has.
 
@@ -24,18 +26,18 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, MATMUL, Processor
 from partc.compiler.cost.node import PRODUCT, VIEW, Known, multiply_adds
-from partc.compiler.ops.registry import entry_of
+from partc.compiler.ops.registry import Dims, Entry, entry_of
 
 if TYPE_CHECKING:
     from onnx import FunctionProto
 
 CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
-_TAKES_OUT = ("lookup", "layout")
+LOOKUP, SCATTER, LAYOUT = "lookup", "scatter", "layout"
+ROW = 256
+"""Bytes of the rows by which lookups are measured."""
 _PER_MULTIPLY_ADD = 2
 _COLUMNS = 16
 """Columns that a product computes together."""
-_OF_INPUT = ("ConvTranspose",)
-"""Convolutions whose columns are the pixels of what they read; of others those of what they make."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class NodeCost:
     """The kernel of a node; its operations, two for each multiply-add, in so many matrices; the bytes that it moves.
 
     `padding`: the columns that are computed for each column that is wanted. `laid_out`: of a product the bytes that are laid out first.
+    `copied`: of a lookup and of a scatter the bytes that are moved side by side, beside the others.
     """
 
     kernel: str
@@ -65,19 +68,22 @@ class NodeCost:
     moved: float
     padding: float = 1.0
     laid_out: float = 0.0
+    copied: float = 0.0
 
     def seconds(self, processor: Processor) -> float:
         """On a target, without what its session takes."""
         if self.kernel == VIEW:
             called = processor.kernels.get(VIEW)
             return called.least if called is not None and self.moved else 0.0
+        copy = processor.kernel(FALLBACK)
         if self.kernel not in (PRODUCT, CONVOLUTION):
-            return processor.kernel(self.kernel)(self.moved)
+            beside = copy(self.copied) if self.copied else 0.0
+            return max(processor.kernel(self.kernel)(self.moved), copy(self.moved)) + beside
         curve = processor.products.get(self.kernel) or processor.products[MATMUL]
         computed = self.matrices * curve(self.padding * self.operations / self.matrices)
         layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
         beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
-        return max(computed, processor.kernel(FALLBACK)(self.moved)) + beside
+        return max(computed, copy(self.moved)) + beside
 
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:
@@ -85,13 +91,20 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     entry = entry_of(node)
     kernel = entry.kernel if entry is not None else FALLBACK
     given, made = (sum(one.bytes for one in some if one is not None) for some in (inputs, outputs))
-    moved = 2 * made if kernel in _TAKES_OUT else given + made if given or kernel != VIEW else 0.0
+    moved = 2 * made if kernel == LAYOUT else given + made if given or kernel != VIEW else 0.0
     sizes: list[list[Known]] = [[None if one is None else one.sizes for one in some] for some in (inputs, outputs)]
     operations = _PER_MULTIPLY_ADD * multiply_adds(node, *sizes)
+    if kernel in (LOOKUP, SCATTER) and entry is not None:
+        rows, copied = _indexed(entry, node, inputs, outputs)
+        return NodeCost(
+            kernel if rows is None else LOOKUP, operations, 1, moved if rows is None else rows, copied=copied
+        )
     by_factors = entry is not None and entry.multiply_adds is None
-    padding = _padding(node.op_type, kernel, *sizes) if kernel == CONVOLUTION or by_factors else 1.0
+    of_input = entry is not None and entry.columns_of_input
+    columns = sizes[0] if of_input else sizes[1]
+    padding = _padding(kernel, columns) if kernel == CONVOLUTION or by_factors else 1.0
     if kernel == CONVOLUTION and len(inputs) > 1 and inputs[1] is not None:
-        matrices, elements = _windows(node, sizes[0], sizes[1])
+        matrices, elements = _windows(node, sizes[0], sizes[1], columns)
         images = int((sizes[0][0] or (1,))[0])
         moved += (images - 1) * inputs[1].bytes  # all filters pass by for each image
         return NodeCost(kernel, operations, matrices, moved, padding, elements * inputs[1].item)
@@ -100,43 +113,65 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     return NodeCost(kernel, operations, _matrices(kernel, *sizes), moved, padding, packed)
 
 
+def _indexed(
+    entry: Entry, node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]
+) -> tuple[float | None, float]:
+    """The bytes that a node moves in rows, None where it writes elements one by one, and those that it copies side by side."""
+    dims: list[Dims] = [() if one is None or one.sizes is None else one.sizes for one in inputs]
+    item = inputs[0].item if inputs and inputs[0] is not None else 1.0
+    row = item * math.prod(map(int, entry.row(node, dims))) if entry.row is not None and dims and dims[0] else item
+    made = sum(one.bytes for one in outputs if one is not None)
+    taken, copied = made, 0.0
+    if entry.kernel == SCATTER:
+        if row <= item:
+            return None, 0.0
+        taken, copied = max((one.bytes for one in inputs[1:] if one is not None), default=0.0), 2 * made
+    in_rows = 2 * taken * min(1.0, ROW / row) if row else 0.0
+    return in_rows, copied + 2 * taken - in_rows
+
+
 def function_seconds(
     function: FunctionProto, operands: Sequence[Operand | None], processor: Processor, shard: int = 0
 ) -> float:
     """Seconds of a function's nodes; with a `shard` those of flat operands go through so many elements at a time, a session's run each."""
-    largest = max([math.prod(one.sizes) for one in operands if one is not None and one.sizes is not None], default=0)
-    shards = max(1, -(-largest // shard)) if shard else 1
-    known: dict[str, float] = {}
+    counts = [math.prod(one.sizes) for one in operands if one is not None and one.sizes is not None]
+    shards = max(1, -(-max(counts, default=0) // shard)) if shard else 1
+    known: dict[str, Operand] = {}
     for name, one in zip(function.input, operands, strict=False):
         if one is not None:
-            known[name] = one.bytes if one.sizes is None or math.prod(one.sizes) == 1 else one.bytes / shards
+            count = math.prod(one.sizes or ())
+            known[name] = one if shards == 1 or count == 1 else Operand((-(-count // shards),), one.item)
     total = shards * processor.session if shard else 0.0
     if shards > 1:  # what no cache holds comes from memory once, and what is made goes there
-        total += processor.kernel(FALLBACK)(shards * (sum(known.values()) + len(function.output) * max(known.values())))
+        given = [one.bytes for one in known.values()]
+        total += processor.kernel(FALLBACK)(shards * (sum(given) + len(function.output) * max(given)))
     for node in function.node:
-        entry = entry_of(ir.Node(node.domain, node.op_type, inputs=[]))
-        kernel = entry.kernel if entry is not None else FALLBACK
-        given = [known.get(name, 0.0) for name in node.input]
-        made = max(given, default=0.0)
-        known.update(dict.fromkeys(node.output, 0.0 if node.op_type in _SIZES else made))
-        total += shards * NodeCost(kernel, 0.0, 1, sum(given) + made).seconds(processor)
+        shown = ir.Node(
+            node.domain, node.op_type, inputs=[ir.Value(name=name) if name else None for name in node.input]
+        )
+        operands = [known.get(name) for name in node.input]
+        made = max((one for one in operands if one is not None), key=lambda one: one.bytes, default=Operand((0,), 1))
+        entry = entry_of(shown)
+        if entry is not None and not entry.notation.keeps_dims:
+            made = Operand((0,), made.item)
+        known.update(dict.fromkeys(node.output, made))
+        total += shards * cost_of(shown, operands, [made]).seconds(processor)
     return total
 
 
-_SIZES = ("Shape", "Size")
-
-
-def _windows(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known]) -> tuple[int, int]:
+def _windows(
+    node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known], columns: Sequence[Known]
+) -> tuple[int, int]:
     """How many products of matrices a convolution is, one for each image and group, and the elements of the columns of all of them.
 
-    A filter of one place, side by side, reads the image as it is.
+    The columns are the pixels of the first of `columns`. A filter of one place, side by side, reads the image as it is.
     """
-    image, filters, made = inputs[0], inputs[1], outputs[0] if outputs else None
-    if not image or not filters or not made:
+    image, filters, pixels = inputs[0], inputs[1], columns[0] if columns else None
+    if not image or not filters or not pixels or not outputs:
         return 1, 0
     group = node.attributes.get_int("group", 1)
     strides = node.attributes.get_ints("strides", ())
-    places = math.prod(map(int, (image if node.op_type in _OF_INPUT else made)[2:]))
+    places = math.prod(map(int, pixels[2:]))
     is_flat = all(size == 1 for size in (*filters[2:], *strides))
     matrices = max(1, int(image[0]) * group)
     return matrices, 0 if is_flat else matrices * places * math.prod(map(int, filters[1:]))
@@ -149,9 +184,9 @@ def _matrices(kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) ->
     return max(1, math.prod(map(int, outputs[0][:-2])))
 
 
-def _padding(op: str, kernel: str, inputs: Sequence[Known], outputs: Sequence[Known]) -> float:
-    """The columns that are computed for each column of a product, or pixel of a convolution's images; one column is not padded."""
-    made = next(iter(inputs if op in _OF_INPUT else outputs), None)
+def _padding(kernel: str, dims: Sequence[Known]) -> float:
+    """The columns that are computed for each column of a product, or pixel of the first of some images; one column is not padded."""
+    made = next(iter(dims), None)
     if made is None or kernel not in (PRODUCT, CONVOLUTION):
         return 1.0
     columns = math.prod(map(int, made[2:])) if kernel == CONVOLUTION else int(made[-1]) if len(made) > 1 else 1

@@ -55,6 +55,8 @@ Dims: TypeAlias = Sequence[int | str]
 """The dims of a value, numbers or expressions."""
 Products = Callable[["ir.Node", Sequence[Dims], Dims], Sequence[Dims]]
 """Takes a node, the dims of its operands, () where these are absent, and those of its first output; gives terms, each a product of dims."""
+RowOf = Callable[["ir.Node", Sequence[Dims]], Dims]
+"""Takes a node and the dims of its operands, () where these are absent; gives the dims of what one index takes."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -78,6 +80,12 @@ class Notation:
     def shardable(self) -> bool:
         """Whether any factor of the op may be sharded."""
         return any(sign == "*" or (sign.isalpha() and sign not in self.replicated) for sign in self.factors)
+
+    @property
+    def keeps_dims(self) -> bool:
+        """Whether outputs have dims of the inputs: not those of Shape, which makes numbers out of them."""
+        given, _, made = self.factors.partition("->")
+        return not self.factors or any(sign in given for sign in made if sign == "*" or sign.isalpha())
 
     @property
     def reductions(self) -> str:
@@ -123,7 +131,9 @@ class Entry:
     on the host, whichever device computes: a shape, axes, a condition. `kernel`: what bounds its time.
 
     `multiply_adds`: how many a node has, where these are not the product of all factors, one of which is contracted between two operands,
-    nor one for each element.
+    nor one for each element. `row`: the dims of what one index of a lookup or a scatter takes; None for one element.
+
+    `columns_of_input`: of a convolution, whether the columns of its products are the pixels of what it reads, not of what it makes.
 
     `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
     """
@@ -137,6 +147,8 @@ class Entry:
     host: tuple[int, ...] = ()
     kernel: Kernel = "elementwise"
     multiply_adds: Products | None = None
+    row: RowOf | None = None
+    columns_of_input: bool = False
     sharding: RuleOf | None = None
     local: LocalForm | None = None
     gradients: Gradients = Gradients()
@@ -211,6 +223,10 @@ class Declared:
         """How many multiply-adds a node has."""
         return self._set_field("multiply_adds", products)
 
+    def row(self, row_of: Function) -> Function:
+        """What one index of a node takes."""
+        return self._set_field("row", row_of)
+
     def looks_up(self, is_lookup: Function) -> Function:
         """Whether a node reads its first input by rows alone."""
         return self._set_field("looks_up", is_lookup, Gradients)
@@ -256,6 +272,7 @@ def op(
     precision: Precision = "high",
     host: Sequence[int] = (),
     kernel: Kernel = "elementwise",
+    columns_of_input: bool = False,
 ) -> Declared:
     """Declares ops that share an entry's fields (see `Entry`, `Notation`); `contracted` as letters means a sum over each."""
     if bool(factors) == bool(why):
@@ -275,6 +292,7 @@ def op(
             precision=precision,
             host=tuple(host),
             kernel=kernel,
+            columns_of_input=columns_of_input,
             gradients=Gradients(outputs=gradient_outputs),
         )
     return Declared(keys)

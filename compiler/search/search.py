@@ -76,7 +76,7 @@ class Search:
         batch = _batch(source)
         sizes = _sizes(program, batch, request)
         apart = taken_apart(source, frame, name)
-        work = ModelWork(apart, sizes)
+        work = ModelWork(apart, sizes, base.trains)
         slots = base.slots if base.trains else None
         records = _records(program, batch, sizes)
         estimates = Estimates(work, request.machine, request.hosts, slots)

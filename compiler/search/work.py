@@ -37,7 +37,9 @@ class Work:
         one, both = self.cost, records * shards
         moved = self.weights / shards + max(0.0, one.moved - self.weights) / both
         matrices = max(1, one.matrices // both) if one.matrices > 1 else 1
-        return replace(one, operations=one.operations / both, matrices=matrices, moved=moved).seconds(processor)
+        laid_out = one.laid_out / (shards if one.kernel == PRODUCT and self.weights else both)
+        own = replace(one, operations=one.operations / both, matrices=matrices, moved=moved, laid_out=laid_out)
+        return replace(own, copied=one.copied / both).seconds(processor)
 
     def backward(self, processor: Processor, records: int, shards: int) -> float:
         """The seconds of its backward pass."""
@@ -54,10 +56,10 @@ class Work:
 
 
 class ModelWork:
-    """The work of the nodes of a model at these sizes of its symbols."""
+    """The work of the nodes of a model at these sizes of its symbols; weights that are not trained are constants."""
 
-    def __init__(self, program: Typed, sizes: Mapping[str, int]) -> None:
-        self.program, self.sizes = program, TypicalSizes(program, sizes)
+    def __init__(self, program: Typed, sizes: Mapping[str, int], trains: bool = False) -> None:
+        self.program, self.sizes, self.trains = program, TypicalSizes(program, sizes), trains
         read = weights_read(program)
         known: dict[object, Work] = {}
         self.of: dict[ir.Node, Work] = {}
@@ -76,7 +78,7 @@ class ModelWork:
         if value is None or info is None:
             return None
         sizes = None if info.shape is None else tuple(map(self.sizes.dim, info.shape))
-        return Operand(sizes, info.item_bytes or 1)
+        return Operand(sizes, info.item_bytes or 1, value.is_initializer() and not self.trains)
 
     def bytes(self, value: ir.Value) -> float:
         """All of a value."""

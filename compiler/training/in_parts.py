@@ -113,6 +113,7 @@ def only_totals(program: Placed) -> Placed:
         program,
         plan=plan,
         declared=replace(program.declared, sharding=(), annotations=None),
+        paths={node: program.paths[node] for node in graph},
         placement={node: program.placement[node] for node in graph},
         training=replace(training, loss=outputs[0], parameters={}, statistics={}, metrics=()),
     )

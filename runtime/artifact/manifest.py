@@ -36,6 +36,8 @@ from .transfer import bad_pairs
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
+    from .generation import GenerationRecord
+
 _LINE_END = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
 )
@@ -61,6 +63,11 @@ class Artifact:
     def programs(self) -> list[str]:
         """The names of the artifact's programs, the main one first."""
         return [*self._index.programs]
+
+    @property
+    def generation(self) -> GenerationRecord | None:
+        """What the artifact says of making tokens, from whichever program it is seen."""
+        return self._index.generation
 
     def beside(self, program: str = "") -> Artifact:
         """The same artifact, seen from another of its programs, by default the main one; ArtifactError where there is none such."""

@@ -84,7 +84,7 @@ class _Run:
 
     def __init__(self, artifact: Artifact, wrong: frozenset[str] = frozenset()) -> None:
         others = artifact.programs[1:] if artifact.manifest.is_main else []
-        self.subject = Subject(artifact.folder, artifact.manifest, self._beside, others, wrong)
+        self.subject = Subject(artifact.folder, artifact.manifest, self._beside, others, artifact.generation, wrong)
         self.artifact = artifact
         self.found: list[Violation] = []
         self.failed: set[str] = set()

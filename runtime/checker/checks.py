@@ -28,6 +28,7 @@ from partc.runtime.checker.graph.targets import check_targets
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import Subject
+from partc.runtime.checker.training.generation import check_generation
 from partc.runtime.checker.training.in_place import check_updates
 from partc.runtime.checker.training.replicas import check_copies
 from partc.runtime.checker.training.section import check_training
@@ -68,6 +69,7 @@ CHECKS = (
     Check("the number of microbatches", ACROSS, check_microbatches, ("the rows of tasks",)),
     Check("the order of communication", ACROSS, lambda one: check_order(one.manifest, one.models, one.rows), (RANKS,)),
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
+    Check("the generation", TRAINING, check_generation, ("what ranks keep",)),
     Check("that slots keep apart", TRAINING, check_slots, SOUND),
     Check(
         "that shards fit and partial values are reduced",

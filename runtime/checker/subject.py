@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 from partc.runtime.artifact.format import Manifest, StateRecord
+from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tasks.rows import Row
 from partc.runtime.errors import Violation
 
@@ -37,6 +38,8 @@ class Subject:
     manifest: Manifest
     check_beside: Callable[[str], list[Violation]]
     others: Sequence[str] = ()
+    generation: GenerationRecord | None = None
+    """What the artifact says of making tokens, whichever of its programs this is."""
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
     file: str = ""

@@ -126,7 +126,8 @@ class Program:
             return self._run({**(inputs or {}), **named})
 
     def step_of_all(self, inputs: Mapping[str, object]) -> Outputs:
-        """A call that all ranks give the same inputs, whole ones also of those that a rank does not read: they agree without a message."""
+        """A call that all ranks give the same inputs, whole ones also of those that a rank does not read: they agree without a message.
+        What comes back lies where the step made it, until the next step of any program of the artifact."""
         with self.turn.taken(PROGRAM, "a step"):
             return self._run(inputs, of_all=True)
 
@@ -139,7 +140,7 @@ class Program:
             bindings, values = self.agreement.of_all(inputs) if of_all else self.agreement.of(inputs)
             if self._on_error == RECOVER:
                 return self._attempt(bindings, values)
-            return self._schedules.of(bindings).run(values, self._board, self._step)
+            return self._schedules.of(bindings).run(values, self._board, self._step, lent=of_all)
         except (InputError, Halted):
             raise
         except BaseException as error:

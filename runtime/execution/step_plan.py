@@ -136,12 +136,12 @@ class StepPlan:
                 for binding, code, formal in self.sessions.readers.get(name, ()):
                     binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
 
-    def run(self, inputs: Mapping[str, Value], board: Board, step: int) -> dict[str, Value]:
-        """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own."""
+    def run(self, inputs: Mapping[str, Value], board: Board, step: int, lent: bool = False) -> dict[str, Value]:
+        """Execute the step; what comes back are the outputs delivered to this rank, in memory of their own unless `lent`."""
         self.take(inputs)
         if self.lanes is not None:
             self.lanes.run(board, step)
-            return self.give()
+            return self.give(lent)
         write, buffer, offset, index = SLOT.pack_into, board.buffer, board.offset, IDLE
         try:
             for index, action in self.actions:
@@ -152,35 +152,33 @@ class StepPlan:
         except Exception as error:
             raise RankError(f"rank {self.transport.rank} failed in {self.program.explain(index, error)}") from error
         write(buffer, offset, step, IDLE)
-        return self.give()
+        return self.give(lent)
 
-    def give(self) -> dict[str, Value]:
-        """The outputs of a step that has run, with what it makes in place of what is kept."""
+    def give(self, lent: bool = False) -> dict[str, Value]:
+        """The outputs of a step that has run, with what it makes in place of what is kept; `lent`: where they lie until the next step."""
         replacement = self.program.replacement
         if replacement.copies or replacement.always:
             replaced = replacement.copies if self._may_replace() else []
             for kept, made in (*replaced, *replacement.always):
                 move(self.sessions.place(made), self.sessions.place(kept))
         self.program.targets.counts.add_step(self.switches)
-        shown = self.shown
-        outputs = {
-            name: shown[name].copy() if name in shown else self._delivered(name) for name in self.program.outputs
-        }
+        outputs = {name: self._delivered(name, lent) for name in self.program.outputs}
         for name in self.transient:
             del self.cells[name]
         return outputs
 
-    def _delivered(self, name: str) -> Value:
+    def _delivered(self, name: str, lent: bool) -> Value:
         """An output as the caller sees it; memory that the next step overwrites is copied."""
-        value, kind = on_host(self.cells[name]), self.values.storage[name]
-        if not isinstance(value, Tensor):
-            return value
-        array = value.array()
-        if kind is Storage.TENSOR or value.dtype.bits < 8:
-            return array
-        if kind is Storage.SLOT and value is self.cells[name]:
-            self.shown[name] = array
-        return array.copy()
+        if (array := self.shown.get(name)) is None:
+            value, kind = on_host(self.cells[name]), self.values.storage[name]
+            if not isinstance(value, Tensor):
+                return value
+            array = value.array()
+            if kind is Storage.TENSOR or value.dtype.bits < 8:
+                return array
+            if kind is Storage.SLOT and value is self.cells[name]:
+                self.shown[name] = array
+        return array if lent else array.copy()
 
     def _lay_out(self, lives: Sequence[Lifetime]) -> dict[int, list[int]]:
         """Give every value of known shape its place in the arena; by step, the sends to wait for before it."""

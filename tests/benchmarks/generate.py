@@ -1,7 +1,6 @@
 """Decoders of transformers generate with partc, in several layouts, as transformers itself does; and what a token costs.
 
     python tests/benchmarks/generate.py [--models llama,gpt2] [--opsets 18,23] [--forms plain,both,folder] [--files FOLDER]
-    python tests/benchmarks/generate.py --cost [--lengths 64,2048] [--turns 5]
     python tests/benchmarks/generate.py --slots 8 [--lengths 2048] [--turns 5]
     python tests/benchmarks/generate.py --capacities 512,16384 [--lengths 256] [--turns 5]
 
@@ -9,11 +8,13 @@ A row for each model and layout: how many tokens of several requests, of unequal
 `generate`; how many ties there were (the two best logits closer than 1e-4, after which the reference's token is taken); and the bytes that
 a step of one token sends, the sum over its events of the bytes to a rank. Plans are those that `partc plan --generate` proposes.
 
-`--cost` prints medians of CPU milliseconds a token of one rank, by the number of tokens before it, beside onnxruntime running the file with
-a past that grows, and beside transformers' own steps, in turns; sides have one thread. Files are exported once and stay in the folder.
+`--slots` prints medians of CPU milliseconds a token of several sequences at once, by the number of tokens before it, beside the form in
+which attention is not fused, and beside onnxruntime with one sequence after the other; sides have one thread. `--capacities` prints
+milliseconds of a step by the `length` of the plan, which it is not to grow with: the largest within 10 % of the smallest is wanted. Files
+are exported once and stay in the folder.
 
-`--slots` prints the same of several sequences at once, beside the form in which attention is not fused, and beside onnxruntime with one
-sequence after the other. `--capacities` prints milliseconds of a step by the `length` of the plan, which a step is not to grow with.
+What a token costs beside other runtimes is in `generate_peers.py`, what steps cost and send in `generate_steps.py`, tokens a second over
+ranks in `generate_ranks.py`, the server in `server.py`, and the memory of a rank in `predicted_memory.py gpt-generate`.
 """
 
 from __future__ import annotations
@@ -60,13 +61,12 @@ LENGTH, CHUNK = 256, 16
 
 
 def main() -> None:
-    """Prints one of the two tables."""
+    """Prints one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join((*MODELS, *WITH_ENCODER)))
     parser.add_argument("--opsets", default="23")
     parser.add_argument("--forms", default="plain")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "partc-decoders")
-    parser.add_argument("--cost", action="store_true")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--capacities")
     parser.add_argument("--lengths", default="64,2048")
@@ -80,9 +80,6 @@ def main() -> None:
         return
     if options.capacities:
         costs_by_capacity(options.files, [int(one) for one in options.capacities.split(",")], lengths, options.turns)
-        return
-    if options.cost:
-        costs(options.files, lengths, options.turns)
         return
     print(f"{'model':8} {'opset':5} {'form':5} {'layout':16} {'equal':>9} {'ties':>5}  bytes of a step")
     for name in options.models.split(","):
@@ -229,8 +226,11 @@ def costs_by_capacity(files: Path, capacities: Sequence[int], lengths: Sequence[
         for _ in range(4 * turns):  # in turns, as the machine has others
             for capacity, step in steps.items():
                 took[capacity] += measured(step, 1)
-        row = ", ".join(f"{capacity}: {statistics.median(times):.2f}" for capacity, times in took.items())
-        print(f"4 slots, {lengths[0]} tokens before: CPU ms a step by length of the caches: {row}", flush=True)
+        medians = {capacity: statistics.median(times) for capacity, times in took.items()}
+        row = ", ".join(f"{capacity}: {median:.2f}" for capacity, median in medians.items())
+        ratio = medians[max(medians)] / medians[min(medians)]
+        text = f"{row}; ratio {ratio:.3f}, at most 1.10 wanted: {'met' if ratio <= 1.1 else 'missed'}"
+        print(f"4 slots, {lengths[0]} tokens before: CPU ms a step by length of the caches: {text}", flush=True)
 
 
 def by_slots(generator: Generator, prompts: Sequence[list[int]]) -> Iterator[None]:
@@ -253,34 +253,6 @@ def measured(steps: Iterator[object], turns: int) -> list[float]:
     return took
 
 
-def costs(files: Path, lengths: Sequence[int], turns: int) -> None:
-    """The table of what a token costs, of a model of 4 layers of width 512."""
-    for name, opset in (("llama", 23), ("llama", 18)):
-        path, whole = exported(name, opset, "plain", files, **SIZE), model(name, **SIZE)
-        with tempfile.TemporaryDirectory() as place:
-            build, _ = built(path, Path(place), Degrees(), Generation(max(lengths) + 128, 1), "sampling: false")
-            with load_local_generator(build, threads=1) as generator:
-                for length in lengths:
-                    prompt = np.random.default_rng(0).integers(2, 4096, length).tolist()
-                    sides = {"partc": by_partc, "onnxruntime": by_file, "transformers": by_transformers}
-                    given: dict[str, Any] = {"partc": generator, "onnxruntime": path, "transformers": whole}
-                    runs = {side: make(given[side], prompt) for side, make in sides.items()}
-                    took: dict[str, list[float]] = {side: [] for side in sides}
-                    for turn in range(1 + 8 * turns):
-                        for side, run in runs.items():
-                            begin = time.process_time()
-                            next(run)
-                            if turn:
-                                took[side].append(1e3 * (time.process_time() - begin))
-                    row = ", ".join(f"{side} {statistics.median(times):.2f}" for side, times in took.items())
-                    print(f"{name} {opset}, {length} tokens before: CPU ms a token: {row}", flush=True)
-
-
-def by_partc(generator: Generator, prompt: list[int]) -> Iterator[int]:
-    """Tokens of one rank; the prompt is read before the first."""
-    return generator.stream(prompt, max_tokens=100)
-
-
 def by_file(path: Path, prompt: list[int]) -> Iterator[int]:
     """Tokens of one session, with a past that grows."""
     options = onnxruntime.SessionOptions()
@@ -294,18 +266,6 @@ def by_file(path: Path, prompt: list[int]) -> Iterator[int]:
         past = dict(zip(past, present, strict=True))
         given = [int(logits[0, -1].argmax())]
         yield given[0]
-
-
-def by_transformers(whole: Any, prompt: list[int]) -> Iterator[int]:
-    """Tokens of the module with its own cache, without what `generate` does around it."""
-    from transformers.cache_utils import DynamicCache
-
-    cache, given = DynamicCache(), torch.tensor([prompt])
-    while True:
-        with torch.no_grad():
-            made = whole(input_ids=given, cache=cache, use_cache=True, logits_to_keep=1)
-        given = made.logits[:, -1:].argmax(-1)
-        yield int(given)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,17 @@
 A step is forward, backward and the update by SGD with momentum, from the batch in hand to the loss in hand, by the runtime that
 `partc train` uses. Prints medians and fastest steps of both, their ratio, the ratio that is aimed at, and the share of partc's
 kernels that are matrix products and convolutions: where both sides do these at the core's peak, only the rest is there to be won.
-The first losses of both are compared first. The interpreter has torch.
+The first losses of both are compared first. `--kernels` lists the time by op of both, and says of which time products are in each.
+The interpreter has torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from train_cases import CASES, Case, data_parallel, write
 from train_data_parallel import in_turns, largest_difference, partc_side, torch_side
+from transformer import HERE
 
 sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
@@ -27,6 +31,9 @@ from unsharded_gradient import Step
 
 AIMS = {"mlp": 0.50, "lenet": 1.1, "gpt256": 0.55, "gpt768": 0.50, "resnet": 1.24, "dlrm": 0.35}
 PRODUCTS = ("MatMul", "Gemm", "Conv")
+TORCH_PRODUCTS = ("mm", "convolution", "conv2d")
+LISTED = 12
+"""Ops of a side that `--kernels` lists."""
 
 
 def kernels(case: Case, steps: int = 9) -> dict[str, float]:
@@ -46,6 +53,18 @@ def kernels(case: Case, steps: int = 9) -> dict[str, float]:
     for (op_type, _), times in runs.items():
         spent[op_type] = spent.get(op_type, 0.0) + statistics.median(times)
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
+def torch_kernels(case: Case, name: str, steps: int = 9) -> dict[str, float]:
+    """The ms of a step of PyTorch by op, the longest first; the update is in it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        write(Path(temporary), case, data_parallel(1, loss=case.loss), 1)
+        command = [sys.executable, str(HERE / "train_torch.py"), temporary, "--case", name, "--kernels", str(steps)]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    spent: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return spent
 
 
 def measure(name: str, options: argparse.Namespace) -> None:
@@ -69,8 +88,13 @@ def measure(name: str, options: argparse.Namespace) -> None:
         f" {best[0]:11.3f} {best[1]:9.3f} {best[0] / best[1]:7.3f} {share:9.0%} {apart:11.1e}",
         flush=True,
     )
-    for op_type, ms in spent.items() if options.kernels else ():
-        print(f"    {ms:9.3f} ms  {op_type}")
+    if options.kernels:
+        others = torch_kernels(case, name)
+        for side, times, products in (("partc", spent, PRODUCTS), ("PyTorch", others, TORCH_PRODUCTS)):
+            within = sum(ms for op, ms in times.items() if any(one in op for one in products))
+            print(f"    {side}: products {within:.3f} ms, other kernels {sum(times.values()) - within:.3f} ms")
+            for op_type, ms in list(times.items())[:LISTED]:
+                print(f"        {ms:9.3f} ms  {op_type}")
 
 
 def main() -> None:

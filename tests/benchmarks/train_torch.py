@@ -10,7 +10,9 @@ are held against each other, go to FOLDER/torch.npy.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +45,24 @@ class ClickLoss(Loss):
         return functional.binary_cross_entropy_with_logits(self.net(x, ids), clicked)
 
 
+def by_op(step: Callable[[], object], steps: int) -> dict[str, float]:
+    """The ms of a step in each op itself, without the ops that it calls, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(steps):
+            step()
+    spent = {event.key: event.self_cpu_time_total / 1e3 / steps for event in profile.key_averages()}
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--case", required=True, choices=CASES)
     parser.add_argument("--fused", action="store_true", help="SGD in one kernel, which is not torch's default")
     parser.add_argument("--memory", action="store_true", help="report memory at the end")
+    parser.add_argument(
+        "--kernels", type=int, metavar="STEPS", help="print the ms of a step by op, of so many steps, and end"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     memory = Memory()
@@ -82,6 +96,9 @@ def main() -> None:
     if rank == 0:
         np.save(options.folder / "torch.npy", np.array(losses))
     memory.note("first steps")
+    if options.kernels:
+        print(json.dumps(by_op(step, options.kernels)))
+        return
     serve(step, told(), rank == 0)
     if options.memory:
         print(memory.said(), flush=True)

@@ -53,7 +53,7 @@ def told() -> Iterator[int]:
 def serve(step: Callable[[], object], numbers: Iterator[int], answers: bool = True) -> None:
     """Runs as many steps as each number says and answers with their times; `answers` is for one of several processes."""
     if answers:
-        print(f"{_MARK}[]", flush=True)
+        answer([])
     for count in numbers:
         times = []
         for _ in range(count):
@@ -61,7 +61,12 @@ def serve(step: Callable[[], object], numbers: Iterator[int], answers: bool = Tr
             step()
             times.append(time.perf_counter() - start)
         if answers:
-            print(f"{_MARK}{json.dumps(times)}", flush=True)
+            answer(times)
+
+
+def answer(times: Sequence[float]) -> None:
+    """Says that the program is ready, or what a turn took, where it measures that itself."""
+    print(f"{_MARK}{json.dumps(times)}", flush=True)
 
 
 class Side:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 import pytest
 from machines import machine
-from partc.compiler.cost.price import Operand, cost_of
+from partc.compiler.cost.machine import Curve, Processor
+from partc.compiler.cost.price import NodeCost, Operand, cost_of
 
 Shape = tuple[int, ...]
 
@@ -31,16 +34,46 @@ def test_columns_are_computed_in_blocks(
 
 
 def test_rows_are_written_as_they_are_moved() -> None:
-    """ScatterND copies its data and writes rows; elements one by one take longer."""
+    """ScatterND copies its data and writes rows as they are looked up; elements one by one take longer."""
     shapes: list[Shape] = [(5000, 16), (256, 1), (256, 16)]
-    costs = [
-        cost_of(ir.Node("", op, inputs=[ir.Value(name=f"i{k}") for k in range(3)]), some, [Operand((5000, 16), 4)])
-        for op, some in (
-            ("ScatterND", [Operand(one, 4) for one in shapes]),
-            ("ScatterElements", [Operand(one, 4) for one in (shapes[0], shapes[2], shapes[2])]),
-        )
+    costs = [cost("ScatterND", shapes, (5000, 16)), cost("ScatterElements", [shapes[k] for k in (0, 2, 2)], (5000, 16))]
+    assert [(one.kernel, one.moved, one.copied) for one in costs] == [
+        ("lookup", 2 * 4 * 256 * 16, 2 * 4 * 5000 * 16),
+        ("scatter", 4 * (2 * 5000 + 2 * 256) * 16, 0),
     ]
-    assert [(one.kernel, one.moved) for one in costs] == [
-        ("layout", 2 * 4 * 5000 * 16),
-        ("scatter", 4 * (2 * 5000 + 2 * 256) * 16),
-    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "made", "row", "attributes"),
+    [
+        ("Gather", [(30, 16), (70,)], (70, 16), 16, {}),
+        ("Gather", [(30, 16, 24), (70,)], (30, 70, 24), 24, {"axis": 1}),
+        ("Gather", [(4, 7168), (1024,)], (1024, 7168), 7168, {}),
+        ("GatherND", [(4, 112, 60), (1024, 1)], (1024, 112, 60), 112 * 60, {}),
+        ("GatherND", [(4, 112, 600), (1024, 2)], (1024, 600), 600, {}),
+        ("GatherElements", [(30, 1000), (7, 1000)], (7, 1000), 1, {}),
+        ("TensorScatter", [(2, 3, 64, 80), (2, 3, 1, 80)], (2, 3, 64, 80), 80, {}),
+    ],
+)
+def test_long_rows_are_copied(op: str, given: list[Shape], made: Shape, row: int, attributes: dict[str, int]) -> None:
+    """Of a row 256 bytes are as slow as a look-up of it, the others follow side by side."""
+    found, taken = cost(op, given, made, **attributes), math.prod(given[1] if op == "TensorScatter" else made)
+    in_rows = 2 * 4 * taken * min(1, 64 / row)
+    assert found.moved == pytest.approx(in_rows)
+    copies = 2 * 4 * math.prod(made) if op == "TensorScatter" else 0
+    assert found.copied == pytest.approx(copies + 2 * 4 * taken - in_rows)
+
+
+def test_nothing_is_faster_than_memory() -> None:
+    """A reduction that was measured in the caches alone takes what an elementwise op takes of as many bytes."""
+    memory, cached = Curve(((1e3, 1e-7), (1e6, 1e-4), (1e8, 1.0))), Curve(((1e3, 1e-7), (1e6, 1e-4)))
+    processor = Processor(0.0, 0.0, {}, {"elementwise": memory, "reduction": cached})
+    assert cost("ReduceSum", [(25, 1_000_000)], (25,)).seconds(processor) == pytest.approx(1.0, rel=1e-3)
+
+
+def cost(op: str, given: list[Shape], made: Shape, **attributes: int) -> NodeCost:
+    """The cost of a node whose operands are of four bytes an element."""
+    node = ir.Node(
+        "", op, [ir.Value(name=f"i{k}") for k in range(len(given))], ir.convenience.convert_attributes(attributes)
+    )
+    return cost_of(node, [Operand(one, 4) for one in given], [Operand(made, 4)])

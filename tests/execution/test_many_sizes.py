@@ -77,8 +77,7 @@ def taken(ranks: LocalProgram, steps: list[dict[str, np.ndarray]]) -> list[dict[
     return made
 
 
-@pytest.mark.parametrize("filled", ["", "1"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "filled"), [*((plan, "1") for plan in PLANS), ("tensor", ""), ("trained stages", "")])
 def test_sizes_that_go_on_changing(
     plan: str, filled: str, tmp_path: Path, resized: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,8 @@ from training_equivalence import from_text
 from turns_case import PING_PONG
 
 THREADS, CALLS = 4, 500
-OF_FILES = {"save": 60, "load": 100, "load_weights": 100}
+FEWER = {"save": 60, "load": 100, "load_weights": 100, "beside": 60}
+"""Calls of methods that read files or make sessions."""
 """Calls of methods that write or read a checkpoint: each takes as long as a hundred of the others, and all of it is within its turn."""
 ALONE = ["rank0 (float[batch, 3] x) => (float[batch, 3] y) <float[batch, 3] h> { h = Relu(x) y = Neg(h) }"]
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
@@ -162,7 +163,7 @@ def test_many_calls_of_many_threads(built: Path, tmp_path: Path, kind: type, nam
     wrong: list[object] = []
 
     def work(thread: int) -> None:
-        for k in range(thread, OF_FILES.get(name, CALLS), THREADS):
+        for k in range(thread, FEWER.get(name, CALLS), THREADS):
             if not case(thing, k, tmp_path):
                 wrong.append(k)
 

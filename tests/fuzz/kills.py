@@ -97,6 +97,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stall", type=float, default=2.0)
     parser.add_argument("--only", default=",".join(MODES), help="the kinds of jobs")
+    parser.add_argument(
+        "--start", type=float, help="seconds until a job's first step; without it, of one that is run for it"
+    )
     parser.add_argument("--plain", action="store_true", help="kill -9 of a rank in the middle of the steps alone")
     options = parser.parse_args()
     random = Random(options.seed)
@@ -105,7 +108,7 @@ def main() -> int:
         folder = Path(name)
         modes = options.only.split(",")
         works = make(folder / "works", [("train", 2), *((mode, ranks) for mode in modes for ranks in RANKS[mode])])
-        start = undisturbed(works, folder / "undisturbed")
+        start = options.start or undisturbed(works, folder / "undisturbed")
         print(f"the first step after {start:.1f} s", flush=True)
         for number in range(options.cases):
             case = drawn(random, modes, options.plain)

@@ -1,7 +1,8 @@
-"""Updates that are late, over real MPI: what ranks train is what a queue of gradients in numpy does.
+"""Updates that are late, over real MPI or in one process: what ranks train is what a queue of gradients in numpy does.
 
     python tests/fuzz/late_updates.py                          all plans, about 8 s each where four ranks share two cores
     python tests/fuzz/late_updates.py "dp stages" served
+    python tests/fuzz/late_updates.py --in-process one         by ranks that are threads of this process
 
 A table that is looked up and two layers, by `partc train -n`: data parallel, pulled, on servers, in stages, with tensor parallel layers; by
 plain SGD, whose updates are on time, or one or two steps late.
@@ -9,6 +10,9 @@ plain SGD, whose updates are on time, or one or two steps late.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -18,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 
@@ -85,8 +90,8 @@ def queue(
     return losses, now
 
 
-def trained(folder: Path, plan: str, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """What `partc train` over MPI does, in processes of its own."""
+def trained(folder: Path, plan: str, steps: int, here: bool) -> tuple[list[float], dict[str, np.ndarray]]:
+    """What `partc train` does, over MPI in processes of its own, or in this one."""
     (folder / "plan.yaml").write_text(plan)
     at, kept = str(folder / "plan.yaml"), folder / "kept"
     shutil.rmtree(kept, ignore_errors=True)
@@ -95,8 +100,12 @@ def trained(folder: Path, plan: str, steps: int) -> tuple[list[float], dict[str,
     given = ["-n", plan.split()[1], "--steps", str(steps), "--data", str(folder / "data.npz")]
     given += ["--checkpoint", str(kept), "--metrics", str(lines)]
     compile_model(folder / "model.py", folder / "plan.yaml", folder / "build")
-    asked = [sys.executable, "-m", "partc.cli", "train", str(folder / "build"), "--plan", at, *given]
-    subprocess.run(asked, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    asked = ["train", str(folder / "build"), "--plan", at, *given]
+    if here:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert invoke([*asked, "--in-process"]) == 0
+    else:
+        subprocess.run([sys.executable, "-m", "partc.cli", *asked], check=True, timeout=120, stdout=subprocess.DEVNULL)
     found = Checkpoint.open(kept / f"step_{steps:08d}")
     parameters = [f"{layer}.{one}" for layer in ("up", "down") for one in ("weight", "bias")]
     told = [json.loads(line) for line in lines.read_text().splitlines()]
@@ -106,6 +115,10 @@ def trained(folder: Path, plan: str, steps: int) -> tuple[list[float], dict[str,
 
 def main() -> int:
     """1 where a plan is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plans", nargs="*", default=list(PLANS), help="their names; without one all")
+    parser.add_argument("--in-process", action="store_true", help="all ranks as threads of this process, without MPI")
+    options = parser.parse_args()
     random, wrong = np.random.default_rng(1), 0
     ids = random.integers(-ROWS, ROWS, (STEPS * BATCH, 3)) // 2
     target = random.standard_normal((STEPS * BATCH, 4)).astype(np.float32)
@@ -114,12 +127,12 @@ def main() -> int:
         (folder / "model.py").write_text(MODEL)
         np.savez(folder / "data.npz", ids=ids, t=target)
         applies_zeros = "ranks: 1\n" + TRAIN.replace("LATE", "'*': {staleness: 1}")
-        _, start = trained(folder, applies_zeros, 1)
+        _, start = trained(folder, applies_zeros, 1, options.in_process)
         for table, up in ((0, 0), (1, 0), (2, 1)):
             want, parameters = queue(start, ids, target, {"table": table, "up": up, "down": 0})
-            for name in sys.argv[1:] or PLANS:
+            for name in options.plans:
                 late = f"table: {{staleness: {table}}}, up: {{staleness: {up}}}"
-                losses, have = trained(folder, PLANS[name] + TRAIN.replace("LATE", late), STEPS)
+                losses, have = trained(folder, PLANS[name] + TRAIN.replace("LATE", late), STEPS, options.in_process)
                 off = max(float(np.abs(have[one] - parameters[one]).max()) for one in have)
                 apart = max(abs(one - other) for one, other in zip(losses, want, strict=True))
                 wrong += max(off, apart) > 1e-6

@@ -18,7 +18,7 @@ from pathlib import Path
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.newest import latest
 from partc.runtime.checkpoint.verify import verify
-from saving import prepare, train
+from saving import prepare, train, train_here
 
 PLAN = """
 ranks: RANKS
@@ -56,7 +56,7 @@ def main() -> None:
         last = latest(folder / "runs")
         total = (0 if last is None else int(last.name[5:])) + 3
         for kept in ("runs", "whole"):
-            train(folder, kept, "--save", "100000", "--resume", "auto", "--steps", str(total)).communicate()
+            train_here(folder, kept, "--save", "100000", "--resume", "auto", "--steps", str(total))
         have, want = (folder / name / f"step_{total:08d}" for name in ("runs", "whole"))
         differ = [file.name for file in sorted(want.iterdir()) if (have / file.name).read_bytes() != file.read_bytes()]
     print(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import random
 import signal
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.newest import latest
 from partc.runtime.checkpoint.verify import verify
@@ -62,8 +65,8 @@ def main() -> None:
         last = latest(folder / "runs")
         assert last is not None
         total = int(last.name[5:]) + 3
-        train(folder, "runs", "--save", "1", "--resume", "--steps", str(total)).communicate()
-        train(folder, "whole", "--save", str(total), "--steps", str(total)).communicate()
+        train_here(folder, "runs", "--save", "1", "--resume", "--steps", str(total))
+        train_here(folder, "whole", "--save", str(total), "--steps", str(total))
         have, want = (folder / name / f"step_{total:08d}" for name in ("runs", "whole"))
         differ = [file.name for file in sorted(want.iterdir()) if (have / file.name).read_bytes() != file.read_bytes()]
         left = sorted({path.name for path in (folder / "runs").iterdir()} - {have.name, f"step_{total - 1:08d}"})
@@ -84,26 +87,29 @@ def prepare(folder: Path, background: bool = False) -> None:
     compile_model(folder / "model.py", folder / "plan.yaml", folder / "build")
 
 
+def options(folder: Path, kept: str, words: Sequence[str]) -> list[str]:
+    """The words of `partc train` that keeps its checkpoints in this folder of the folder."""
+    data, runs = str(folder / "data.npz"), str(folder / kept)
+    build = str(folder / "build")
+    return ["train", build, "--threads", "1", "--data", data, "--checkpoint", runs, "--keep", str(KEEP), *words]
+
+
 def train(folder: Path, kept: str, *words: str) -> subprocess.Popen[str]:
     """A training over MPI, in a session of its own."""
-    options = [
-        "--threads",
-        "1",
-        "--data",
-        str(folder / "data.npz"),
-        "--checkpoint",
-        str(folder / kept),
-        "--keep",
-        str(KEEP),
-        *words,
-    ]
     return subprocess.Popen(
-        [sys.executable, "-m", "partc.cli", "train", str(folder / "build"), *options],
+        [sys.executable, "-m", "partc.cli", *options(folder, kept, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=ENVIRONMENT,
     )
+
+
+def train_here(folder: Path, kept: str, *words: str) -> None:
+    """The same training by ranks that are threads of this process: as good to compare with, and sooner there."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = invoke([*options(folder, kept, words), "--in-process"])
+    assert code == 0, f"exit code {code}"
 
 
 def killed(folder: Path, kills: int, chance: random.Random) -> dict[str, int]:

@@ -17,6 +17,7 @@ from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import analyse
 from partc.runtime import Request, load_local_generator
+from partc.runtime.artifact.manifest import open_artifact
 
 WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 16, 10
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6], [2, 6, 4, 3])
@@ -151,6 +152,17 @@ def of_slots(slots: int) -> str:
     return f"ranks: 1\ngenerate: {{slots: {slots}, length: {LENGTH}, chunk: {CHUNK}}}\n"
 
 
+ROTATED = (
+    MASK
+    + """
+  rows = Unsqueeze (numbers, begin)
+  q_turned = RotaryEmbedding (q, cos, sin, rows)
+  k_turned = RotaryEmbedding (k, cos, sin, rows)
+  present_k = Concat <axis = 2> (past_k, k_turned)
+  present_v = Concat <axis = 2> (past_v, v)
+  mixed = Attention (q_turned, present_k, present_v, mask)
+"""
+)
 PAST = "  mixed, present_k, present_v = Attention {attributes} (q, k, v, {mask}, past_k, past_v)"
 FLAT_PAST = """
   flat, present_k, present_v = Attention <is_causal = 1, q_num_heads = 4, kv_num_heads = 2> (q_flat, k_flat, v_flat, , past_k, past_v)
@@ -311,3 +323,13 @@ def test_memory_does_not_grow_with_each_token(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path / "build")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 20_000_000
+
+
+def test_heads_are_rotated_and_attended_without_being_transposed(tmp_path: Path) -> None:
+    proto = decoder(ROTATED)
+    assert generated(proto, tmp_path, of_slots(3)) == reference(proto)
+    for program in ("decode", "prefill"):
+        kinds = [node.op_type for node in open_artifact(tmp_path / "build", program=program).model(0).graph.node]
+        assert kinds.count("RotaryEmbedding") == 2
+        assert kinds.count("GroupQueryAttention") == 1
+        assert "Transpose" not in kinds

@@ -321,6 +321,7 @@ def test_artifacts_and_models_without_caches_are_refused(tmp_path: Path, capsys:
             "3 slots cannot be dealt out to 2 groups of ranks",
         ),
         ("{length: 8, chunk: 9}", "a chunk of 9 tokens is longer than a sequence, 8"),
+        ("{length: 64, stop: [2, 64]}", "plan.yaml:2: 64 is not a token of the model"),
         ("{slots: 2}", "length"),
         (
             "{length: 64}\ntrain: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}",

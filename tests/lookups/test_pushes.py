@@ -14,7 +14,7 @@ from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.dim_expression import parse
-from training_equivalence import Run, fed, from_text, run, same_training, train_whole
+from training_equivalence import fed, from_text, run_whole, same_training, train_whole
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 LOOKED_UP = """main (int64[batch, 3] ids, int64[batch] more) => (float[batch, 5] y) {
@@ -48,20 +48,12 @@ def batches(count: int = 3) -> list[dict[str, np.ndarray]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The runs on one rank, by what the plan says of the training."""
-    return {}
-
-
-def trained(plan: str, optimizer: str, more: str, folder: Path, whole: dict[str, Run]) -> Complete:
+def trained(plan: str, optimizer: str, more: str, folder: Path) -> Complete:
     """Trains whole and cut; the program."""
     said = plan + SYMBOLS + TRAIN.replace("OPTIMIZER}", f"OPTIMIZER{more}}}").replace("OPTIMIZER", optimizer)
     train = train_whole(said)
-    key = train[train.index("train:") :]
-    if key not in whole:
-        whole[key] = run(looked_up(), "ranks: 1\n" + SYMBOLS + key, folder / "one", batches())
-    return same_training(looked_up, said, folder, batches(), rtol=1e-6, atol=2e-6, whole=whole[key])
+    whole = run_whole(looked_up(), "ranks: 1\n" + SYMBOLS + train[train.index("train:") :], batches())
+    return same_training(looked_up, said, folder, batches(), rtol=1e-6, atol=2e-6, whole=whole)
 
 
 def kinds(program: Complete) -> Counter[str]:
@@ -97,10 +89,10 @@ COLUMNS_ALONG_TP = CUT.replace("ROW", "dp").replace("COLUMN", "tp")
     ],
 )
 def test_a_pulled_table_trains_as_one_rank_does(
-    plan: str, more: str, optimizer: str, moved: str, tmp_path: Path, whole: dict[str, Run]
+    plan: str, more: str, optimizer: str, moved: str, tmp_path: Path
 ) -> None:
     """Duplicates within a rank, over ranks, over two look-ups of one table and over parts of a batch."""
-    program = trained(plan, optimizer, more, tmp_path, whole)
+    program = trained(plan, optimizer, more, tmp_path)
     assert program.training is not None
     (table,) = program.training.notes.tables
     assert table.startswith(f"table [288, 4]: {'dense gradient' if optimizer is ADAM else 'gradient by rows'}: ")
@@ -114,10 +106,8 @@ def test_a_pulled_table_trains_as_one_rank_does(
     [f"ranks: 4\n{NAMED}{ROWS_ALONG_TP}", "ranks: 2\ndataset: data_parallel\nsharding: {look: pull}\n"],
     ids=["masked", "one of two look-ups"],
 )
-def test_a_table_of_which_rows_are_also_masked_has_a_dense_gradient(
-    plan: str, tmp_path: Path, whole: dict[str, Run]
-) -> None:
-    program = trained(plan, SGD, "", tmp_path, whole)
+def test_a_table_of_which_rows_are_also_masked_has_a_dense_gradient(plan: str, tmp_path: Path) -> None:
+    program = trained(plan, SGD, "", tmp_path)
     assert program.training is not None
     assert program.training.notes.tables == ("table [288, 4]: dense gradient: its rows are cut",)
 
@@ -161,10 +151,10 @@ SERVED = "roles: {ps: SERVERS}\nplacement: {'{look,again}': {role: ps}}\ndataset
     ids=["one server", "two servers, the last one first", "workers serve", "workers in a grid"],
 )
 def test_a_served_table_trains_as_one_rank_does(
-    plan: str, more: str, optimizer: str, moved: dict[str, int], tmp_path: Path, whole: dict[str, Run]
+    plan: str, more: str, optimizer: str, moved: dict[str, int], tmp_path: Path
 ) -> None:
     """Servers have the table, its update and the optimizer's tensors of it, and nothing else."""
-    program = trained(plan, optimizer, more, tmp_path, whole)
+    program = trained(plan, optimizer, more, tmp_path)
     assert kinds(program) == {"Pull": 2, "Push": 2, **moved}
     serving = {*range(program.plan.ranks)} - {*program.plan.workers}
     for part in program.parts if serving else ():

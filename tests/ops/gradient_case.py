@@ -105,7 +105,7 @@ def faults(this: Proof, dynamic: bool) -> list[str]:
 
 
 def cut_faults(this: Proof, dynamic: bool = False) -> list[str]:
-    """What is wrong with the gradients of the local nodes under every cut that the op's rule allows."""
+    """What is wrong with the gradients of the local nodes under every cut that the op's rule allows, into 3 or else into 2."""
     feeds = numbers(this)
     plain = node_in(this, dynamic, feeds)
     rule, node = rule_of(plain), in_double(plain)
@@ -114,9 +114,15 @@ def cut_faults(this: Proof, dynamic: bool = False) -> list[str]:
     seeds = {f"y{k}.dy": rng.uniform(-1, 1, want[f"y{k}"].shape) for k in this.seeds}
     _, whole = gradients(this, [node], feeds, {}, seeds)
     wrong = []
-    for cut, terms in _claims(rule):
-        if len(cut) + (terms is not None) > 1 or not divides(rule, cut, feeds, list(want.values())):
-            continue
+    legal = [
+        (cut, terms)
+        for cut, terms in _claims(rule)
+        if len(cut) + (terms is not None) == 1 and divides(rule, cut, feeds, list(want.values()))
+    ]
+    most = {
+        cut[0][0] if cut else terms and terms[0]: (cut, terms) for cut, terms in legal
+    }  # the last is the largest number
+    for cut, terms in most.values():
         if cut and rule.reduce.get(cut[0][0]) in ("max", "min"):
             continue
         said = f"{cut or terms} by {text_of(rule)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_in_parts import LOSSES, close, train, trained
+from batch_in_parts import LOSSES, close, train, trained, trained_whole
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import run_passes, start, step_program
 from partc.compiler.placement.placement import place
@@ -87,7 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     steps = [{"x": rng.normal(size=(16, 6)).astype(np.float32), "label": rng.integers(0, 5, 16)} for _ in range(2)]
     source = from_text(NET, WEIGHTS)
     before = {name: value.const_value.numpy().copy() for name, value in source.model.graph.initializers.items()}
-    return steps, trained(tmp_path_factory.mktemp("whole"), source, "ranks: 1\n" + TRAIN, steps), before
+    return steps, trained_whole(source, "ranks: 1\n" + TRAIN, steps), before
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ import pytest
 from equivalence import whole_outputs
 from guide_pages import INDEX, ROOT, SAMPLES, Command, blocks, commands, course
 from partc.cli.launch.launcher import Kind, find_launcher
+from partc.cli.machine import measure
 from partc.cli.main import invoke
 from partc.compiler.directives.context import INSTEAD
 from partc.compiler.frontend import load
 from partc.compiler.frontend.user_code import importable
+from partc.compiler.ops.registry import entries
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.dataset import KEYS
 from partc.compiler.plan.read import parse_plan, read_plan
@@ -33,42 +35,29 @@ from partc.runtime import load_local
 PAGES = sorted((SAMPLES / "guide").rglob("*.md"))
 MOST_WORDS, WORDS_PER_MINUTE, COURSE_MINUTES = 1500, 200, 20
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
-IN_PROCESS = (
-    "partc run by_eights",
-    "partc run --input digits.npz",
-    "partc run --input digits_512.npz",
-    "partc run --input digits_12.npz",
-    "partc train --plan train.yaml --epochs 120",
-    "partc train --plan train.yaml --checkpoint runs\n",
-    "partc train train",
-    "partc train offload",
-    "partc train host",
-    "partc train --plan train.yaml --steps 3",
-    "partc train --plan train.yaml\n",
-    "partc train --plan train_rows.yaml",
-    "partc train halves",
-    "partc train pipeline",
-    "partc train zero",
-    "partc train distillation",
-    "partc train towers",
-    "partc train losses",
-    "partc train averaged",
-    "partc train loader --data",
-    "partc train loader --plan loader.yaml --checkpoint runs --steps",
-    "partc train lora --plan lora.yaml --init",
-    "partc eval",
-)
-"""Commands of the guide whose ranks are threads of this test: others of their kind run over MPI, and to start processes takes long."""
+IN_PROCESS = re.compile(r"partc (run|train|eval|generate)\b(?!.* (-n|--hostfile|--in-process) ?)")
+"""Commands of the guide whose ranks are threads of this test: to start processes takes long, and the tests of each command start them."""
 WITHOUT_RANKS = re.compile(
-    r"partc (plan|export|compile|inspect|check|verify|checkpoint|simulate|diff|run --in-process)\b(?!.*(--mpi| [>|]))"
+    r"partc (plan|export|compile|inspect|check|verify|checkpoint|simulate|diff|report|measure|run (--in-process|-n 4))"
+    r"\b(?!.*(--mpi| [>|]))"
 )
 SCRIPT = re.compile(r"python (\w+\.py)((?: [\w-]+)*)")
+MEASURED = {
+    "session": 2e-5,
+    "step": 2e-4,
+    "products": {"matmul": [[1e6, 2e-5], [1e9, 2e-2]]},
+    "kernels": {name: [[4096, 2e-6], [1 << 24, 8e-3]] for name in sorted({entry.kernel for entry in entries()})},
+    "links": [
+        {"overlap": 1.0, "wake": 1e-5, "send": [[8, 1e-5], [1 << 24, 1e-2]], "all_reduce": [[8, 2e-5], [1 << 24, 2e-2]]}
+    ],
+    "segments": {},
+}
+"""What the ranks of `partc measure` might have found: a test of that command has them measure, for ten seconds."""
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
 }
 
 
@@ -78,7 +67,7 @@ def ended(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     """
     if script := SCRIPT.fullmatch(line):
         return 0, run_script(folder / script[1], script[2].split(), capsys)
-    here = f"{line}\n".startswith(IN_PROCESS)
+    here = IN_PROCESS.match(line) is not None
     if here or WITHOUT_RANKS.match(line):
         capsys.readouterr()
         with contextlib.chdir(folder):
@@ -129,7 +118,9 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n$ " in page.read_text()], ids=name_of)
-def test_a_page_shows_what_happens(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_shows_what_happens(
+    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each in a fresh copy of the samples; `--durations=0` prints the time of each, `guide_pages.py` follows them elsewhere."""
     if page.name == "huggingface.md":
         pytest.importorskip("transformers", "5.0", reason='needs transformers: pip install "partc[transformers]"')
@@ -137,6 +128,7 @@ def test_a_page_shows_what_happens(page: Path, tmp_path: Path, capsys: pytest.Ca
         pytest.importorskip("torch", reason="its models are torch modules")
     if page.name == "data.md":
         pytest.importorskip("torch", reason='needs torch, whose DataLoader it shows: pip install "partc[torch]"')
+    monkeypatch.setattr(measure, "_run", lambda folder, ranks: MEASURED)
     folder = tmp_path / "samples"
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("build*", "resnet18.*", "__pycache__"))
     trouble = shown(page, folder, capsys)

@@ -22,7 +22,7 @@ from partc.compiler.plan.read import parse_plan
 from partc.compiler.rewrite.unrolled import unrolled
 from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
-from training_equivalence import run, same_training, train_whole
+from training_equivalence import run_whole, same_training, train_whole
 
 MODEL = """
 from partc.compiler import Input, nn
@@ -136,7 +136,7 @@ def test_each_collective(name: str, tmp_path: Path) -> None:
     assert any(cause.startswith("written at model.py:") for cause in causes) or name == "axis_index"
     rows = {"all_reduce to one value": 1, "reduce_scatter": 6, "reduce_scatter and all_gather": 6, "gather": 24}
     steps = [{**numbers(12, k), "t": numbers(rows.get(name, 12), 9)["x"][:, :3]} for k in range(2)]
-    unsharded = run(whole(model, {"dp": 2})(), alone(TWO + TRAIN), tmp_path / "one", steps)
+    unsharded = run_whole(whole(model, {"dp": 2})(), alone(TWO + TRAIN), steps)
     same_training(lambda: load(model), TWO + TRAIN, tmp_path, steps, rtol=1e-5, atol=2e-4, whole=unsharded)
 
 
@@ -206,7 +206,7 @@ def test_along_one_axis_of_a_mesh(tmp_path: Path) -> None:
     found = [(event.op_type, event.ranks) for event in program.events if event.cause.startswith("written")]
     assert found == [("ReduceScatter", ((0, 1, 2), (3, 4, 5))), ("AllReduce", ((0, 3), (1, 4), (2, 5)))]
     steps = [{**numbers(12, k), "t": numbers(12, 9)["x"][:, :3]} for k in range(2)]
-    unsharded = run(whole(model, mesh)(), alone(MESH + TRAIN), tmp_path / "one", steps)
+    unsharded = run_whole(whole(model, mesh)(), alone(MESH + TRAIN), steps)
     program = same_training(lambda: load(model), MESH + TRAIN, tmp_path, steps, rtol=1e-5, atol=2e-4, whole=unsharded)
     kinds = Counter(event.op_type for event in program.events if "'shards." in event.cause or "written" in event.cause)
     assert kinds == {"ReduceScatter": 1, "AllReduce": 2, "AllGather": 1}
@@ -246,7 +246,7 @@ def test_modules_inside_several_results_and_an_optimizer_that_is_shared_out(tmp_
     plan = "ranks: 4\nmesh: {dp: 2, tp: 2}\nsymbols: {batch: {divisor: 4}}\ndataset: data_parallel\n"
     plan += "sharding: {out: rowwise}\n" + TRAIN.replace("lr: 0.05", "lr: 0.05, shard: dp")
     steps = [{**numbers(12, k), "t": numbers(12, 9)["x"][:, :3]} for k in range(2)]
-    unsharded = run(whole(model, {"dp": 2, "tp": 2})(), alone(plan).replace(", shard: dp", ""), tmp_path / "one", steps)
+    unsharded = run_whole(whole(model, {"dp": 2, "tp": 2})(), alone(plan).replace(", shard: dp", ""), steps)
     program = same_training(lambda: load(model), plan, tmp_path, steps, rtol=1e-5, atol=5e-4, whole=unsharded)
     found = [event.op_type for event in program.events if event.cause.startswith("written")]
     assert found == ["AllReduce", "AllReduce"]
@@ -268,7 +268,7 @@ def test_equal_extremes_share_over_ranks(tmp_path: Path) -> None:
     """Of equal elements on both ranks each gets half of the cotangent, as elements of one tensor do."""
     model = written(tmp_path, *BODIES["all_reduce max"])
     steps = [{"x": np.tile(numbers(3)["x"], (4, 1)), "t": numbers(12, 9)["x"][:, :3]}]
-    unsharded = run(whole(model, {"dp": 2})(), alone(TWO + TRAIN), tmp_path / "one", steps)
+    unsharded = run_whole(whole(model, {"dp": 2})(), alone(TWO + TRAIN), steps)
     same_training(lambda: load(model), TWO + TRAIN, tmp_path, steps, rtol=1e-5, atol=2e-4, whole=unsharded)
 
 

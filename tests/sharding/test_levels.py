@@ -12,7 +12,7 @@ from equivalence import compiled, same_as_whole
 from onnx import numpy_helper
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from training_equivalence import run, same_tensors, train_whole
+from training_equivalence import run, run_whole, same_tensors, train_whole
 
 BLOCKS = """<ir_version: 10, opset_import: ["": 21]> g (float[b, s, 6] x) => (float[b, s, 6] y)
     <float[6, 12] w1, float[12, 6] w2, float[6, 12] w3, float[12, 6] w4, float[6] scale> {
@@ -77,7 +77,7 @@ def test_less_memory_in_training_beside_data_parallel_ranks(tmp_path: Path) -> N
     random = np.random.default_rng(2)
     steps = [{name: random.normal(size=(4, 6, 6)).astype(np.float32) for name in ("x", "t")} for _ in range(3)]
     have = run(Source(from_proto(blocks(), Path("model.onnx"))), text, tmp_path / "cut", steps)
-    want = run(Source(from_proto(blocks(), Path("model.onnx"))), train_whole(text), tmp_path / "whole", steps)
+    want = run_whole(Source(from_proto(blocks(), Path("model.onnx"))), train_whole(text), steps)
     assert "ReduceScatter" in collectives((tmp_path / "cut" / "ir" / "step_parallel_end.ir").read_text())
     same_tensors(have.after, want.after, want.before, 1e-5)
 

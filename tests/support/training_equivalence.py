@@ -5,23 +5,29 @@ The whole is compiled for one rank, whose programs have no communication; `test_
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnx_ir as ir
 from onnx import numpy_helper
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.compiler.ir.program import Complete
-from partc.compiler.pipeline import compile_source
+from partc.compiler.pipeline import STEP_ALONE, compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.verify import VARIABLE
 from partc.runtime import load_local
 from partc.runtime.artifact.format import StateRecord
 from partc.runtime.artifact.tensors.boxes import slices
@@ -34,6 +40,7 @@ from partc.runtime.execution.inputs import Whole
 from training_models import CrossEntropy, Model
 
 Tensors = dict[str, np.ndarray]
+T = TypeVar("T")
 
 FLOAT_STEPS = 3.4
 """What rounding may do to a number in some steps, in units of its type (`eps`)."""
@@ -83,12 +90,13 @@ def run(
     steps: Sequence[Mapping[str, Any]],
     start: Mapping[str, np.ndarray] | None = None,
     evaluates: bool = False,
+    **how: Any,
 ) -> Run:
-    """Compiles and takes the steps on in-process ranks; `start` are weights to begin with.
+    """Compiles, as `how` says, and takes the steps on in-process ranks; `start` are weights to begin with.
 
     `evaluates`: then what the program `evaluate` makes of each step's batch is in the outputs, too.
     """
-    program = compile_source(source, parse_plan(plan, "plan.yaml"), out).program
+    program = compile_source(source, parse_plan(plan, "plan.yaml"), out, **how).program
     with load_local(out, devices={"cuda": "cpu"}) as ranks:
         if start is not None:
             put(ranks, start)
@@ -96,6 +104,31 @@ def run(
         given = [ranks({**fed(ranks, k), **step}) for k, step in enumerate(steps)]
         given += evaluated(ranks, steps) if evaluates else []
         return Run(given, before, tensors(ranks), program)
+
+
+def reference(train: Callable[..., T]) -> Callable[[Source, str, Sequence[Mapping[str, Any]]], T]:
+    """The training of a source by a plan in these steps, once for all that is compared with it.
+
+    Its numbers alone are wanted: of its programs only the step is compiled, and neither verified nor opened. `train` is called with the
+    source, the plan, a folder, the steps, and how it compiles.
+    """
+    known: dict[bytes, T] = {}
+
+    def trained(source: Source, plan: str, steps: Sequence[Mapping[str, Any]]) -> T:
+        arrays = [{name: np.asarray(value) for name, value in step.items()} for step in steps]
+        given = [(name, one.dtype.str, one.shape, one.tobytes()) for step in arrays for name, one in step.items()]
+        model = ir.serde.serialize_model(source.model).SerializeToString()
+        key = hashlib.sha256(repr((model, source.declared, plan, len(steps), given)).encode()).digest()
+        if key not in known:
+            with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {VARIABLE: "0"}):
+                known[key] = train(source, plan, Path(folder), steps, check=False, kinds=STEP_ALONE)
+        return known[key]
+
+    return trained
+
+
+run_whole = reference(run)
+"""The run on one rank, by a plan for one."""
 
 
 def evaluated(ranks: LocalProgram, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -181,9 +214,9 @@ def same_training(
     Gives the compiled program.
 
     `atol` of a tensor is of the largest change that the steps made of it, so that a small learning rate hides no wrong gradient.
-    `whole` is the run on one rank, where it is there already.
+    `whole` is the run to compare with, where it is another than that on one rank by the same `train`.
     """
-    want = whole or run(source(), train_whole(plan), folder / "whole", steps)
+    want = whole or run_whole(source(), train_whole(plan), steps)
     have = run(source(), plan, folder / "cut", steps)
     assert check_artifact(folder / "cut") == []
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from batch_in_parts import LOSSES, NET, WEIGHTS, close, numbers, start_of, train, trained
+from batch_in_parts import LOSSES, NET, WEIGHTS, close, numbers, start_of, train, trained, trained_whole
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
 from partc.runtime.errors import ArtifactError
@@ -28,7 +28,7 @@ def test_many_ranks_in_stages_train_as_the_whole(tmp_path: Path) -> None:
     loss = LOSSES["both, smoothed"]
     text = train(loss, 1, "{type: momentum, lr: 0.3}", CLIP)
     steps = [numbers(loss)] * 2
-    whole = trained(tmp_path / "whole", from_text(NET, WEIGHTS), "ranks: 1\n" + text, steps)
+    whole = trained_whole(from_text(NET, WEIGHTS), "ranks: 1\n" + text, steps)
     have = trained(tmp_path / "build", from_text(NET, WEIGHTS), STAGES + text + pipeline(2, "1f1b"), steps)
     close(have, whole, start_of(), 2e-6)
     manifest = open_artifact(tmp_path / "build").manifest

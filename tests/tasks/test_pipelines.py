@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_in_parts import LOSSES, MEASURED, NET, PLANS, WEIGHTS, close, numbers, start_of, train, trained
+from batch_in_parts import (
+    LOSSES,
+    MEASURED,
+    NET,
+    PLANS,
+    WEIGHTS,
+    close,
+    numbers,
+    start_of,
+    train,
+    trained,
+    trained_whole,
+)
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
@@ -24,12 +36,6 @@ THREE = "ranks: 3\nplacement: {up: 0, bend: 1, down: 2, add: 2}\n"
 LOOP = "ranks: 2\nplacement: {up: 0, bend: 1, down: 0, add: 1}\n"
 VEE = "ranks: 2\nplacement: {up: 0, bend: 1, down: 1, add: 0}\n"
 CLIP = "  clip: {norm: 0.3}\n"
-
-
-@pytest.fixture(scope="module")
-def wholes() -> dict[str, Any]:
-    """By loss what it gives on one rank, without microbatches."""
-    return {}
 
 
 @pytest.mark.parametrize(
@@ -50,18 +56,15 @@ def wholes() -> dict[str, Any]:
         ("mean", STAGED, "1f1b", 1),
     ],
 )
-def test_microbatches_are_as_the_whole(
-    name: str, plan: str, schedule: str, count: int, wholes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_microbatches_are_as_the_whole(name: str, plan: str, schedule: str, count: int, tmp_path: Path) -> None:
     """Labels are unevenly spread, and the first microbatch has none at all."""
     loss = LOSSES[name]
     measured = MEASURED if "label" in loss and "binary" not in loss else ""
     text = train(loss, 1, "{type: momentum, lr: 0.3}", measured + CLIP)
     steps = [numbers(loss)] * 3
-    if name not in wholes:
-        wholes[name] = trained(tmp_path / "whole", from_text(NET, WEIGHTS), "ranks: 1\n" + text, steps)
+    want = trained_whole(from_text(NET, WEIGHTS), "ranks: 1\n" + text, steps)
     have = trained(tmp_path / "build", from_text(NET, WEIGHTS), plan + text + pipeline(count, schedule), steps)
-    close(have, wholes[name], start_of(), 2e-6)
+    close(have, want, start_of(), 2e-6)
 
 
 BLOCKS = "sharding: {'layers.*.*.project': colwise, 'layers.*.*.out': rowwise}\n"
@@ -119,7 +122,7 @@ def test_models_learn_alike(
         feeds = [model.feeds(rng, **sizes) for _ in range(2)]
         source = source_of(model).model
         given = Source(source.clone())
-        whole = trained(tmp_path / "whole", given, "ranks: 1\n" + training("{type: momentum, lr: 0.1}"), feeds)
+        whole = trained_whole(given, "ranks: 1\n" + training("{type: momentum, lr: 0.1}"), feeds)
         models[name] = source, feeds, whole
     source, feeds, whole = models[name]
     for count in counts:
@@ -147,7 +150,7 @@ def test_masks_are_those_of_the_whole_batch(name: str, tmp_path: Path) -> None:
     )
     steps = [numbers("label")] * 2
     text = train(LOSSES["mean"], 1)
-    whole = trained(tmp_path / "whole", from_text(net, WEIGHTS), "ranks: 1\n" + text, steps)
+    whole = trained_whole(from_text(net, WEIGHTS), "ranks: 1\n" + text, steps)
     plan = f"ranks: {2 + ('[1, 2]' in MASKED[name])}\nsymbols: {{batch: {{divisor: 8}}}}\n{MASKED[name]}{text}"
     close(trained(tmp_path / "build", from_text(net, WEIGHTS), plan + pipeline(4), steps), whole, start_of(), 2e-6)
 
@@ -168,7 +171,7 @@ def test_gradients_of_a_weight_of_two_stages_meet_once(schedule: str, second: st
     weights = {"w": (6, 6), "gain": (6,), "v": (6, 5)}
     steps = [numbers("label")] * 2
     text = train(LOSSES["mean"], 1, "{type: momentum, lr: 0.1}", CLIP)
-    whole = trained(tmp_path / "whole", from_text(TIED, weights), "ranks: 1\n" + text, steps)
+    whole = trained_whole(from_text(TIED, weights), "ranks: 1\n" + text, steps)
     plan = "ranks: 3\nplacement: {up: 0, scale: 0, again: 1, rescale: 1, down: 1}\n".replace(" 1", f" {second}") + text
     have = trained(tmp_path / "build", from_text(TIED, weights), plan + pipeline(4, schedule), steps)
     close(have, whole, start_of(weights, TIED), 2e-6)
@@ -176,7 +179,7 @@ def test_gradients_of_a_weight_of_two_stages_meet_once(schedule: str, second: st
 
 def test_ranks_without_a_stage_are_told_the_numbers_of_the_batch(tmp_path: Path) -> None:
     text, steps = train(LOSSES["weights"], 1), [numbers("label")]
-    whole = trained(tmp_path / "whole", from_text(NET, WEIGHTS), "ranks: 1\n" + text, steps)
+    whole = trained_whole(from_text(NET, WEIGHTS), "ranks: 1\n" + text, steps)
     plan = STAGED.replace("ranks: 2", "ranks: 4") + text + pipeline(2)
     close(trained(tmp_path / "build", from_text(NET, WEIGHTS), plan, steps), whole, start_of(), 2e-6)
 
@@ -199,7 +202,7 @@ def test_a_message_has_one_name_on_both_ranks(tmp_path: Path) -> None:
         return given
 
     text, steps = train(LOSSES["mean"], 1), [numbers("label")]
-    whole = trained(tmp_path / "whole", source(), "ranks: 1\n" + text, steps)
+    whole = trained_whole(source(), "ranks: 1\n" + text, steps)
     have = trained(tmp_path / "build", source(), STAGED + text + pipeline(2), steps)
     close(have, whole, start_of(), 2e-6)
 

@@ -12,16 +12,16 @@ from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Call, Compute, Copy, Op
 from partc.compiler.plan.read import parse_plan
 from targets_case import ADAM, ON_CPU, PIPED, PLANS
-from training_equivalence import Run, from_text, run, same_tensors, same_training
+from training_equivalence import Run, from_text, run, run_whole, same_tensors, same_training
 
 MEAN = LOSSES["mean"]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def whole() -> Run:
     """What one rank without targets makes of two steps."""
     text = "ranks: 1\n" + train(MEAN, 1, ADAM)
-    return run(from_text(NET, WEIGHTS), text, tmp_path_factory.mktemp("whole"), [numbers(MEAN)] * 2)
+    return run_whole(from_text(NET, WEIGHTS), text, [numbers(MEAN)] * 2)
 
 
 def ops(program: Complete, rank: int = 0) -> Iterator[Op]:

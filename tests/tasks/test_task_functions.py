@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +24,27 @@ from pipelines_case import CLASSES, pipeline, placed, small_gpt
 from sharded_models import with_weights
 from training_equivalence import source_of
 
+Built = Callable[..., Path]
 HALVES = "ranks: 2\nsymbols: {batch: {divisor: 8}}\n" + placed("0 0 1 1")
 
 
 @pytest.fixture(scope="module")
-def source() -> Source:
-    return source_of(small_gpt())
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The artifact of a GPT in two stages, by microbatches and schedule; what is asked for again is there."""
+    source = source_of(small_gpt())
+
+    @functools.cache
+    def compiled(count: int, schedule: str = "1f1b") -> Path:
+        text = HALVES + train(CLASSES, 1, "{type: momentum, lr: 0.1}") + pipeline(count, schedule)
+        folder = tmp_path_factory.mktemp("halves") / "build"
+        compile_source(Source(source.model.clone()), parse_plan(text, "plan.yaml"), folder)
+        return folder
+
+    return compiled
 
 
-def built(source: Source, folder: Path, count: int, schedule: str = "1f1b") -> list[onnx.ModelProto]:
-    """The rank files of a GPT in two stages."""
-    text = HALVES + train(CLASSES, 1, "{type: momentum, lr: 0.1}") + pipeline(count, schedule)
-    compile_source(Source(source.model.clone()), parse_plan(text, "plan.yaml"), folder)
+def models(folder: Path) -> list[onnx.ModelProto]:
+    """The rank files of an artifact."""
     return [onnx.load(folder / f"rank_{rank:04d}.onnx", load_external_data=False) for rank in range(2)]
 
 
@@ -45,10 +56,10 @@ def row(model: onnx.ModelProto) -> str:
     return " ".join(node.name for node in model.graph.node if node.domain == TASKS)
 
 
-def test_a_body_is_there_once_and_the_main_graph_is_the_row(source: Source, tmp_path: Path) -> None:
+def test_a_body_is_there_once_and_the_main_graph_is_the_row(built: Built) -> None:
     """ONNX accepts the file; only the row is longer with more microbatches."""
-    two, eight = built(source, tmp_path / "two", 2), built(source, tmp_path / "eight", 8)
-    onnx.checker.check_model(str(tmp_path / "two" / "rank_0000.onnx"))
+    two, eight = models(built(2)), models(built(8))
+    onnx.checker.check_model(str(built(2) / "rank_0000.onnx"))
     assert row(two[0]) == "0F0 0F1 0B0 0B1"
     assert row(two[1]) == "1F0 1B0 1F1 1B1"
     for few, many in zip(two, eight, strict=True):
@@ -61,12 +72,11 @@ def test_a_body_is_there_once_and_the_main_graph_is_the_row(source: Source, tmp_
         assert many.ByteSize() < 1.5 * few.ByteSize()
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1"])
-def test_a_body_has_one_session(schedule: str, source: Source, tmp_path: Path) -> None:
+def test_a_body_has_one_session(built: Built) -> None:
     """Three sessions a stage at most, but for what adds at indices, and as many beside the row with more microbatches."""
     beside: dict[int, set[int]] = {}
     for count in (2, 8):
-        for rank, model in enumerate(built(source, tmp_path / str(count), count, schedule)):
+        for rank, model in enumerate(models(built(count, "zb_h1"))):
             segments = [step for step in segmented(model, "file") if isinstance(step, Segment)]
             bodies = {id(one.formal): one for one in segments if one.task}
             alone = [one for one in bodies.values() if any(node.op_type == "ScatterND" for node in one.nodes)]
@@ -77,15 +87,14 @@ def test_a_body_has_one_session(schedule: str, source: Source, tmp_path: Path) -
     assert all(len(counts) == 1 for counts in beside.values())
 
 
-def test_sums_lie_where_the_first_zeros_lay_and_weights_are_not_copied(source: Source, tmp_path: Path) -> None:
+def test_sums_lie_where_the_first_zeros_lay_and_weights_are_not_copied(built: Built) -> None:
     """No task makes a copy of a weight, and what a task adds to takes no memory of its own."""
-    models = built(source, tmp_path, 4)
-    for model in models:
+    for model in models(built(4)):
         for function in tasks(model).values():
             weights = [name for name in function.input if name.endswith((".weight", ".Transpose"))]
             assert not any(name.endswith(".Transpose") for name in weights)
 
-    with load_local(tmp_path) as ranks:
+    with load_local(built(4)) as ranks:
         for one in ranks.ranks:
             program = one._program
             made = [name for step in program.steps if isinstance(step, Segment) for name in step.outputs]
@@ -103,8 +112,8 @@ def test_sums_lie_where_the_first_zeros_lay_and_weights_are_not_copied(source: S
         ("operand", "has other numbers of inputs and outputs than"),
     ],
 )
-def test_forged_calls_are_refused(fault: str, words: str, source: Source, tmp_path: Path) -> None:
-    model = built(source, tmp_path, 2)[0]
+def test_forged_calls_are_refused(fault: str, words: str, built: Built) -> None:
+    model = models(built(2))[0]
     call = next(node for node in model.graph.node if node.domain == TASKS)
     if fault == "function":
         call.op_type = "F9"

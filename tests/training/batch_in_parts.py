@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_trainer
+from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.checker.check import check
 from partc.runtime.communication.in_process import LocalWorld
-from training_equivalence import from_text
+from training_equivalence import from_text, reference
 
+Trained = tuple[list[dict[str, float]], dict[str, np.ndarray]]
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 NET = (
     HEAD
@@ -71,12 +73,25 @@ def numbers(loss: str = "label") -> dict[str, np.ndarray]:
     }
 
 
-def trained(
-    folder: Path, source: Source, plan: str, steps: list[dict[str, Any]]
-) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+def trained(folder: Path, source: Source, plan: str, steps: Sequence[Mapping[str, Any]]) -> Trained:
     """What every step gives, and all tensors after the last, whole; the artifact is sound."""
-    ranks = compile_source(source, parse_plan(plan, "plan.yaml"), folder).program.plan.ranks
+    compile_source(source, parse_plan(plan, "plan.yaml"), folder)
     assert check(folder).violations == []
+    return stepped(folder, steps)
+
+
+def _trained_alone(source: Source, plan: str, folder: Path, steps: Sequence[Mapping[str, Any]], **how: Any) -> Trained:
+    compile_source(source, parse_plan(plan, "plan.yaml"), folder, **how)
+    return stepped(folder, steps)
+
+
+trained_whole = reference(_trained_alone)
+"""What `trained` gives on one rank, by a plan for one."""
+
+
+def stepped(folder: Path, steps: Sequence[Mapping[str, Any]]) -> Trained:
+    """What every step of an artifact gives, and all tensors after the last, whole."""
+    ranks = open_artifact(folder).manifest.ranks
     world = LocalWorld(ranks)
 
     def run(number: int) -> tuple[list[dict[str, Any]], list[Any]]:

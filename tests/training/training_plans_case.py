@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import training_models as models
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.program import Complete
-from training_equivalence import Run, run, same_training, source_of, train_whole
+from training_equivalence import same_training, source_of
 from training_models import Model
 
 CROSS_ENTROPY = "loss: {type: softmax_cross_entropy, logits: y, labels: labels}"
@@ -47,17 +46,7 @@ def learns(
         train = train.replace(CROSS_ENTROPY, "loss: loss")
     random = np.random.default_rng(7)
     steps = [one.feeds(random, **each) for each in sizes]
-    whole = learned_whole(name, train, tuple(tuple(each.items()) for each in sizes))
-    return same_training(lambda: source, plan + train, folder, steps, rtol=1e-5, atol=atol, whole=whole)
-
-
-@functools.cache
-def learned_whole(name: str, train: str, sizes: tuple[tuple[tuple[str, int], ...], ...]) -> Run:
-    """What several plans are compared with."""
-    one, source = small(name)
-    random = np.random.default_rng(7)
-    with tempfile.TemporaryDirectory() as folder:
-        return run(source, train_whole(train), Path(folder), [one.feeds(random, **dict(each)) for each in sizes])
+    return same_training(lambda: source, plan + train, folder, steps, rtol=1e-5, atol=atol)
 
 
 def sizes_of(name: str, *rows: int) -> list[dict[str, int]]:

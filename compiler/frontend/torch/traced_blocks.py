@@ -2,6 +2,8 @@
 
 There a block `with torch.no_grad()` is a call of a graph by `wrap_with_set_grad_enabled`, which a later step of the export inlines and
 forgets. Each floating-point tensor that such a graph makes is detached here before, unless a block inside turned gradients on again.
+A block `with torch.inference_mode()` leaves no call at all, so that it is traced as a block without gradients, inside of which none are
+turned on.
 """
 
 from __future__ import annotations
@@ -31,9 +33,56 @@ def traced_blocks_detached() -> Iterator[None]:
 
     torch.export.export = detaching
     try:
-        yield
+        with _inference_as_blocks():
+            yield
     finally:
         torch.export.export = export
+
+
+@contextmanager
+def _inference_as_blocks() -> Iterator[None]:
+    """While in here, what torch has traced of a block of inference turns gradients off instead, and on again at its end."""
+    import torch
+    from torch.autograd import grad_mode
+    from torch.overrides import TorchFunctionMode
+
+    class Off(TorchFunctionMode):
+        """In a block of inference `torch.enable_grad()` turns nothing on."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch._C._set_grad_enabled and inferring[-1]:
+                return None
+            return func(*args, **(kwargs or {}))
+
+    inferring: list[bool] = []
+    """Whether each of the blocks around infers, the innermost last; one of `inference_mode(False)` does not."""
+
+    def enter(mode: bool) -> tuple[bool, Off | None]:
+        before = torch.is_grad_enabled()
+        inferring.append(False)
+        torch._C._set_grad_enabled(not mode)
+        inferring[-1] = mode
+        off = Off() if mode else None
+        if off is not None:
+            off.__enter__()  # type: ignore[no-untyped-call]
+        return before, off
+
+    def leave(entered: tuple[bool, Off | None]) -> None:
+        before, off = entered
+        if off is not None:
+            off.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        inferring[-1] = False
+        torch._C._set_grad_enabled(before)
+        inferring.pop()
+
+    was = grad_mode._enter_inference_mode, grad_mode._exit_inference_mode
+    functools.update_wrapper(enter, was[0])  # the graph's code has these names
+    functools.update_wrapper(leave, was[1])
+    grad_mode._enter_inference_mode, grad_mode._exit_inference_mode = enter, leave
+    try:
+        yield
+    finally:
+        grad_mode._enter_inference_mode, grad_mode._exit_inference_mode = was
 
 
 def _detach(module: torch.fx.GraphModule, off: bool) -> None:

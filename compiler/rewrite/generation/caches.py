@@ -32,7 +32,7 @@ from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import Encoder
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
-from partc.compiler.rewrite.generation.limits import refuse_beyond_positions
+from partc.compiler.rewrite.generation.limits import refuse_beyond_positions, refuse_unknown_tokens
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions
@@ -68,6 +68,7 @@ def caches_as_state(program: Loaded) -> Loaded:
     apart = {} if encoder is None else encoder.leave(build, form)
     work = _Caches(model, form, program.name)
     chosen = work.rewrite()
+    refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
     fixed = work.fixed | (frozenset() if encoder is None else encoder.fixed)

@@ -174,7 +174,8 @@ def takes_any_length(graph: ir.Graph) -> bool:
 
 def _crossing(graph: ir.Graph) -> tuple[ir.Value, ...]:
     """The outputs of a model with a past that are keys and values made of none."""
-    pasts = {node.inputs[0] for value in graph.outputs if (node := value.producer()) and node.op_type == "Concat"}
+    appends = [node for value in graph.outputs if (node := value.producer()) and node.op_type == "Concat"]
+    pasts = {value for node in appends if (value := node.inputs[0]) is not None and value.is_graph_input()}
     outputs = [value for value in graph.outputs if pasts and value.shape is not None and len(value.shape) == 4]
     return tuple(value for value in outputs if pasts.isdisjoint(_inputs_of([value])))
 

@@ -109,19 +109,24 @@ def _fuse(
     first = caches[0]
     assert first is not None
     assert first.shape is not None
-    flat = build.constant("flat", [0, 0, -1])
-    rows = [
-        build.op("flat", "Reshape", [build.op("turned", "Transpose", [value], perm=[0, 2, 1, 3]), flat])
-        for value in (node.inputs[0], *(read.append.inputs[1] for read in reads))
-    ]
-    attributes = {"num_heads": heads, "kv_num_heads": int(str(first.shape[1]))}
+    kv = int(str(first.shape[1]))
+    operands = (node.inputs[0], heads), *((read.append.inputs[1], kv) for read in reads)
+    rows = [_joined(build, node, value, count) for value, count in operands if value is not None]
+    attributes = {"num_heads": heads, "kv_num_heads": kv}
     numbers = {name: node.attributes[name].as_float() for name in ("scale", "softcap") if name in node.attributes}
     numbers = {name: value for name, value in numbers.items() if value}
     made = build.node("attention", _OP, [*rows, *caches, *positions.ends], 3, _DOMAIN, **attributes, **numbers)
     split = build.op("heads", "Reshape", [made[0], build.constant(f"heads_{heads}", [0, 0, heads, -1])])
-    whole = build.op("turned_back", "Transpose", [split], perm=[0, 2, 1, 3])
-    build.put(before=node)
-    ir.convenience.replace_all_uses_with(node.outputs[0], whole)
+    readers = [reader for reader, _ in node.outputs[0].uses()]
+    if all(_swaps_heads(reader) for reader in readers) and not node.outputs[0].is_graph_output():
+        build.put(before=node)
+        for reader in readers:
+            ir.convenience.replace_all_uses_with(reader.outputs[0], split)
+            take_out(build.graph, reader)
+    else:
+        whole = build.op("turned_back", "Transpose", [split], perm=[0, 2, 1, 3])
+        build.put(before=node)
+        ir.convenience.replace_all_uses_with(node.outputs[0], whole)
     take_out(build.graph, node)
     for cache, read, present in zip(caches, reads, made[1:], strict=True):
         assert cache is not None
@@ -131,6 +136,34 @@ def _fuse(
         found[cache] = present
         for one in (*read.between, read.append):
             take_out(build.graph, one)
+
+
+def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> ir.Value:
+    """An operand [rows, heads, tokens, size] of an Attention as [rows, tokens, heads * size], in front of it.
+
+    Exporters make the one of the other by a Transpose, behind which the heads may be rotated: then they are rotated without it.
+    """
+    flat, producer = build.constant("flat", [0, 0, -1]), value.producer()
+    if producer is not None and _swaps_heads(producer):
+        made = build.op("flat", "Reshape", [producer.inputs[0], flat])
+        build.put(before=node)
+        return made
+    turned = None if producer is None or producer.inputs[0] is None else producer.inputs[0].producer()
+    rotates = producer is not None and producer.op_type == "RotaryEmbedding" and producer.domain in ("", "ai.onnx")
+    if producer is None or turned is None or not rotates or not _swaps_heads(turned) or len(value.uses()) != 1:
+        made = build.op("flat", "Reshape", [build.op("turned", "Transpose", [value], perm=[0, 2, 1, 3]), flat])
+        build.put(before=node)
+        return made
+    joined = build.op("flat", "Reshape", [turned.inputs[0], flat])
+    build.put(before=producer)
+    producer.replace_input_with(0, joined)
+    producer.attributes["num_heads"] = ir.AttrInt64("num_heads", heads)
+    return value
+
+
+def _swaps_heads(node: ir.Node) -> bool:
+    """Whether a node is a Transpose of heads and tokens, either way."""
+    return node.op_type == "Transpose" and [*node.attributes.get_ints("perm", [])] == [0, 2, 1, 3]
 
 
 def _is_causal(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm) -> bool:

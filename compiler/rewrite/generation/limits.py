@@ -1,4 +1,4 @@
-"""What a decoder has positions for: a `length` beyond them is refused, before a step reads behind a table's end."""
+"""What of a plan a decoder cannot meet: a `length` beyond its positions, before a step reads behind a table's end, and unknown tokens."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def refuse_beyond_positions(
     if size < rules.length:
         fact, law = f"{fact}, and 'length' is {rules.length}", "each token of a sequence has a position of its own"
         raise CompileError(Problem(rules.where("length"), fact, law, f"write length: {size} or less"))
+
+
+def refuse_unknown_tokens(vocabulary: int, rules: GenerateRules) -> None:
+    """CompileError where a sequence is to stop at what is not a token of the model."""
+    if outside := [token for token in rules.stop if not 0 <= token < vocabulary]:
+        fact = (
+            f"{', '.join(map(str, outside))} {'is not a token' if len(outside) == 1 else 'are not tokens'} of the model"
+        )
+        help_ = "write the tokens behind which a sequence ends, or leave out 'stop'"
+        raise CompileError(Problem(rules.where("stop"), fact, f"its tokens are 0 to {vocabulary - 1}", help_))
 
 
 def _tables(graph: ir.Graph, rows: Iterable[ir.Value]) -> Iterator[tuple[str, int]]:

@@ -8,11 +8,11 @@ That is right where nothing else reads the cache: all readers of `next` come aft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..format import CACHE, StateRecord
-from .onnx_graph import reads
+from .onnx_graph import integer_of, node_title, reads
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -25,25 +25,49 @@ _APPENDING: Mapping[tuple[str, str], Mapping[int, int]] = {
 """By op the output that may lie where an input does."""
 
 
+_AXIS: Mapping[str, int] = {"TensorScatter": -2, "GroupQueryAttention": 2}
+"""By op the dim of a cache along which it appends, where no attribute says another one."""
+
+
 def appended(model: ModelProto, records: Iterable[StateRecord]) -> list[StateRecord]:
     """The records of the caches to which one node appends in place."""
+    records = list(records)
+    others = {record.value for record, _, _ in not_appended(model, records)}
+    return [one for one in records if one.kind == CACHE and one.next and one.value not in others]
+
+
+def not_appended(
+    model: ModelProto, records: Iterable[StateRecord]
+) -> Iterator[tuple[StateRecord, NodeProto | None, str]]:
+    """Each cache to which no node appends in place, with the node that is to blame, if one is, and what is wrong."""
     caches = [one for one in records if one.kind == CACHE and one.next]
     if not caches:
-        return []
+        return
     readers: dict[str, list[NodeProto]] = {one.value: [] for one in caches}
     for node in model.graph.node:
         for name in dict.fromkeys(reads(node)):
             if name in readers:
                 readers[name].append(node)
     outputs = {port.name for port in model.graph.output}
-    return [one for one in caches if one.value not in outputs and _appends(one, readers)]
+    for one in caches:
+        found = readers[one.value]
+        appends = [node for node in found if _appends(node, one)]
+        if not appends:
+            yield one, next(iter(found), None), f"no node makes '{one.next}' of '{one.value}' by appending to it"
+        elif others := [node for node in found if node is not appends[0]]:
+            yield one, others[0], f"it reads '{one.value}', which {node_title(appends[0])} overwrites"
+        elif one.value in outputs:
+            yield one, None, f"the graph gives '{one.value}' as an output, and {node_title(appends[0])} overwrites it"
 
 
-def _appends(record: StateRecord, readers: Mapping[str, list[NodeProto]]) -> bool:
-    found = readers[record.value]
-    if len(found) != 1 or (found[0].domain, found[0].op_type) not in _APPENDING:
-        return False
-    node = found[0]
+def entries_axis(model: ModelProto, record: StateRecord) -> int | None:
+    """The dim of a cache along which a node appends to it; None where none does."""
+    found = [node for node in model.graph.node if _appends(node, record)]
+    return integer_of(found[0], "axis", _AXIS[found[0].op_type]) if found else None
+
+
+def _appends(node: NodeProto, record: StateRecord) -> bool:
+    """Whether a node makes a cache's next entries where the cache lies, and reads it once."""
     where = [k for k, name in enumerate(node.input) if name == record.value]
-    output = _APPENDING[node.domain, node.op_type].get(where[0]) if len(where) == 1 else None
+    output = _APPENDING.get((node.domain, node.op_type), {}).get(where[0]) if len(where) == 1 else None
     return output is not None and len(node.output) > output and node.output[output] == record.next

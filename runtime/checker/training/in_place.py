@@ -13,7 +13,8 @@ A node of the optimizer writes `x.next` where `x` lies. That is right if, for ea
     own place    the output takes the place of that operand which the function makes it of
     guard        the node stands behind the one that makes the guard, if there is one: the runtime decides by it whether updates run
 
-The one reader of a cache appends to it where it lies (`artifact/graph/cache_append.py`). What other nodes make in place of a tensor, such
+A cache is written where it lies, too: the one node that reads it appends to it (`artifact/graph/cache_append.py`); in any other program a
+row could read what another node of its step has written, or lose it. What other nodes make in place of a tensor, such
 as running statistics, is copied when the step ends, and needs nothing of this.
 """
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 
 from onnx import FunctionProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import DOMAIN, EXCHANGE, OPTIMIZER, PULL, PUSH, SEND, Manifest, StateRecord
-from partc.runtime.artifact.graph.cache_append import appended
+from partc.runtime.artifact.graph.cache_append import appended, not_appended
 from partc.runtime.artifact.graph.onnx_graph import node_title, path_of, reads
 from partc.runtime.artifact.graph.optimizer_function import NEXT, is_elementwise, is_in_place
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
@@ -93,7 +94,13 @@ class _Rank:
         """The count of both ways, and what is wrong."""
         found = list[Violation]()
         in_place: dict[str, int] = {}
-        appends = {one.value for one in appended(self.model, self.records)}
+        appends = appended(self.model, self.records)
+        for record, node, fact in not_appended(self.model, self.records):
+            title = node_title(node) if node is not None else f"state '{record.value}'"
+            law = "a cache is read by the one node that appends to it"
+            found.append(
+                Violation(self.file, f"{fact}; {law}", title, path_of(node) if node is not None else "", _AGAIN)
+            )
         for record in self.records:
             makers = self.makers.get(record.next, [])
             if len(makers) != 1:

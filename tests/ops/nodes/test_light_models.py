@@ -17,14 +17,14 @@ from partc.runtime import load_local
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 RANKS = 4
-LIKE_ALEXNET = ("light_vgg19", "light_zfnet512")
-"""Networks of the kinds of layers that light_bvlc_alexnet has, in its order, and nothing else."""
+LIKE_OTHERS = ("light_vgg19", "light_zfnet512", "light_densenet121")
+"""Networks of the kinds of layers that others have, and nothing else: of light_bvlc_alexnet, and the last of inception and squeezenet."""
 OVER_MPI = "light_shufflenet"
 """One stands for all: to start four processes takes longer than most of these networks."""
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in LIGHT.glob("*.onnx") if path.stem not in LIKE_ALEXNET), ids=lambda path: path.stem
+    "path", sorted(path for path in LIGHT.glob("*.onnx") if path.stem not in LIKE_OTHERS), ids=lambda path: path.stem
 )
 def test_light_model_on_four_ranks(path: Path, tmp_path: Path) -> None:
     source = load(path)

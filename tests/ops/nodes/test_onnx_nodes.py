@@ -14,7 +14,7 @@ from equivalence import same
 from fast_pool import pool
 from onnx.backend.test.case.test_case import TestCase
 from onnx.reference.ops import op_pool_common
-from onnx_nodes_case import cases, quiet
+from onnx_nodes_case import cases, distinct, quiet
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
@@ -60,7 +60,7 @@ def quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-@pytest.mark.parametrize("name", sorted(cases()))
+@pytest.mark.parametrize("name", distinct())
 def test_node(name: str, tmp_path: Path) -> None:
     case = cases()[name]
     names = [

@@ -24,7 +24,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.data import Spec, open_loader
 from trainer_case import on_all
-from training_equivalence import run
+from training_equivalence import run, run_whole
 
 Dims = Mapping[str, Sequence[int | str]]
 TRAIN = "train:\n  loss: {type: softmax_cross_entropy, logits: y, labels: label}\n  optimizer: {type: sgd, lr: 0.5}\n"
@@ -128,7 +128,7 @@ def test_both_ways_do_with_the_answer_what_the_whole_batch_does(seed: int, tmp_p
     given = [feeds(inputs, records) for records in (4, 8)]
     same_as_whole(network(inputs, classes=True), plan + MICROBATCHES, *given, rtol=1e-6, atol=1e-6, checked=True)
     steps = [{**one, **labels(records)} for one, records in zip(given, (4, 8), strict=True)]
-    whole = run(source(inputs), "ranks: 1\n" + TRAIN, tmp_path / "whole", steps)
+    whole = run_whole(source(inputs), "ranks: 1\n" + TRAIN, steps)
     dealt = f"ranks: 2\n{even}dataset: data_parallel\n{TRAIN}  accumulate: 2\n"
     for name, text in (("stages", plan + MICROBATCHES + TRAIN), ("dealt", dealt)):
         have = run(source(inputs), text, tmp_path / name, steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from batch_in_parts import HEAD, LOSSES, PLANS, close, numbers, start_of, train, trained
+from batch_in_parts import HEAD, LOSSES, PLANS, close, numbers, start_of, train, trained, trained_whole
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
@@ -75,7 +75,7 @@ def _model(reads: tuple[str, ...], use: str) -> tuple[str, str]:
 def test_they_are_the_batchs(reads: tuple[str, ...], use: str, tmp_path: Path) -> None:
     text, metrics = _model(reads, use)
     given = numbers(LOSSES["ignored"]) | {"t": numbers()["x"][:, 0] + 4, "e": numbers()["x"][:, 1:4] + 4}
-    want = trained(tmp_path / "one", from_text(text, {"w": (6, 5)}), PLANS[1] + train("loss", 1, more=metrics), [given])
+    want = trained_whole(from_text(text, {"w": (6, 5)}), PLANS[1] + train("loss", 1, more=metrics), [given])
     for name, plan in {
         "parts": PLANS[1] + train("loss", 4, more=metrics),
         "ranks": PLANS[2] + train("loss", 2, more=metrics),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from batch_in_parts import (
     OWN_LOSS,
     PLANS,
     WEIGHTS,
+    Trained,
     close,
     numbers,
     start_of,
     train,
     trained,
+    trained_whole,
 )
 from partc.compiler.analysis.part_symbols import quotient
 from partc.compiler.dims.symbol import Symbol
@@ -45,26 +47,13 @@ CASES = [
 ]
 
 
-Whole = Callable[[str, Mapping[str, tuple[int, ...]], str, list[dict[str, Any]]], Any]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """Trains a model's text with these weights on one rank, by the `train` of a plan; what is asked for again is known."""
-    known: dict[Any, Any] = {}
-
-    def run(text: str, weights: Mapping[str, tuple[int, ...]], plan: str, steps: list[dict[str, Any]]) -> Any:
-        key = (text, plan, *((name, array.tobytes()) for step in steps for name, array in step.items()))
-        if key not in known:
-            folder = tmp_path_factory.mktemp("whole")
-            known[key] = trained(folder / "build", from_text(text, weights), PLANS[1] + plan, steps)
-        return known[key]
-
-    return run
+def whole(text: str, weights: Mapping[str, tuple[int, ...]], plan: str, steps: list[dict[str, Any]]) -> Trained:
+    """Trains a model's text with these weights on one rank, by the `train` of a plan."""
+    return trained_whole(from_text(text, weights), PLANS[1] + plan, steps)
 
 
 @pytest.mark.parametrize(("ranks", "name", "parts"), CASES, ids=lambda one: str(one))
-def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], whole: Whole, tmp_path: Path) -> None:
+def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], tmp_path: Path) -> None:
     loss, given = LOSSES[name], numbers(LOSSES[name])
     more = MEASURED if "label" in given else ""
     if "ignore_index" in loss:
@@ -78,7 +67,7 @@ def test_parts_are_as_the_whole(ranks: int, name: str, parts: tuple[int, ...], w
 
 @pytest.mark.parametrize("name", LABELLED)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_of_the_models_own(ranks: int, name: str, whole: Whole, tmp_path: Path) -> None:
+def test_a_loss_of_the_models_own(ranks: int, name: str, tmp_path: Path) -> None:
     text = OWN_LOSS.replace("ENTROPY", LABELLED[name]).replace("small = {0.01}", "small = {0.01}, int64 zero = {0}")
     given = {**numbers(LOSSES["ignored"]), "keep": np.array(0.5, np.float32)}
     more = "  metrics: [other]\n"
@@ -112,7 +101,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_masks_positions_clipping_and_shares(around: str, whole: Whole, tmp_path: Path) -> None:
+def test_masks_positions_clipping_and_shares(around: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     steps = []
     for _ in range(3):
@@ -130,7 +119,7 @@ def test_masks_positions_clipping_and_shares(around: str, whole: Whole, tmp_path
 
 
 @pytest.mark.parametrize("name", ["both, smoothed", "squares", "sum of squares"])
-def test_a_model_of_one_size_has_it_in_every_part(name: str, whole: Whole, tmp_path: Path) -> None:
+def test_a_model_of_one_size_has_it_in_every_part(name: str, tmp_path: Path) -> None:
     loss, given = LOSSES[name], numbers(LOSSES[name])
     want = whole(NET, WEIGHTS, train(loss, 1), [given])
     fixed = NET.replace("batch", "4")
@@ -138,7 +127,7 @@ def test_a_model_of_one_size_has_it_in_every_part(name: str, whole: Whole, tmp_p
     close(have, want, start_of())
 
 
-def test_a_fixed_size_counts_the_records_of_a_part(whole: Whole, tmp_path: Path) -> None:
+def test_a_fixed_size_counts_the_records_of_a_part(tmp_path: Path) -> None:
     """What a loss of the model's own is divided by is the number of all records, also where it is known; other sizes are sizes."""
     own = (
         LABELLED["counted"] + "\n    wide = Shape<start = 1> (y)\n    by = Cast<to = 1> (wide)\n    each = Squeeze (by)"
@@ -243,7 +232,7 @@ def test_all_ranks_refuse_what_one_cannot_cut_and_statistics_stay(tmp_path: Path
 
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, whole: Whole, tmp_path: Path) -> None:
+def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, tmp_path: Path) -> None:
     given = numbers(LOSSES["ignored"])
     given["label"][:4] = [1, -1, 0, 3]
     loss = LOSSES["both, smoothed"]
@@ -260,7 +249,7 @@ def test_a_sum_over_ranks_is_of_the_mean_of_each(ranks: int, parts: int, whole: 
 
 
 @pytest.mark.parametrize("labels", ["label: [dp]", "label: [null]"])
-def test_parts_have_the_same_records_wherever_these_are(labels: str, whole: Whole, tmp_path: Path) -> None:
+def test_parts_have_the_same_records_wherever_these_are(labels: str, tmp_path: Path) -> None:
     loss, given = LOSSES["both, smoothed"], numbers(LOSSES["ignored"])
     plan = "ranks: 3\nmesh: {dp: 3}\nsymbols: {batch: {divisor: 12}}\ndataset: {x: [dp, null], LABELS}\n"
     given = {name: array[:12] for name, array in given.items()}

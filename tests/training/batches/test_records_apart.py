@@ -10,7 +10,7 @@ from partc.compiler.errors import CompileError
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from training_equivalence import from_text, run, same_training
+from training_equivalence import from_text, run_whole, same_training
 
 HEAD = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[batch, LENGTH, 6] x, int64[batch] labels) => (float[batch, 5] y)
@@ -127,7 +127,7 @@ def source(text: str, length: str) -> Source:
 )
 def test_records_that_stand_apart_are_those_of_the_microbatch(plan: str, length: str, tmp_path: Path) -> None:
     given = steps(4 if length == "4" else 7)
-    whole = run(source(ATTENTION, length), PARTS + TRAIN, tmp_path / "whole", given)
+    whole = run_whole(source(ATTENTION, length), PARTS + TRAIN, given)
     program = same_training(lambda: source(ATTENTION, length), plan, tmp_path, given, rtol=1e-5, atol=1e-4, whole=whole)
     assert program.warnings == ()
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from training_equivalence import train_whole, trained
+from training_equivalence import run_whole, train_whole, trained
 
 LANGUAGE = """<ir_version: 10, opset_import: ["" : 21]>
 main (int64[batch, 5] ids) => (float[batch, 5, 6] y)
@@ -51,10 +51,10 @@ def test_what_is_learned_is_that_of_the_whole(options: str, cut: str, tmp_path: 
     rng = np.random.default_rng(5)
     steps: list[dict[str, Any]] = [{name: rng.integers(0, 6, (n, 5)) for name in ("ids", "t")} for n in (6, 3)]
     plan = PLANS[cut] + train
-    want, tensors, _ = trained(source(), train_whole(plan), tmp_path / "whole", steps)
+    alone = run_whole(source(), train_whole(plan), steps)
     have, learned, _ = trained(source(), plan, tmp_path / "cut", steps)
-    for mine, whole in zip(have, want, strict=True):
+    for mine, whole in zip(have, alone.outputs, strict=True):
         np.testing.assert_allclose(mine["loss"], whole["loss"], rtol=1e-5)
         np.testing.assert_allclose(mine["accuracy"], whole["accuracy"], rtol=1e-6)
-    for name, whole in tensors.items():
+    for name, whole in alone.after.items():
         np.testing.assert_allclose(learned[name], whole, rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dealt import dealt
 from nonfinite_case import PLANS, batch, built, fed, kept
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
@@ -48,8 +49,7 @@ def test_a_mean_of_no_labels_is_told_where_it_is(reduction: str, ignored: int, t
     assert [part for part in UNLABELLED[reduction, ignored] if part not in found] == [], found
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "bad"), dealt(PLANS, [np.nan, np.inf]))
 def test_a_skipped_step_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:
     folder, ranks = built(tmp_path / "build", name, "skip")
 
@@ -204,16 +204,20 @@ def test_good_checkpoints_stay_and_are_gone_on_from(tmp_path: Path) -> None:
 GUARDED = "train: {loss: {type: mean_squared, prediction: y, target: t}, optimizer: {type: momentum, lr: 0.1SHARD}, on_nonfinite: skip}\n"
 
 
-@pytest.mark.parametrize("shard", ["", ", shard: true"])
+PRECISIONS = ["", "{compute: float16, loss_scale: 64}", "{compute: float16, loss_scale: dynamic}"]
+GUARDED_ON = [
+    "ranks: 1\ntarget: {first: cuda}\n",
+    "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n",
+    "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\ntarget: {first: cuda, '**': cpu}\n",
+]
+
+
 @pytest.mark.parametrize(
-    "precision", ["", "{compute: float16, loss_scale: 64}", "{compute: float16, loss_scale: dynamic}"]
-)
-@pytest.mark.parametrize(
-    "where",
+    ("where", "precision", "shard"),
     [
-        "ranks: 1\ntarget: {first: cuda}\n",
-        "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\n",
-        "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: data_parallel\ntarget: {first: cuda, '**': cpu}\n",
+        (where, precision, ("", ", shard: true")[(j + k) % 2])
+        for j, where in enumerate(GUARDED_ON)
+        for k, precision in enumerate(PRECISIONS)
     ],
 )
 def test_updates_wait_for_the_guard(where: str, precision: str, shard: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from partc.runtime.artifact.format import Law
 from partc.runtime.artifact.tensors import draw, law
 from partc.runtime.artifact.tensors.boxes import Region
 from partc.runtime.checker.check import check_artifact
-from training_equivalence import run, same_training
+from training_equivalence import run_whole, same_training
 from training_models import INT64
 
 ROWS, WIDTH = 60, 6
@@ -78,7 +78,7 @@ def test_any_part_is_drawn_alone(kind: str) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_drawn_table_trains_as_the_whole_one(tmp_path: Path, name: str) -> None:
     shared = TRAIN.replace("momentum: 0.9}", "momentum: 0.9, shard: dp}") if name == "zero" else TRAIN
-    whole = run(lookup(), "ranks: 1\n" + TRAIN, tmp_path / "whole", batches(2))
+    whole = run_whole(lookup(), "ranks: 1\n" + TRAIN, batches(2))
     same_training(lookup, PLANS[name] + shared, tmp_path, batches(2), rtol=2e-6, atol=2e-6, whole=whole)
     np.testing.assert_array_equal(
         whole.before["table.weight"],

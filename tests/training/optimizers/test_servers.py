@@ -17,7 +17,7 @@ from partc.compiler.pipeline import compile_model, compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.checkpoint.checkpoint import Checkpoint
-from training_equivalence import run, same_training
+from training_equivalence import run_whole, same_training
 from training_models import INT64
 
 TRAIN = """
@@ -78,7 +78,7 @@ def batches(count: int) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_workers_train_what_servers_have(tmp_path: Path, name: str) -> None:
     plan, train = PLANS[name]
-    whole = run(net(), "ranks: 1\n" + train, tmp_path / "whole", batches(3))
+    whole = run_whole(net(), "ranks: 1\n" + train, batches(3))
     program = same_training(net, plan + train, tmp_path, batches(3), rtol=3e-6, atol=3e-6, whole=whole)
     serving = {*range(program.plan.ranks)} - {*program.plan.workers}
     homes = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dealt import dealt
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.graph import OWN_NAME
 from partc.compiler.pipeline import compile_source
@@ -50,14 +51,17 @@ def test_a_tied_weight_is_one_parameter(plan: str, tmp_path: Path) -> None:
 ADAFACTOR = "type: adafactor, lr: 0.02, d: 2.0"
 
 
-@pytest.mark.parametrize("optimizer", ["type: lamb, lr: 0.02, eps: 0.01", "type: adam, lr: 0.02, eps: 0.01", ADAFACTOR])
+LAMB = "type: lamb, lr: 0.02, eps: 0.01"
+APART = [
+    "ranks: 3\nsharding: {look_up: {in: [[1, 3], null]}, turn: {in: [[3, 1]]}}\n",
+    "ranks: 5\nplacement: {look_up: [0, 1], middle: 4, turn: [2, 3], head: [2, 3]}\nsharding: {look_up: {in: [[2, 1], null]}}\n",
+    "ranks: 3\nplacement: {look_up: [0, 2], middle: 1, turn: 1, head: 1}\nsharding: {look_up: {in: [[1, 2], null]}}\n",
+]
+
+
 @pytest.mark.parametrize(
-    "plan",
-    [
-        "ranks: 3\nsharding: {look_up: {in: [[1, 3], null]}, turn: {in: [[3, 1]]}}\n",
-        "ranks: 5\nplacement: {look_up: [0, 1], middle: 4, turn: [2, 3], head: [2, 3]}\nsharding: {look_up: {in: [[2, 1], null]}}\n",
-        "ranks: 3\nplacement: {look_up: [0, 2], middle: 1, turn: 1, head: 1}\nsharding: {look_up: {in: [[1, 2], null]}}\n",
-    ],
+    ("optimizer", "plan"),
+    [*((LAMB, plan) for plan in APART), ("type: adam, lr: 0.02, eps: 0.01", APART[0]), (ADAFACTOR, APART[1])],
 )
 def test_copies_that_lie_otherwise_stay_equal(plan: str, optimizer: str, tmp_path: Path) -> None:
     """LAMB's norms too are those of one of them: in another order sums would be other numbers."""
@@ -129,8 +133,13 @@ def test_the_shape_of_a_shard_is_not_that_of_what_it_is_cut_from(node: str, tmp_
     same_training(lambda: source, plan + SGD, tmp_path, [numbers((4, 6), 4, 6)], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("cut", ["[[3, 1], null]", "[null, [3, 1]]", "[[1, 3], null]", "[null, [1, 3]]"])
-@pytest.mark.parametrize("ops", ["MatMul(w, w)", "MatMul(w, v)", "Gemm<transA = 1>(w, v, w)"])
+CUTS = ["[[3, 1], null]", "[null, [3, 1]]", "[[1, 3], null]", "[null, [1, 3]]"]
+
+
+@pytest.mark.parametrize(
+    ("ops", "cut"),
+    [*(("MatMul(w, w)", cut) for cut in CUTS), *dealt(["MatMul(w, v)", "Gemm<transA = 1>(w, v, w)"], CUTS)],
+)
 def test_terms_of_a_gradient_are_summed_before_a_product_of_weights_is_cut(ops: str, cut: str, tmp_path: Path) -> None:
     """Data parallel gradients of what is made of parameters alone are terms of a sum; a node that sums along their axis needs the sum."""
     text = f"""<ir_version: 10, opset_import: ["" : 21]>
@@ -175,9 +184,12 @@ SQUARED = """train:
 """
 
 
-@pytest.mark.parametrize("targets", ["", "target: cuda\n", "target: {layer: cuda}\n"])
+ON = ["[0, 1], '{layer,last}': 2", "0, '{layer,last}': [1, 2]", "2, '{layer,last}': [1, 0]"]
+
+
 @pytest.mark.parametrize(
-    "ranks", ["[0, 1], '{layer,last}': 2", "0, '{layer,last}': [1, 2]", "2, '{layer,last}': [1, 0]"]
+    ("ranks", "targets"),
+    [*((ranks, "") for ranks in ON), (ON[0], "target: {layer: cuda}\n"), (ON[1], "target: cuda\n")],
 )
 def test_what_replaces_a_tensor_may_have_another_name_on_other_ranks(ranks: str, targets: str, tmp_path: Path) -> None:
     """The running mean moves on the ranks of the one node, is sent to those of the other, and kept on all."""

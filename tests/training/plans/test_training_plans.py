@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dealt import dealt
 from training_equivalence import from_text, same_tensors, same_training, train_whole, trained
 from training_plans_case import BLOCKS, CROSS_ENTROPY, SGD, batches, learns, sizes_of, small
 
@@ -212,24 +213,19 @@ OPTIMIZERS = [
 
 SOME = [one for one in OPTIMIZERS if one.startswith(("type: momentum", "type: adam,", "type: lamb", "type: adafactor"))]
 """A slot, two of them, norms of whole parameters, and slots of rows and columns; the formulas of the others are of this kind."""
+TENSOR = "ranks: 3\nsharding: {layers.0: colwise, layers.1: rowwise}\n"
+STAGED = "ranks: 4\nplacement: {layers.0: [0, 1], layers.1: [2, 3]}\nsharding: {layers.0: colwise, layers.1: colwise}\n"
 
 
 @pytest.mark.parametrize(
-    ("plan", "options"),
+    ("options", "plan"),
     [
-        *[(f"ranks: 3\n{batches(3)}", one) for one in OPTIMIZERS],
-        *[("ranks: 3\nsharding: {layers.0: colwise, layers.1: rowwise}\n", one) for one in SOME],
-        *[
-            (
-                "ranks: 4\nplacement: {layers.0: [0, 1], layers.1: [2, 3]}\n"
-                "sharding: {layers.0: colwise, layers.1: colwise}\n",
-                one,
-            )
-            for one in SOME
-        ],
+        *dealt(OPTIMIZERS, [f"ranks: 3\n{batches(3)}", TENSOR]),
+        *((one, TENSOR) for one in SOME if OPTIMIZERS.index(one) % 2 == 0),
+        *((one, STAGED) for one in SOME),
     ],
 )
-def test_optimizers(plan: str, options: str, tmp_path: Path) -> None:
+def test_optimizers(options: str, plan: str, tmp_path: Path) -> None:
     train = f"""train:
   {CROSS_ENTROPY}
   optimizer: {{{options}}}

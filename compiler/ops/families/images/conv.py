@@ -56,6 +56,7 @@ conv_transpose = op(
     remarks="groups stay together; windows that do not overlap are free; linear without bias, which is added once",
     precision="low",
     kernel="convolution",
+    columns_of_input=True,
 )
 
 

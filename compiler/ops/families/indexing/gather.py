@@ -6,6 +6,8 @@ the result. Where ids are sharded by the same axes, or the plan says `pull`, eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
@@ -14,7 +16,7 @@ from partc.compiler.ops.families.indexing.row_ranges import OLDEST_OPSET, look_u
 from partc.compiler.ops.families.shapes.concat import but_axes
 from partc.compiler.ops.local_shapes import as_int64, as_typed, integer
 from partc.compiler.ops.node import LETTERS, axis_of, constant_ints, counted, dims, opset_of, rank_of, same
-from partc.compiler.ops.registry import op
+from partc.compiler.ops.registry import Dims, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 ROW = "v"
@@ -50,6 +52,12 @@ def _(node: ir.Node) -> Rule | None:
         reduce={ROW: "sum"} if row == ROW else {},
         looked_up=ROW if is_table else "",
     )
+
+
+@gather.row
+def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
+    """What is behind the axis."""
+    return inputs[0][axis_of(node, len(inputs[0]), 0) + 1 :]
 
 
 @gather.gradient
@@ -144,6 +152,14 @@ def _(node: ir.Node) -> Rule | None:
     )
 
 
+@gather_nd.row
+def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
+    """What is behind the dims that an index has a component for."""
+    data, indices = inputs[:2]
+    depth = indices[-1] if indices else 0
+    return data[node.attributes.get_int("batch_dims", 0) + depth :] if isinstance(depth, int) else data
+
+
 @gather_nd.gradient
 def _(g: GradientBuilder, dy: str, x: str, indices: str) -> str:
     """dX = zeros to which dY is added where it was taken; each index has that of its batch before it."""
@@ -208,6 +224,13 @@ def _(node: ir.Node) -> Rule | None:
         return Rule((WHOLE * rank, WHOLE), (WHOLE,))
     letters = but_axes(rank, (axis_of(node, rank, 0),))
     return Rule((letters, WHOLE), (letters,))
+
+
+@compress.row
+def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
+    """What is behind the axis; without one single elements."""
+    data = inputs[0]
+    return () if "axis" not in node.attributes else data[axis_of(node, len(data), 0) + 1 :]
 
 
 @compress.gradient

@@ -6,6 +6,8 @@ With a reduction of max or min, updates sharded over ranks leave results that aw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
@@ -14,7 +16,7 @@ from partc.compiler.ops.families.indexing.row_ranges import OLDEST_OPSET, RowRan
 from partc.compiler.ops.families.shapes.concat import but_axes
 from partc.compiler.ops.local_shapes import as_int64, integers
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, opset_of, rank_of, same
-from partc.compiler.ops.registry import op
+from partc.compiler.ops.registry import Dims, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
 ROW = "v"
@@ -101,7 +103,7 @@ scatter_nd = op(
     partial=(0, 2),
     remarks=_REMARKS,
     precision="follow",
-    kernel="layout",
+    kernel="scatter",
 )
 
 
@@ -125,6 +127,14 @@ def _(node: ir.Node) -> Rule | None:
         partial=partial,
         local=_local_scatter,
     )
+
+
+@scatter_nd.row
+def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
+    """What is behind the dims that an index has a component for; all of what has fewer dims, as flat memory has."""
+    data, indices = inputs[:2]
+    depth = indices[-1] if indices else 0
+    return data[depth:] if isinstance(depth, int) and depth <= len(data) else data
 
 
 @scatter_nd.gradient
@@ -164,6 +174,12 @@ def _(node: ir.Node) -> Rule | None:
     letters = but_axes(rank, (axis_of(node, rank, -2),))
     places = () if len(node.inputs) < 3 else (None if operand(node, 2) is None else letters[0],)
     return Rule((letters, letters, *places), (letters,))
+
+
+@tensor_scatter.row
+def _(node: ir.Node, inputs: Sequence[Dims]) -> Dims:
+    """What is behind the axis."""
+    return inputs[0][axis_of(node, len(inputs[0]), -2) + 1 :]
 
 
 def _replaces(g: GradientBuilder) -> bool:

@@ -1,0 +1,104 @@
+"""Checks what a manifest says of making tokens (`artifact/generation.py`) against the inputs, outputs and caches of its two programs.
+
+slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run
+ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are inputs of integers, each another one; next [rows] is an output,
+          and logits [rows, vocabulary] where they are named
+caches    one row for each slot that a step computes, and room for a chunk behind the last token of the longest sequence
+stop      tokens of the vocabulary
+
+A wrong number here is a write behind the end of a cache, or a step that every rank refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from partc.runtime.artifact.format import CACHE, DECODE, MANIFEST, PREFILL, Manifest, Port, Shape
+from partc.runtime.artifact.generation import GenerationRecord
+from partc.runtime.artifact.graph.cache_append import entries_axis
+from partc.runtime.checker.subject import Subject
+from partc.runtime.errors import Violation
+
+_AGAIN = "compile the model again"
+
+
+def check_generation(subject: Subject) -> list[Violation]:
+    """Violations of the manifest's `generation` section by one of the programs of a decoder."""
+    manifest, record = subject.manifest, subject.generation
+    if record is None:
+        kept = [one.value for one in manifest.state if one.kind == CACHE] if manifest.is_main else []
+        facts = [f"ranks keep the cache '{value}', and the manifest has no generation" for value in kept[:1]]
+    elif manifest.is_main and (manifest.name != DECODE or PREFILL not in subject.others):
+        programs = ", ".join([manifest.name, *subject.others])
+        facts = [f"its programs are {programs}; tokens are made by '{DECODE}' and '{PREFILL}'"]
+    elif manifest.name not in (DECODE, PREFILL):
+        facts = []
+    elif record.slots % (record.runs * record.groups):
+        facts = [f"its {record.slots} slots are not {record.runs} equal runs of {record.groups} equal groups"]
+    else:
+        rows = record.slots // record.groups if manifest.is_main else record.runs
+        facts = [
+            *_ports(manifest, record, rows),
+            *_caches(subject, record, rows),
+            *(_stop(record) if manifest.is_main else ()),
+        ]
+    return [Violation(MANIFEST, fact, "generation", help=_AGAIN) for fact in facts]
+
+
+def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[str]:
+    given = {port.name: port for port in manifest.inputs}
+    made = {port.name: port for port in manifest.outputs}
+    names = (record.tokens, record.position, record.count)
+    if len({*names}) < len(names):
+        yield f"tokens, position and count are the inputs {', '.join(map(repr, names))}; each is another one"
+    width = 1 if manifest.is_main else record.chunk
+    yield from _port("tokens", "input", record.tokens, given, [rows, width], None if record.padded else manifest)
+    yield from _port("position", "input", record.position, given, [rows])
+    yield from _port("count", "input", record.count, given, [rows])
+    yield from _port("next", "output", record.next, made, [rows])
+    if record.groups == 1 and record.next in made and len(made[record.next].ranks) != manifest.ranks:
+        yield f"the output '{record.next}' is not given to all {manifest.ranks} ranks"
+    if record.logits:
+        yield from _port("logits", "output", record.logits, made, [rows, record.vocabulary])
+
+
+def _port(
+    what: str, side: str, name: str, ports: dict[str, Port], shape: Sequence[int], bound: Manifest | None = None
+) -> Iterator[str]:
+    """What is wrong with a port; with `bound`, if the last dim is above 1, it is a symbol of at most as much."""
+    port = ports.get(name)
+    if port is None:
+        yield f"{what}: there is no {side} '{name}'"
+    elif not (port.shape == [*shape] if bound is None or shape[-1] == 1 else _is_within(port.shape, shape, bound)):
+        dims = [*shape] if bound is None else [*shape[:-1], f"1 to {shape[-1]}"]
+        yield f"{what}: the {side} '{name}' has the shape {port.shape}; it must be [{', '.join(map(str, dims))}]"
+
+
+def _is_within(shape: Shape, most: Sequence[int], manifest: Manifest) -> bool:
+    if shape is None or len(shape) != len(most) or shape[:-1] != [*most[:-1]]:
+        return False
+    law = manifest.symbols.get(str(shape[-1]))
+    return law is not None and law.max is not None and law.max <= most[-1]
+
+
+def _caches(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[str]:
+    """Room and rows of the caches; the first of several caches of one shape is told."""
+    needed = record.length + record.chunk - 1
+    told = set[tuple[int, ...]]()
+    for one in (one for one in subject.manifest.state if one.kind == CACHE and one.ranks):
+        if (shape := tuple(one.shape)) in told:
+            continue
+        told.add(shape)
+        if one.shape[0] != rows:
+            yield f"the cache '{one.value}' has {one.shape[0]} rows; a step of {subject.manifest.name} computes {rows}"
+        model = subject.models.get(one.ranks[0])
+        axis = entries_axis(model, one) if model is not None else None
+        if axis is not None and one.shape[axis] < needed:
+            fact = f"the cache '{one.value}' has room for {one.shape[axis]} entries"
+            yield f"{fact}; sequences of {record.length} tokens in chunks of {record.chunk} need {needed}"
+
+
+def _stop(record: GenerationRecord) -> Iterator[str]:
+    for token in record.stop:
+        if not 0 <= token < record.vocabulary:
+            yield f"a sequence stops at {token}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
