@@ -66,11 +66,11 @@ def command(
     """
     import time
 
-    from partc.cli.output.compile_progress import CompileWatch
-    from partc.cli.output.slots import slot_lines
     from partc.compiler.garbage_collection import uncollected
 
     with uncollected():
+        from partc.cli.output.compile_progress import CompileWatch
+        from partc.cli.output.slots import slot_lines
         from partc.compiler.pipeline import compile_model
         from partc.runtime.artifact.format import BEGIN_IR, END_IR
 

@@ -55,7 +55,13 @@ def requests_of(job: GenerationJob, manifest: Manifest) -> Sequence[Request]:
 def _from_file(job: GenerationJob, record: GenerationRecord) -> list[Request]:
     """A request for each line of a file of JSON lines."""
     path, found, problems = Path(job.file or ""), list["Request"](), list[str]()
-    for at, line in enumerate(counted.read_text(path, counted.SCHEDULE_BYTES).splitlines(), 1):
+    try:
+        text = counted.read_text(path, counted.SCHEDULE_BYTES)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: is not UTF-8 text: {error}\n  help: write one line of JSON for each prompt"
+        ) from None
+    for at, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -33,11 +33,11 @@ _MATRICES = (16, 32, 64, 128, 256, 512)
 _IMAGES = ((8, 8), (16, 16), (32, 28), (64, 56))
 """Channels, and pixels along each side."""
 _PLACES = 9
-"""The places of a filter."""
+"""The elements of a filter for one channel: 3 x 3."""
 _FEW, _SECOND = 4, (32, 128, 512, 2048)
 """The rows of thin products, and the rows and columns of what they are multiplied by."""
 _FILTERS = 8
-"""Few, so that what a convolution takes is what its windows take."""
+"""The filters of a convolution: few, so that its time is that of copying the windows."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
 
 
 def overhead(threads: int) -> tuple[float, float, float]:
-    """Seconds of a session's run beside its nodes, of a node of next to no elements, and of one that only looks at them otherwise."""
+    """Seconds of a session's run without its nodes, of a node of few elements, and of a node that makes a view, as Unsqueeze does."""
     one, chain, views = (
         timed(session_run(_chain(count, ops), threads), threads)
         for count, ops in ((1, _MIXED), (_CHAIN, _MIXED), (_CHAIN, ("Unsqueeze",)))
@@ -120,7 +120,7 @@ def overhead(threads: int) -> tuple[float, float, float]:
 
 
 def _chain(count: int, ops: Sequence[str]) -> Sample:
-    """So many nodes behind each other, the ops in turns; in a model, too, a node's kernel is another one than that before it."""
+    """A chain of `count` nodes that takes the ops in turns, since in a model, too, neighbouring nodes have different kernels."""
     from onnx import helper
 
     nodes, x = [helper.make_node("Neg", ["x0"], ["x1"])], "x1"

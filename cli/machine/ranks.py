@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from partc.cli.job.processes import end_with_parent
 from partc.cli.machine.kernels import (
+    clock_of,
     convolutions,
     kernels,
     overhead,
@@ -30,6 +30,7 @@ from partc.cli.machine.kernels import (
 from partc.cli.machine.links import all_reduces, messages, overlap, wake
 from partc.cli.machine.segments import segment_times
 from partc.compiler.cost.machine import Curve
+from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.transport import Transport
 from partc.runtime.job.machine import usable_cores
 
@@ -37,7 +38,7 @@ REQUEST, TINY = "request.json", "tiny"
 _STALL = 60.0
 _STEPS, _WARM = 60, 10
 _LEAST = 1e-8
-"""Seconds of what takes less than the clock tells."""
+"""Seconds that stand for a time below the resolution of the clock."""
 
 
 def main() -> int:
@@ -57,7 +58,7 @@ def main() -> int:
     transport = MpiTransport(comm, _STALL)
     threads = request["threads"] or transport.cores
     found = _measured(transport, request, threads)
-    step = _step(folder / TINY, comm, threads)
+    step = _step(folder / TINY, threads)
     told = [json.loads(text) for text in transport.all_gather_text(json.dumps({**found, "step": step}))]
     transport.close()
     if comm.rank == 0:
@@ -107,20 +108,18 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
     return {"session": session, **curves, "links": links, "segments": segments}
 
 
-def _step(folder: Path, comm: Any, threads: int) -> float:
-    """Seconds that a step takes beside its actions, of a training of next to nothing."""
+def _step(folder: Path, threads: int) -> float:
+    """Seconds that a step takes beside its actions and what ranks say to each other, of a training of next to nothing by itself."""
     from partc.runtime import load_trainer
 
-    with load_trainer(folder, comm, threads=threads) as trainer:
-        wanted = {port.name for port in trainer.inputs}
-        given = {"x": np.ones((1, 4), np.float32), "label": np.zeros(1, np.int64)}
-        batch = {name: array for name, array in given.items() if name in wanted}
+    with load_trainer(folder, LocalWorld(1).transport(0), threads=threads) as trainer:
+        batch = {"x": np.ones((1, 4), np.float32), "label": np.zeros(1, np.int64)}
         profiler = trainer.program.record_times()
-        taken = []
+        clock, taken = clock_of(threads), list[float]()
         for _ in range(_STEPS):
-            begin = time.perf_counter()
+            begin = clock()
             trainer.train(batch)
-            taken.append(time.perf_counter() - begin)
+            taken.append(clock() - begin)
         kinds = json.loads(profiler.text())["kinds"]
     inside = [sum(some) for some in zip(*kinds.values(), strict=True)]
     beside: float = undisturbed(taken[_WARM:]) - undisturbed(inside)

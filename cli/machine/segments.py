@@ -82,7 +82,7 @@ def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callab
                 return None
             cells[name] = tensor
             held.append(tensor)
-            if name in sizes.merged:  # how many rows there are tells the run
+            if name in sizes.merged:  # only a run tells how many rows there are
                 binding.bind_output(formal, "cpu")
             else:
                 bind(formal, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)

@@ -7,9 +7,10 @@ inputs, outputs     those of two steps, in a training with the batches that are 
 between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that the runtime asks for
 inside segments     what onnxruntime takes for values and kernels inside of them
 sessions            what onnxruntime and the runtime hold of each session and node
-evaluation          the last three of the program that evaluates a training
+messages            slots of messages and rooms of collectives: memory that ranks of one host share, which counts on each that uses it
+evaluation          values between and inside of segments, and sessions, of the program that evaluates a training
 loading             what onnxruntime needs to lay out the weights of convolutions, before the first step
-peak memory         weights, optimizer, caches and sessions with the rest of a step, or with loading where that is more
+peak memory         weights, optimizer, caches, sessions and messages with the rest of a step, or with loading where that is more
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def memory_table(memory: Sequence[RankMemory]) -> Table:
         "between segments": [target.between for _, target in rows],
         "inside segments": [target.inside for _, target in rows],
         "sessions": [target.sessions for _, target in rows],
+        "messages": [target.messages for _, target in rows],
         "evaluation": [target.evaluation for _, target in rows],
         "loading": [target.loading for _, target in rows],
     }

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from partc.cli.output.stats import moved
 from partc.cli.report.classes import RankClass
 from partc.cli.report.graph import type_text
+from partc.cli.report.mesh import axes_of
 from partc.runtime.artifact.format import LayoutRecord, Manifest
 from partc.runtime.artifact.ranks import ranks_text
 
@@ -42,6 +43,7 @@ def communication_rows(
         if key not in rows:
             rows[key] = {"op": call.op, "value": value, "type": type_text(call.type, call.shape), "bytes": call.bytes}
             rows[key] |= {"at": _at(call.bytes, sizes), "cause": call.cause, "lists": [*map(ranks_text, lists)]}
+            rows[key]["axes"] = axes_of(manifest.mesh, lists)
             rows[key] |= {
                 "ranks": sum(map(len, lists)),
                 "before": layout_text(call.given),

@@ -116,6 +116,7 @@ function rowDetails(report, row) {
       ["type", row.type], ["bytes", row.bytes], ["at these sizes", bytesText(row.at)],
       ["times a step", row.times > 1 ? `${row.times}${row.at ? `, together ${bytesText(row.at * row.times)}` : ""}` : ""],
       ["cause", row.cause],
+      ["along", row.axes || ""],
       ["lists of ranks", row.lists ? row.lists.slice(0, LISTED).join(" | ") : ""],
       ["layout before", row.before || ""], ["layout after", row.after || ""],
       ["from, to", row.op === "Send" ? ends.map(([from, to]) => `${from} → ${to}`).filter((one, k, all) => all.indexOf(one) === k).join(", ") : ""],

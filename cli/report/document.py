@@ -15,6 +15,7 @@ from partc.cli.report.classes import RankClass, rank_classes
 from partc.cli.report.communication import communication_rows
 from partc.cli.report.graph import graph_of, type_text
 from partc.cli.report.memory import memory_curve
+from partc.cli.report.mesh import coordinates
 from partc.cli.report.schedule import schedule_of
 from partc.cli.report.timeline import timeline_of
 from partc.runtime.artifact.format import Manifest
@@ -55,6 +56,7 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
         "digest": artifact.digest,
         "partc": manifest.partc,
         "ranks": manifest.ranks,
+        "mesh": manifest.mesh,
         "meshes": _meshes(artifact),
         "sizes": sizes,
         "given": sorted(own),
@@ -119,6 +121,7 @@ def _classes(
         first = one.ranks[0]
         stats = asdict(rank_stats(artifact, first, sizes))
         row: dict[str, Any] = {"ranks": ranks_text(one.ranks), "list": list(one.ranks), "stats": stats}
+        row["at"] = coordinates(manifest.mesh, one.ranks)
         row["memory"] = memory_json([needed])[0]
         if trains:
             row["training"] = asdict(training_stats(manifest, unrolled(one.model), first, sizes))

@@ -50,7 +50,7 @@ function evenBytes(high) {
 
 const PARTS = [["weights", (one) => one.weights + one.parameters], ["optimizer", (one) => one.optimizer], ["caches", (one) => one.caches],
   ["inputs, outputs", (one) => one.inputs_outputs], ["between segments", (one) => one.between], ["inside segments", (one) => one.inside],
-  ["sessions", (one) => one.sessions], ["evaluation", (one) => one.evaluation], ["loading", (one) => one.loading]];
+  ["sessions", (one) => one.sessions], ["messages", (one) => one.messages], ["evaluation", (one) => one.evaluation], ["loading", (one) => one.loading]];
 
 function memoryParts(one) {
   const rows = one.memory.targets.flatMap((target) => PARTS.map(([name, bytes]) => ({ name, target: target.target, bytes: bytes(target) })).filter((row) => row.bytes));

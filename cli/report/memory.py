@@ -17,7 +17,7 @@ def memory_curve(artifact: Artifact, memory: RankMemory, sizes: Mapping[str, int
     """The curve of the rank whose memory is given: bytes kept through the step, and by action those that come and go."""
     steps, lives = memory_over_step(artifact, memory.rank, sizes)
     kept = sum(
-        one.weights + one.parameters + one.optimizer + one.caches + one.sessions + one.inputs_outputs
+        one.weights + one.parameters + one.optimizer + one.caches + one.sessions + one.messages + one.inputs_outputs
         for one in memory.targets
     )
     most = max(range(len(steps)), key=lambda at: steps[at].between + steps[at].inside, default=0)

@@ -11,7 +11,7 @@ function drawSummary(report, place) {
   const cards = [
     card("ranks", data.ranks.toLocaleString("en"), data.classes.length < data.ranks ? `${countText(data.classes.length, "class")} of alike ranks` : ""),
     card("plan", data.plan || "none", `${data.model}, program ${data.program}`),
-    card("mesh", meshText(grids, lists), lists.length ? `${grids.map((one) => one.replace(/ as .*$/, "").replace("ranks ", "")).slice(0, 3).join("; ")}${grids.length ? "; " : ""}${countText(lists.reduce((sum, one) => sum + one.collectives, 0), "collective")}` : "no collectives",
+    card("mesh", Object.entries(data.mesh).map(([name, size]) => `${name}=${size}`).join(" ") || meshText(grids, lists), lists.length ? `${grids.map((one) => one.replace(/ as .*$/, "").replace("ranks ", "")).slice(0, 3).join("; ")}${grids.length ? "; " : ""}${countText(lists.reduce((sum, one) => sum + one.collectives, 0), "collective")}` : "no collectives",
       [...grids, ...lists.map((one) => `${one.collectives} over ${one.lists.slice(0, 8).join(" | ")}${one.lists.length > 8 ? " ..." : ""}`)].join("\n")),
     card("sent in a step", bytesText(data.measures.bytes), `${data.measures.messages.toLocaleString("en")} messages and collectives`),
     card("largest peak memory", bytesText(most), `rank ${largest.list[0]}${largest.list.length > 1 ? ` and ${largest.list.length - 1} alike` : ""}`),
@@ -41,10 +41,11 @@ function bar(part, whole, k) {
 
 function ranksTable(report, most) {
   const rows = report.data.classes.map((one, k) => ({ ...one, k }));
-  const sent = (row) => row.stats.sent;
+  const sent = (row) => row.stats.sent, axes = Object.keys(report.data.mesh);
   const moved = (one) => bytesText(one.bytes) + (one.unknown ? "+?" : "");
   return table([
     { title: "rank", text: (row) => row.ranks, sort: (row) => row.list[0], cell: (row) => [element("i", { class: "dot", style: `background:${hue(row.k)}` }), row.ranks] },
+    ...(axes.length ? [{ title: axes.join(", "), text: (row) => axes.map((name) => row.at[name]).join(", "), sort: (row) => row.list[0], width: "minmax(6rem, 1.2fr)" }] : []),
     { title: "nodes", text: (row) => row.stats.nodes.toLocaleString("en"), sort: (row) => row.stats.nodes, right: true },
     { title: "weights", text: (row) => bytesText(row.stats.weights), sort: (row) => row.stats.weights, right: true },
     { title: "peak memory", text: (row) => bytesText(row.memory.peak), sort: (row) => row.memory.peak, right: true, width: "minmax(8.5rem, 2fr)",

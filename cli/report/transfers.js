@@ -26,7 +26,10 @@ function drawTransfers(report, place) {
 }
 
 function endsText(row) {
-  if (row.op !== "Send") return row.lists.length > 1 ? `${row.lists.length} lists: ${row.lists[0]}` : row.lists[0] || "";
+  if (row.op !== "Send") {
+    if (row.axes) return `${row.axes}: ${row.lists.slice(0, 2).join(" | ")}${row.lists.length > 2 ? " ..." : ""}`;
+    return row.lists.length > 1 ? `${row.lists.length} lists: ${row.lists[0]}` : row.lists[0] || "";
+  }
   const pairs = [...new Set(row.ends.map(([from, to]) => `${from} → ${to}`))];
   return pairs.length > 1 ? `${pairs[0]} and ${pairs.length - 1} more` : pairs[0];
 }

@@ -17,7 +17,7 @@ from partc.cli.simulation.sizes import FileSizes
 from partc.compiler.cost import play
 from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.play import Action
-from partc.compiler.cost.price import NodeCost, Operand, cost_of, function_seconds
+from partc.compiler.cost.price import NodeCost, Operand, cost_of, function_costs, function_seconds
 from partc.runtime.artifact.format import CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import ROWS
@@ -81,22 +81,42 @@ class Pricing:
         return known if known is not None else seconds, modules, operations
 
     def update(self, update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> float:
-        """Seconds of an update: by function all that it updates side by side, in shards; of rows those that are looked up."""
-        processor, found = self.machine.processor(update.target or CPU), dict[str, list[Operand]]()
-        for node in update.nodes:
-            given = [sizes.operand(name) for name in node.input]
-            if node.op_type in functions and ROWS in functions[node.op_type].input:
-                rows = given[[*functions[node.op_type].input].index(ROWS)]
-                given = [rows if one.sizes is None or math.prod(one.sizes) > 1 else one for one in given]
-            flat = found.setdefault(node.op_type, [Operand((0,), one.item) for one in given])
-            for k, one in enumerate(given):
-                count, before = math.prod(one.sizes or ()), math.prod(flat[k].sizes or ())
-                flat[k] = Operand((count if count == 1 else before + count,), one.item)
-        return sum(
-            function_seconds(functions[name], operands, processor, SHARD)
-            for name, operands in found.items()
-            if name in functions
-        )
+        """Seconds of an update, in shards."""
+        processor = self.machine.processor(update.target or CPU)
+        found = updated(update, functions, sizes).items()
+        return sum(function_seconds(functions[name], operands, processor, SHARD) for name, operands in found)
+
+    def least(self, step: Segment | Update, sizes: FileSizes) -> float:
+        """Seconds that ranks take together at least for what a segment or an update of the unsharded model computes."""
+        processor = self.machine.processor(step.target or CPU)
+        functions = {one.name: one for one in sizes.file.model.functions}
+        if isinstance(step, Update):
+            found = updated(step, functions, sizes).items()
+            costs = [cost for name, operands in found for cost in function_costs(functions[name], operands)]
+            return sum(cost.least(processor) for cost in costs)
+        total = 0.0
+        for node in step.formal.nodes:
+            given, made = sizes.of_node(node, step)
+            if node.domain == OPTIMIZER and node.op_type in functions:
+                total += sum(one.least(processor) for one in function_costs(functions[node.op_type], given))
+            else:
+                total += self.node(node, given, made).least(processor)
+        return total
+
+
+def updated(update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> dict[str, list[Operand]]:
+    """By function the operands of all that it updates side by side; of rows those that are looked up."""
+    found = dict[str, list[Operand]]()
+    for node in update.nodes:
+        given = [sizes.operand(name) for name in node.input]
+        if node.op_type in functions and ROWS in functions[node.op_type].input:
+            rows = given[[*functions[node.op_type].input].index(ROWS)]
+            given = [rows if one.sizes is None or math.prod(one.sizes) > 1 else one for one in given]
+        flat = found.setdefault(node.op_type, [Operand((0,), one.item) for one in given])
+        for k, one in enumerate(given):
+            count, before = math.prod(one.sizes or ()), math.prod(flat[k].sizes or ())
+            flat[k] = Operand((count if count == 1 else before + count,), one.item)
+    return {name: operands for name, operands in found.items() if name in functions}
 
 
 def shown(node: NodeProto) -> ir.Node:

@@ -1,20 +1,27 @@
 """The candidates of a search that are compiled, and played as by `partc simulate`: the best by their estimates, and baselines.
 
+First of all the model is compiled for one rank. No plan computes less than its nodes, forward, backward and update: at the amounts at which
+the machine is fastest, and evenly on all ranks, they are the bound. What its backward pass takes against the estimate is what that of all
+candidates takes.
+
 A candidate that cannot be faster than what is found, by the bound of the ranks that it uses, is not played. How many are played depends on
 the size of the model alone, so that the same input gives the same plan; a limit of time ends the search before.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from partc.cli.simulation.actions import Pricing
 from partc.cli.simulation.step import Simulation, simulated
+from partc.compiler.cost.machine import Machine
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
 from partc.compiler.garbage_collection import uncollected
@@ -23,9 +30,10 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search
-from partc.runtime.artifact.format import SourceRecord
+from partc.runtime.artifact.format import CPU, SourceRecord
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
+from partc.runtime.program.steps import Segment, Update
 from partc.runtime.units import seconds
 
 _NODES, _FEWEST, _MOST = 4000, 2, 8
@@ -36,7 +44,11 @@ _LARGE, _TASKS = 500, 64
 """The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
-_FAR = 1.5
+_WHOLE = Candidate(Degrees())
+"""The unsharded model."""
+_REFUSED = 3
+"""Refused candidates of several microbatches behind which no others are tried, unless one was played."""
+_FAR = 1.2
 """A baseline of a large model whose estimate is so many times what is found is not played."""
 
 
@@ -61,6 +73,14 @@ class Plays:
     played: list[Play] = field(default_factory=list)
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
+    work: float = 0.0
+    """Seconds that all ranks together take at least."""
+
+    def bound(self, ranks: int) -> float:
+        """Seconds that no plan on these ranks is below."""
+        machine, hosts = self.search.request.machine, self.search.request.hosts
+        working = min(ranks, machine.cores * hosts) if machine.cores else ranks
+        return machine.processor(CPU).step + self.work / working
 
     @property
     def best(self) -> Play | None:
@@ -85,7 +105,7 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
     found = Plays(search, memory)
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
     most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes))))
-    for candidate in _in_turn(found, most):
+    for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
         begin = time.monotonic()
         if limit is not None and begin - began + longest > limit:
             found.cut_short = True
@@ -96,9 +116,13 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             found.refused[candidate] = error.problems[0].fact
             continue
         step = play_program(search, proposal.done)
-        peak = max(one.peak for one in step.memory.values())
-        given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
-        found.played.append(Play(candidate, step.played.seconds, given, peak, proposal.with_head))
+        if candidate == _WHOLE:
+            found.work = least_work(step, search.request.machine)
+            search.estimates.calibrate(step.played.busy[0])
+        if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
+            peak = max(one.peak for one in step.memory.values())
+            given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
+            found.played.append(Play(candidate, step.played.seconds, given, peak, proposal.with_head))
         longest = max(longest, time.monotonic() - begin)
     if found.cut_short and found.best is None:
         fact = f"--time {seconds(limit or 0)}: is over before a plan is found"
@@ -117,12 +141,26 @@ def play_program(search: Search, done: Complete) -> Simulation:
         return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts, alike=True)
 
 
+def least_work(whole: Simulation, machine: Machine) -> float:
+    """The seconds that ranks take together at least for the nodes of the unsharded model, however these are sharded."""
+    (sizes,), pricing, known = whole.files.values(), Pricing(machine), dict[int, float]()
+    total = 0.0
+    for step in sizes.file.steps:
+        if isinstance(step, Segment | Update):
+            key = id(step.formal if isinstance(step, Segment) else step)
+            if key not in known:
+                known[key] = pricing.least(step, sizes)
+            total += known[key]
+    return total
+
+
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
-    search, tried, turns = found.search, set[Candidate](), Counter[Degrees]()
+    search, tried, turns = found.search, {_WHOLE}, Counter[Degrees]()
     is_large = len(search.program.model.graph) > _LARGE
     tasks = _TASKS if is_large else MOST_MICROBATCHES * search.request.ranks
-    few = [one for one in search.candidates if one.microbatches * one.degrees.stages <= tasks]
+    few = [one for one in search.candidates if one.microbatches * one.degrees.stages <= tasks and one not in tried]
+    begun = len(found.played)
     waiting = {one: search.estimate(one) for one in few}
 
     def rank(pair: tuple[Candidate, Estimate]) -> tuple[bool, bool, float, float]:
@@ -131,10 +169,10 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
         over = found.memory is not None and bytes > found.memory
         return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
 
-    while waiting and len(found.played) < (most if found.best is not None else 2 * most):
+    while waiting and len(found.played) - begun < (most if found.best is not None else 2 * most):
         candidate = min(waiting.items(), key=rank)[0]
         del waiting[candidate]
-        if not _is_behind(found, candidate):
+        if not _is_behind(found, candidate) and not _is_refused(found, candidate):
             tried.add(candidate)
             turns[candidate.degrees] += 1
             yield candidate
@@ -142,13 +180,20 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
         best = found.best
         is_far = is_large and best is not None and estimate.seconds > _FAR * search.estimate(best.candidate).seconds
-        if not is_far and not _is_behind(found, candidate):
+        if is_far or _is_behind(found, candidate):
+            continue
+        if not _is_refused(found, candidate):
             yield candidate
+        if candidate.microbatches > 1 and found.of(candidate) is None:
+            yield replace(candidate, microbatches=1, schedule="")
+
+
+def _is_refused(found: Plays, candidate: Candidate) -> bool:
+    """Whether the model is known not to run by microbatches: several such candidates were refused, and none was played."""
+    played = any(one.candidate.microbatches > 1 for one in found.played)
+    return candidate.microbatches > 1 and not played and sum(one.microbatches > 1 for one in found.refused) >= _REFUSED
 
 
 def _is_behind(found: Plays, candidate: Candidate) -> bool:
     """Whether a candidate cannot be faster than what was found, by the bound of its ranks."""
-    best, search = found.best, found.search
-    if best is None:
-        return False
-    return search.estimates.bound(candidate.degrees.ranks, search.request.base.has_frozen) >= best.seconds
+    return found.best is not None and found.bound(candidate.degrees.ranks) >= found.best.seconds

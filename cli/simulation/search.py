@@ -103,7 +103,7 @@ def _at(plays: Plays) -> str:
 
 
 def _gap(plays: Plays, best: Play) -> str:
-    bound = plays.search.least_bound
+    bound = plays.bound(plays.search.request.ranks)
     return (
         f"no plan takes less than {seconds(bound)}, which is {100 * (best.seconds - bound) / best.seconds:.0f} % less"
     )

@@ -66,7 +66,10 @@ def find_chat_template(tokenizer: str) -> ChatTemplate | None:
         name: _text(config[name]) for name in ("bos_token", "eos_token", "unk_token", "pad_token") if config.get(name)
     }
     if file.exists():
-        return ChatTemplate(str(file), counted.read_text(file, _FILE_BYTES), special)
+        try:
+            return ChatTemplate(str(file), counted.read_text(file, _FILE_BYTES), special)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{file}: is not UTF-8 text: {error}") from None
     found = config.get("chat_template")
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")

@@ -53,6 +53,13 @@ class Curve:
         """Seconds at the smallest amount."""
         return self.points[0][1]
 
+    def in_shards(self, amount: float) -> float:
+        """Seconds of an amount in whatever shards take least together: the speed is greatest at a point of the curve, or at all of it."""
+        if amount <= 0:
+            return 0.0
+        some = [one for one, _ in self.points if one < amount]
+        return amount * min(self(one) / one for one in (*some, amount))
+
 
 @dataclass(frozen=True)
 class Processor:

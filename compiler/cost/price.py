@@ -19,7 +19,7 @@ whose columns are the pixels of its image.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from onnx import FunctionProto
 
 CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
-LOOKUP, SCATTER, LAYOUT = "lookup", "scatter", "layout"
+LOOKUP, SCATTER, LAYOUT, NORMALIZATION = "lookup", "scatter", "layout", "normalization"
 ROW = 256
 """Bytes of the rows by which lookups are measured."""
 _PER_MULTIPLY_ADD = 2
@@ -85,6 +85,24 @@ class NodeCost:
         beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
         return max(computed, copy(self.moved)) + beside
 
+    def least(self, processor: Processor) -> float:
+        """Seconds that ranks take together at least, in whatever shards: their operations and bytes at the greatest speed.
+
+        A normalization that is sharded along its own axis is computed in parts, so of one the bytes alone count.
+        """
+        copy = processor.kernel(FALLBACK)
+        if self.kernel == VIEW:
+            return 0.0
+        if self.kernel not in (PRODUCT, CONVOLUTION):
+            moved = copy.in_shards(self.moved)
+            own = moved if self.kernel == NORMALIZATION else processor.kernel(self.kernel).in_shards(self.moved)
+            return max(own, moved) + copy.in_shards(self.copied)
+        curve = processor.products.get(self.kernel) or processor.products[MATMUL]
+        computed = self.matrices * curve.in_shards(self.operations / self.matrices)
+        layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
+        beside = layout.in_shards(self.laid_out) if layout is not None else 0.0
+        return max(computed, copy.in_shards(self.moved)) + beside
+
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:
     """What a node computes and moves, of the sizes of its operands, None where these are absent."""
@@ -106,7 +124,7 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     if kernel == CONVOLUTION and len(inputs) > 1 and inputs[1] is not None:
         matrices, elements = _windows(node, sizes[0], sizes[1], columns)
         images = int((sizes[0][0] or (1,))[0])
-        moved += (images - 1) * inputs[1].bytes  # all filters pass by for each image
+        moved += (images - 1) * inputs[1].bytes  # the filters are read again for each image
         return NodeCost(kernel, operations, matrices, moved, padding, elements * inputs[1].item)
     second = inputs[1] if kernel == PRODUCT and by_factors and len(inputs) > 1 else None
     packed = 0.0 if second is None or second.constant else second.bytes
@@ -136,27 +154,33 @@ def function_seconds(
     """Seconds of a function's nodes; with a `shard` those of flat operands go through so many elements at a time, a session's run each."""
     counts = [math.prod(one.sizes) for one in operands if one is not None and one.sizes is not None]
     shards = max(1, -(-max(counts, default=0) // shard)) if shard else 1
-    known: dict[str, Operand] = {}
-    for name, one in zip(function.input, operands, strict=False):
-        if one is not None:
-            count = math.prod(one.sizes or ())
-            known[name] = one if shards == 1 or count == 1 else Operand((-(-count // shards),), one.item)
+    given = [
+        one if one is None or shards == 1 or math.prod(one.sizes or ()) == 1 else _flat(one, shards) for one in operands
+    ]
     total = shards * processor.session if shard else 0.0
     if shards > 1:  # what no cache holds comes from memory once, and what is made goes there
-        given = [one.bytes for one in known.values()]
-        total += processor.kernel(FALLBACK)(shards * (sum(given) + len(function.output) * max(given)))
+        read = [one.bytes for one in given if one is not None]
+        total += processor.kernel(FALLBACK)(shards * (sum(read) + len(function.output) * max(read)))
+    return total + sum(shards * one.seconds(processor) for one in function_costs(function, given))
+
+
+def _flat(one: Operand, shards: int) -> Operand:
+    """One of so many shards of an operand."""
+    return Operand((-(-math.prod(one.sizes or ()) // shards),), one.item)
+
+
+def function_costs(function: FunctionProto, operands: Sequence[Operand | None]) -> Iterator[NodeCost]:
+    """What the nodes of a function cost: each makes as much as its largest operand has, but for those that make numbers of dims."""
+    known = dict(zip(function.input, operands, strict=False))
     for node in function.node:
-        shown = ir.Node(
-            node.domain, node.op_type, inputs=[ir.Value(name=name) if name else None for name in node.input]
-        )
-        operands = [known.get(name) for name in node.input]
-        made = max((one for one in operands if one is not None), key=lambda one: one.bytes, default=Operand((0,), 1))
-        entry = entry_of(shown)
-        if entry is not None and not entry.notation.keeps_dims:
+        inputs = [ir.Value(name=name) if name else None for name in node.input]
+        shown = ir.Node(node.domain, node.op_type, inputs=inputs)
+        given = [known.get(name) for name in node.input]
+        made = max((one for one in given if one is not None), key=lambda one: one.bytes, default=Operand((0,), 1))
+        if (entry := entry_of(shown)) is not None and not entry.notation.keeps_dims:
             made = Operand((0,), made.item)
         known.update(dict.fromkeys(node.output, made))
-        total += shards * cost_of(shown, operands, [made]).seconds(processor)
-    return total
+        yield cost_of(shown, given, [made])
 
 
 def _windows(

@@ -14,7 +14,7 @@ from partc.compiler.emit.manifest import manifest_of, program_name
 from partc.compiler.emit.names import Names
 from partc.compiler.emit.rank_model import RankModels
 from partc.compiler.emit.rank_text import RankTexts
-from partc.compiler.emit.weights import Location, Stored, owners, write_weights
+from partc.compiler.emit.weights import Location, Stored, WeightShards, owners, write_weights
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import RankProgram
@@ -66,16 +66,17 @@ def _write_all(
     """Writes the programs of an artifact, the main one first; its manifest."""
     files: dict[str, fmt.FileRecord] = {}
     locations: dict[Stored, Location] = {}
+    shards = WeightShards()
     rank_files = []
     shown, programs = programs, with_laws(programs)
     named = [Names(program) for program in shown]
     for program, as_read, own in zip(programs, shown, named, strict=True):
         name = "" if program is programs[0] else program_name(program)
-        weights = owners({part.rank: part.weights for part, _ in program.alike}, locations)
-        written, found = write_weights(folder, weights, own, name, bare)
+        weights = owners({part.rank: part.weights for part, _ in program.alike}, shards, locations)
+        written, found = write_weights(folder, weights, shards, own, name, bare)
         files |= written
         locations |= found
-        rank_files.append(_write_ranks(program, as_read, own, folder, name, files, locations, bare))
+        rank_files.append(_write_ranks(program, as_read, own, folder, name, files, shards, locations, bare))
     for file, text in texts.items():
         files[file] = _write_text(folder, file, text)
     manifests = [
@@ -105,12 +106,13 @@ def _write_ranks(
     folder: Path,
     name: str,
     files: dict[str, fmt.FileRecord],
+    shards: WeightShards,
     locations: Mapping[Stored, Location],
     bare: bool,
 ) -> list[str]:
     """Writes rank files of a program, and its dumps, which are of `shown`; `name` is empty of the main one. By rank its file."""
     helpers = HelperTypes(program)
-    models, texts = RankModels(program, names, locations, helpers), RankTexts(shown, names, helpers)
+    models, texts = RankModels(program, names, shards, locations, helpers), RankTexts(shown, names, helpers)
     programs: dict[bytes, tuple[RankProgram, list[int]]] = {}
     for part, ranks in program.alike:
         programs.setdefault(models.of(part), (shown.parts[part.rank], []))[1].extend(ranks)

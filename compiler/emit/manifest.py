@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import Layout
+from partc.compiler.plan.rules import Plan
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.ranks import Grid, order_text
@@ -42,6 +44,7 @@ def manifest_of(
         is_main=is_main,
         partc=release(),
         ranks=program.plan.ranks,
+        mesh=_mesh(program.plan),
         symbols={name: _law(program.symbols[name].facts) for name in sorted(program.symbols)},
         inputs=[
             *(
@@ -81,6 +84,12 @@ def manifest_of(
         model=model,
         plan=sources["plan"],
     )
+
+
+def _mesh(plan: Plan) -> dict[str, int]:
+    """The plan's mesh by axis; none where it is that of each group, or of the workers alone."""
+    mesh = dict(plan.mesh)
+    return mesh if math.prod(mesh.values()) == plan.ranks else {}
 
 
 def program_name(program: Complete) -> str:

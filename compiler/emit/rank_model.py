@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Hashable, Mapping, MutableSequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from partc.compiler.emit.helper_types import HelperTypes
 from partc.compiler.emit.layout_text import cut_text
 from partc.compiler.emit.names import Names
 from partc.compiler.emit.node_proto import node_proto
-from partc.compiler.emit.weights import Location, Stored, is_inline, shard_of, shard_text, stored
+from partc.compiler.emit.weights import Location, Stored, WeightShard, WeightShards
 from partc.compiler.ir.constants import RankConstant
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import (
@@ -63,9 +64,12 @@ class RankModels:
 
     program: Complete
     names: Names
+    shards: WeightShards
     locations: Mapping[Stored, Location]
     helpers: HelperTypes
     _nodes: dict[Compute, onnx.NodeProto] = field(default_factory=dict)
+    _weights: dict[tuple[str, Stored], bytes] = field(default_factory=dict)
+    """By what a weight is called and its shard, the tensor as a field of a graph."""
     _frames: dict[Hashable, _Frame] = field(default_factory=dict)
     """By the ops of ranks, what is there before them, what is read behind them and where it lies."""
     _types: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
@@ -85,9 +89,17 @@ class RankModels:
         if key not in self._frames:
             self._frames[key] = self._frame(part)
         frame = self._frames[key]
-        weights = [_weight(self.names[held.value], held, self.locations) for held in part.weights]
-        graph = b"".join([frame.nodes, _bytes(onnx.GraphProto(initializer=weights)), frame.ports])
+        graph = b"".join([frame.nodes, *map(self._weight, part.weights), frame.ports])
         return b"".join([frame.head, _GRAPH, _varint(len(graph)), graph, frame.tail])
+
+    def _weight(self, held: RankTensor) -> bytes:
+        """A weight as a field of a graph."""
+        name, shard = self.names[held.value], self.shards.of(held)
+        key = name, shard.stored
+        if key not in self._weights:
+            place = None if shard.is_inline else self.locations[shard.stored]
+            self._weights[key] = _bytes(onnx.GraphProto(initializer=[_tensor(name, shard, place)]))
+        return self._weights[key]
 
     def _frame(self, part: RankProgram) -> _Frame:
         """What a rank file is made of besides its weights."""
@@ -351,29 +363,28 @@ def _value_info(value: ir.Value, name: str, shape: Shape | None) -> onnx.ValueIn
     return proto
 
 
-def _weight(name: str, held: RankTensor, locations: Mapping[Stored, Location]) -> onnx.TensorProto:
-    tensor = shard_of(held)
-    if is_inline(tensor):
-        proto = ir.serde.serialize_tensor(
-            tensor
-            if not isinstance(tensor, ir.ExternalTensor)
-            else ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype)
-        )
+def _tensor(name: str, shard: WeightShard, place: Location | None) -> onnx.TensorProto:
+    """A weight's tensor, its data at `place` in another file, or inline where there is none."""
+    tensor, entry = shard.tensor, onnx.StringStringEntryProto
+    piece = entry(key=fmt.PIECE, value=shard.text)
+    if place is None:
+        if isinstance(tensor, ir.ExternalTensor):  # a copy of it maps the file for no longer than it reads
+            tensor = ir.Tensor(copy.copy(tensor).numpy().copy(), dtype=tensor.dtype)
+        proto = ir.serde.serialize_tensor(tensor)
         proto.name = name
         del proto.metadata_props[:]
         proto.doc_string = ""
-        digest = hashlib.sha256(proto.raw_data).hexdigest()[:16] if proto.raw_data else ""
-        for key, text in ((fmt.PIECE, shard_text(held)), *(((fmt.DIGEST, digest),) if digest else ())):
-            proto.metadata_props.append(onnx.StringStringEntryProto(key=key, value=text))
+        proto.metadata_props.append(piece)
+        if proto.raw_data:
+            digest = hashlib.sha256(proto.raw_data).hexdigest()[:16]
+            proto.metadata_props.append(entry(key=fmt.DIGEST, value=digest))
         return proto
-    place = locations[stored(held)]
-    proto = onnx.TensorProto(
+    lies = (("location", place.file), ("offset", str(place.offset)), ("length", str(place.length)))
+    return onnx.TensorProto(
         name=name,
         data_type=tensor.dtype.value,
         dims=tensor.shape.numpy(),
         data_location=onnx.TensorProto.EXTERNAL,
+        external_data=[entry(key=key, value=text) for key, text in lies],
+        metadata_props=[piece],
     )
-    for key, text in (("location", place.file), ("offset", str(place.offset)), ("length", str(place.length))):
-        proto.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
-    proto.metadata_props.append(onnx.StringStringEntryProto(key=fmt.PIECE, value=shard_text(held)))
-    return proto

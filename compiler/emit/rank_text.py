@@ -29,6 +29,8 @@ class RankTexts:
         self._groups_of: dict[tuple[Op, ...], Sequence[Group]] = {}
         self._ops: dict[Hashable, list[str]] = {}
         self._values: dict[tuple[ir.Value, Shape | None], str] = {}
+        self._sizes: dict[Value, str] = {}
+        """By weight its name, its type and its bytes on a rank."""
         self.types: dict[Value, str] = {}
         """The types of values that are versions of the model's, or constants, which all ranks have alike."""
 
@@ -65,13 +67,15 @@ class RankTexts:
 
     def _weight_line(self, held: RankTensor, ranks: Sequence[int]) -> str:
         """A weight, with the law of one whose numbers the artifact does not have."""
-        of, shape = held.value.of, held.value.shape
-        assert of is not None
         law = law_of(held.version.value)
         where = part_of(self.program, held.version, ranks if law else ranks[:1])
+        if held.value not in self._sizes:
+            of, shape = held.value.of, held.value.shape
+            assert of is not None
+            size = f"{bytes_text(self.program.values[of], shape)} bytes"
+            self._sizes[held.value] = f"{self.names[held.value]} : {self.value(of, shape)}   {size}"
         initial = f"   Initial: {law_text(law)}" if law else ""
-        size = f"{bytes_text(self.program.values[of], shape)} bytes{where}"
-        return f"  # Parameter: %{self.names[held.value]} : {self.value(of, shape)}   {size}{initial}"
+        return f"  # Parameter: %{self._sizes[held.value]}{where}{initial}"
 
     def _step_lines(self, part: RankProgram, steps: tuple[Op, ...], kinds: _Kinds) -> list[str]:
         """The lines of ops, once for all programs that have them on ranks of the same groups."""

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from partc.compiler.emit.names import Names
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
+from partc.compiler.ir.sharded import ShardedValue
 from partc.runtime.artifact.format import FileRecord, weights_file
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, RunningSums, header_bytes
@@ -34,6 +35,38 @@ _CHUNK = 1 << 20
 
 Stored = tuple[str | None, int, tuple[int, ...], tuple[int, ...]]
 """A shard of a weight: its name and the identity of its tensor, into how many shards its dims are cut, and which of them it is."""
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """A rank's shard of a weight: what it is stored as, its tensor, and which part of which weight it is.
+
+    `text` is as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole weight its name alone.
+    """
+
+    stored: Stored
+    tensor: ir.TensorProtocol
+    text: str
+    is_inline: bool
+
+
+class WeightShards:
+    """The shards of weights that ranks have; each is made once, however many ranks have it and however often it is asked for."""
+
+    def __init__(self) -> None:
+        self._of_version: dict[tuple[ShardedValue, int], WeightShard] = {}
+        self._known: dict[Stored, WeightShard] = {}
+
+    def of(self, held: RankTensor) -> WeightShard:
+        """The shard of a weight on a rank."""
+        value, layout = held.version.value, held.version.layout
+        key = held.version, held.index if any(layout.cuts) else 0
+        if key not in self._of_version:
+            stored = value.name, id(value.const_value), layout.shards, layout.shard(held.index)
+            if stored not in self._known:
+                self._known[stored] = _made(held, stored)
+            self._of_version[key] = self._known[stored]
+        return self._of_version[key]
 
 
 @dataclass(frozen=True)
@@ -54,7 +87,12 @@ def is_inline(tensor: ir.TensorProtocol) -> bool:
 
 
 def write_weights(
-    folder: Path, weights_of: Mapping[int, Sequence[RankTensor]], names: Names, program: str = "", bare: bool = False
+    folder: Path,
+    weights_of: Mapping[int, Sequence[RankTensor]],
+    shards: WeightShards,
+    names: Names,
+    program: str = "",
+    bare: bool = False,
 ) -> tuple[dict[str, FileRecord], dict[Stored, Location]]:
     """Writes the weights that each rank owns into its file in `folder`; gives the files' records and the place of every weight.
 
@@ -64,14 +102,14 @@ def write_weights(
     Files are written side by side, as many as there are cores: hashing a byte takes longer than writing it.
     """
     files = {
-        weights_file(rank, program): [(names[one.value], shard_of(one), shard_text(one)) for one in held]
+        weights_file(rank, program): [(names[one.value], shards.of(one)) for one in held]
         for rank, held in weights_of.items()
     }
     with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as writers:
         written = {file: writers.submit(_write_file, folder, file, weights, bare) for file, weights in files.items()}
         results = {file: future.result() for file, future in written.items()}
     locations = {
-        stored(one): results[weights_file(rank, program)][1][names[one.value]]
+        shards.of(one).stored: results[weights_file(rank, program)][1][names[one.value]]
         for rank, held in weights_of.items()
         for one in held
     }
@@ -79,18 +117,19 @@ def write_weights(
 
 
 def _write_file(
-    folder: Path, file: str, weights: Sequence[tuple[str, ir.TensorProtocol, str]], bare: bool
+    folder: Path, file: str, weights: Sequence[tuple[str, WeightShard]], bare: bool
 ) -> tuple[FileRecord, dict[str, Location]]:
-    ordered = sorted(weights, key=lambda item: (-item[1].dtype.bitwidth, item[0]))
-    rows = [(name, *_in_format(tensor), tensor.nbytes) for name, tensor, _ in ordered]
-    prefix = header_bytes(rows, {name: text for name, _, text in ordered}, _PAGE)
+    shards = sorted(weights, key=lambda item: (-item[1].tensor.dtype.bitwidth, item[0]))
+    ordered = [(name, shard.tensor, shard.tensor.nbytes) for name, shard in shards]
+    rows = [(name, *_in_format(tensor), size) for name, tensor, size in ordered]
+    prefix = header_bytes(rows, {name: shard.text for name, shard in shards}, _PAGE)
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     running = RunningSums(prefix)
     with new_raw_file(path) as out, ThreadPoolExecutor(1) as hasher:
         out.write(prefix)
         if bare:
-            out.truncate(len(prefix) + sum(tensor.nbytes for _, tensor, _ in ordered))
+            out.truncate(len(prefix) + sum(size for _, _, size in ordered))
         for _, tensor, _ in ordered if not bare else ():
             if isinstance(tensor, ir.ExternalTensor):
                 hashed = hasher.submit(_sum_range, running, tensor)
@@ -102,9 +141,9 @@ def _write_file(
             hashed.result()
     locations: dict[str, Location] = {}
     end = len(prefix)
-    for name, tensor, _ in ordered:
-        locations[name] = Location(file, end, tensor.nbytes)
-        end += tensor.nbytes
+    for name, _, size in ordered:
+        locations[name] = Location(file, end, size)
+        end += size
     sums = running.sums()
     return FileRecord(bytes=end, sha256=sums.sha256, crc32=sums.crc32), locations
 
@@ -161,53 +200,45 @@ def _write_all(out: FileIO, data: memoryview) -> None:
         data = data[out.write(data) :]
 
 
-def owners(held_by: Mapping[int, Sequence[RankTensor]], known: Collection[Stored] = ()) -> dict[int, list[RankTensor]]:
+def owners(
+    held_by: Mapping[int, Sequence[RankTensor]], shards: WeightShards, known: Collection[Stored] = ()
+) -> dict[int, list[RankTensor]]:
     """Per rank the weights that stand in its file: those that no lower rank holds, without the `known` and the inline ones."""
     seen = set(known)
     owned: dict[int, list[RankTensor]] = {}
     for rank in sorted(held_by):
-        own = [one for one in held_by[rank] if stored(one) not in seen and not is_inline(shard_of(one))]
-        seen.update(map(stored, own))
+        of_rank = [(one, shards.of(one)) for one in held_by[rank]]
+        own = [(one, shard) for one, shard in of_rank if shard.stored not in seen and not shard.is_inline]
+        seen.update([shard.stored for _, shard in own])
         if own:
-            owned[rank] = own
+            owned[rank] = [one for one, _ in own]
     return owned
 
 
-def shard_text(held: RankTensor) -> str:
-    """Which part of which weight it is, as people slice arrays: `fc1.weight[0:8, 16:32]`; of a whole one its name alone."""
+def _made(held: RankTensor, stored: Stored) -> WeightShard:
+    """The shard of a weight on a rank: the whole tensor, or a view of the rank's part that is read when it is written."""
     tensor, layout = held.version.value.const_value, held.version.layout
     name = name_of(held.version.value)
-    if tensor is None or not any(layout.cuts):
-        return name
-    return f"{name}[{', '.join([f'{begin}:{end}' for begin, end in layout.box(held.index, tensor.shape.numpy())])}]"
-
-
-def stored(held: RankTensor) -> Stored:
-    """What a weight on a rank is stored as: the same shard of the same weight is stored once."""
-    value, layout = held.version.value, held.version.layout
-    return value.name, id(value.const_value), layout.shards, layout.shard(held.index)
-
-
-def shard_of(held: RankTensor) -> ir.TensorProtocol:
-    """The tensor of a weight on a rank: the whole one, or a view of its shard that is read when it is written."""
-    tensor, layout = held.version.value.const_value, held.version.layout
     assert tensor is not None
     if not any(layout.cuts):
-        return tensor
-    box = layout.box(held.index, tensor.shape.numpy())
+        return WeightShard(stored, tensor, name, is_inline(tensor))
+    sizes = tensor.shape.numpy()
+    box = layout.box(held.index, sizes)
+    text = f"{name}[{', '.join([f'{begin}:{end}' for begin, end in box])}]"
     shape = ir.Shape([end - begin for begin, end in box])
     if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8 and not any(layout.cuts[1:]):
-        row = tensor.nbytes // max(1, tensor.shape.numpy()[0])
+        row = tensor.nbytes // max(1, sizes[0])
         begin, end = box[0]
-        return ir.ExternalTensor(
+        rows = ir.ExternalTensor(
             tensor.location,
             (tensor.offset or 0) + begin * row,
             (end - begin) * row,
             tensor.dtype,
             shape=shape,
-            name=name_of(held.version.value),
+            name=name,
             base_dir=tensor.base_dir,
         )
+        return WeightShard(stored, rows, text, is_inline(rows))
 
     def cut() -> ir.TensorProtocol:
         shards = tuple(slice(begin, end) for begin, end in box)
@@ -215,4 +246,5 @@ def shard_of(held: RankTensor) -> ir.TensorProtocol:
             whole = tensor.numpy()
         return ir.Tensor(np.ascontiguousarray(whole[shards]), dtype=tensor.dtype)
 
-    return ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.version.value.name, cache=False)
+    view = ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.version.value.name, cache=False)
+    return WeightShard(stored, view, text, is_inline(view))

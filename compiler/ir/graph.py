@@ -29,6 +29,12 @@ INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 
 
+def has_computed_target(node: ir.Node) -> bool:
+    """Whether a Reshape that programs of other sizes have, too (`COPIES_DIMS`), computes its target from the sizes of a step."""
+    maker = node.inputs[1].producer() if COPIES_DIMS in node.meta and node.inputs[1] is not None else None
+    return maker is not None and maker.op_type != "Constant"
+
+
 def name_of(one: ir.Value | ir.Node) -> str:
     """The name of a value or a node, where it is written, shown, or asked of what the user says of names.
 

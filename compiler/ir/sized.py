@@ -48,6 +48,8 @@ def _for_sizes_alone(part: RankProgram) -> set[Value]:
     """The inputs of a program that nothing but Shape and Size reads."""
     inputs = {held.value for held in part.inputs} - {held.value for held in part.outputs}
     for step in part.steps:
+        if not inputs:
+            break
         if not isinstance(step, Compute) or not step.is_op(*SIZES):
             inputs.difference_update(step.reads)
     return inputs

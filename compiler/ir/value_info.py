@@ -51,6 +51,8 @@ def bytes_of(info: ValueInfo, shape: Shape | None) -> int | ir.SymbolicDim | Non
         return None
     fixed = math.prod(dim for dim in shape if isinstance(dim, int)) * info.item_bytes
     open_dims = [read(dim) for dim in shape if isinstance(dim, str)]
+    if not open_dims:
+        return fixed
     if any(dim is None for dim in open_dims):
         return None
     return as_dim(normal(sympy.Mul(fixed, *open_dims), {}))

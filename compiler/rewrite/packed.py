@@ -22,7 +22,7 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.graph import has_computed_target, name_of
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ParameterOptions
@@ -288,7 +288,7 @@ class _Unpacking(Rewriting[Typed]):
         given, name = node.inputs[1], f"{node.outputs[0].name}.{k}"
         assert given is not None
         numbers = constant_ints(node, 1)
-        if numbers is not None:
+        if numbers is not None and not has_computed_target(node):
             return self.constant(f"{name}.part_target", [size if at == after else n for at, n in enumerate(numbers)])
         places = self.constant(f"{name}.part_place", [after])
         sizes, made = self.constant(f"{name}.part_size", [size]), self.like(given, f"{name}.part_target")

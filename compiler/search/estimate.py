@@ -16,6 +16,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, Link, Machine
+from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Place
 from partc.compiler.search.candidate import Candidate
@@ -75,6 +76,8 @@ class Estimates:
         self.processor = machine.processor(CPU)
         graph = work.program.model.graph
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
+        self.backward = 1.0
+        """How many times its estimate a backward pass takes."""
         self._tasks: dict[object, tuple[float, float]] = {}
         self._activations: dict[object, float] = {}
         self._counted: dict[frozenset[ir.Node], Counter[tuple[Work, bool]]] = {}
@@ -86,10 +89,7 @@ class Estimates:
     def seconds(self, one: Candidate, sharding: Sharding) -> float:
         degrees, count = one.degrees, one.microbatches
         forward, backward = self.task(sharding, degrees.dp * count, degrees.tp)
-        if self.slots is None:
-            backward = 0.0
-        elif one.recompute:
-            backward += forward
+        backward = 0.0 if self.slots is None else self.backward * backward + (forward if one.recompute else 0.0)
         shared = self.turns(degrees.ranks)
         sums = self._sums(sharding, one)
         session = self.processor.session
@@ -105,6 +105,13 @@ class Estimates:
             + 2 * turns * message
             + self.after(one, self._own(sharding, one))
         )
+
+    def calibrate(self, seconds: float) -> None:
+        """Takes what one rank computes in a step of the unsharded model: what its estimate lacks is of the backward pass."""
+        forward, backward = self.task(Sharding(), 1, 1)
+        if self.slots is not None and backward > 0:
+            beside = self.processor.step + self.processor.session + self.after(Candidate(Degrees()), self.weights)
+            self.backward = max(0.0, (seconds - beside - forward) / backward)
 
     def task(self, sharding: Sharding, records: int, shards: int) -> tuple[float, float]:
         """The seconds of all nodes forward and backward, of one of so many shards of the records, and of layers that are sharded."""
@@ -192,12 +199,3 @@ class Estimates:
             scattered = link.collective(REDUCE_SCATTER, count, own)
             return update + scattered + link.collective(ALL_GATHER, count, own / count)
         return update + link.collective(ALL_REDUCE, count, own)
-
-    def bound(self, ranks: int, frozen: bool) -> float:
-        """Seconds that no plan on these ranks is below: all products at the amount that is fastest, evenly on all ranks, nothing sent.
-
-        `frozen`: whether some parameters are not trained; then no product of the backward pass is counted.
-        """
-        times = self.work.products_of_training() if self.slots is not None and not frozen else {}
-        least = sum(times.get(node, 1) * work.least(self.processor) for node, work in self.work.nodes())
-        return self.processor.step + least / (min(ranks, self.cores) if self.cores else ranks)

@@ -102,11 +102,6 @@ class Search:
         return linked_dims(self.apart)
 
     @cached_property
-    def least_bound(self) -> float:
-        """Seconds that no plan is below."""
-        return self.estimates.bound(self.request.ranks, self.request.base.has_frozen)
-
-    @cached_property
     def baselines(self) -> dict[str, Candidate]:
         """By name what is usually chosen, of what is allowed and can be proposed."""
         most = max((one for one in range(1, self.request.ranks + 1) if self._can_share(one)), default=1)
@@ -188,6 +183,7 @@ class Search:
             return ()
         options = [f"microbatches: {one.microbatches}"]
         options += [f"schedule: {one.schedule}"] if one.schedule else []
+        options += ["statistics: microbatch"] if self.request.base.statistics and one.microbatches > 1 else []
         options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if one.recompute else []
         return (f"pipeline: {{{', '.join(options)}}}", "")
 

@@ -1,6 +1,7 @@
 """What a search takes over from a plan that exists: its training, precision, symbols and dims of inputs, as they are written.
 
-What it says of ranks, placement, sharding, how inputs arrive and outputs leave, and of a pipeline, is what is searched.
+What it says of ranks, placement, sharding, how inputs arrive and outputs leave, and of a pipeline, is what is searched; but whether
+statistics of a batch may be of each microbatch is taken over.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Base:
     batch: int | None = None
     slots: int = 0
     is_sharded: bool = False
-    has_frozen: bool = False
+    statistics: bool = False
+    """Whether statistics of a batch may be of each microbatch."""
 
     def written(self, zero: bool) -> tuple[str, ...]:
         """The lines of the sections; of `zero` with an optimizer that is sharded over the axis dp."""
@@ -79,7 +81,7 @@ def base_of(path: Path, source: Source) -> tuple[Base, Source]:
         None if train is None else train.batch,
         0 if train is None else len(train.optimizer.slots),
         train is not None and bool(train.optimizer.shard),
-        train is not None and any(rule.frozen for rule in train.parameters.values()),
+        plan.pipeline is not None and plan.pipeline.statistics is not None,
     )
     return base, _with_dims(source, plan)
 

@@ -45,15 +45,6 @@ class Work:
         """The seconds of its backward pass."""
         return (2 if self.is_product else 1) * self.seconds(processor, records, shards)
 
-    def least(self, processor: Processor) -> float:
-        """The seconds that all ranks together take at least, in whatever shards, to do what cannot be left out: its operations."""
-        if not self.is_product:
-            return 0.0
-        curve = processor.products.get(self.cost.kernel) or processor.products["matmul"]
-        each = self.cost.operations / self.cost.matrices
-        amounts = [amount for amount, _ in curve.points if amount < each] + [each]
-        return self.cost.operations * min(curve(amount) / amount for amount in amounts) if each else 0.0
-
 
 class ModelWork:
     """The work of the nodes of a model at these sizes of its symbols; weights that are not trained are constants."""
@@ -88,18 +79,6 @@ class ModelWork:
     def counted(self, sharded: frozenset[ir.Node] = frozenset()) -> collections.Counter[tuple[Work, bool]]:
         """How many nodes have which work, and whether they are among the `sharded`; views are left out."""
         return collections.Counter((work, node in sharded) for node, work in self.nodes())
-
-    def products_of_training(self) -> dict[ir.Node, int]:
-        """By node that is a product how often at least a training computes it: forward, and for each operand that has a gradient."""
-        have = set[ir.Value](self.program.model.graph.initializers.values())
-        found = {}
-        for node, work in self.of.items():
-            own = [value for value in node.inputs if value in have]
-            if own:
-                have.update(node.outputs)
-            if work.is_product:
-                found[node] = 1 + len(own[:2])
-        return found
 
     def nodes(self) -> Iterator[tuple[ir.Node, Work]]:
         """The nodes that compute or move anything, in order."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
 from partc.compiler.ir.constants import Constant
-from partc.compiler.ir.graph import name_of, operands_of
+from partc.compiler.ir.graph import COPIES_DIMS, name_of, operands_of
 from partc.compiler.ir.local_form import LocalForm
 from partc.compiler.ir.programs import Value
 from partc.compiler.ir.sharded import Group
@@ -51,7 +51,11 @@ def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalFo
     unknown_to_runtimes = node.domain == OWN
     rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
     cut = choice.cut if choice is not None else {}
-    if rule is None or rule.local is None or not (unknown_to_runtimes or cut or not rule.factors):
+    if (
+        rule is None
+        or rule.local is None
+        or not (unknown_to_runtimes or cut or not (rule.factors or COPIES_DIMS in node.meta))
+    ):
         return [(operands.form([renamed(node, operands.inputs, operands.outputs)]), group)]
     found: list[tuple[LocalForm, Mapping[str, int], list[int]]] = []
     numbers = (

@@ -303,10 +303,14 @@ class SourceRecord(Record):
 
 
 class ArtifactRecord(Record):
-    """What all programs of an artifact have in common: who wrote it of what, for how many ranks, and the files of all of them."""
+    """What all programs of an artifact have in common: who wrote it of what, for how many ranks, and the files of all of them.
+
+    `mesh`: by axis its size, where the plan calls all ranks one grid, row-major, the last axis fastest.
+    """
 
     partc: str
     ranks: int = Field(ge=1, le=MOST_RANKS)
+    mesh: dict[str, int] = {}
     files: dict[str, FileRecord]
     model: SourceRecord
     plan: SourceRecord | None

@@ -13,11 +13,12 @@ these a prefill replaces, too, of which its records have the slots that it compu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, FailFast, Field
+from pydantic import AfterValidator, FailFast, Field, PrivateAttr, model_validator
 
 from ..files.counted import MOST_PROGRAMS
 from .format import (
@@ -75,6 +76,7 @@ class ManifestFile(Record):
     format: Literal[3] = 3
     partc: str
     ranks: int = Field(ge=1, le=MOST_RANKS)
+    mesh: dict[str, Annotated[int, Field(ge=1)]] = Field({})
     symbols: dict[str, SymbolRecord]
     groups: dict[str, list[Ranks]] = Field({})
     programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(
@@ -86,19 +88,30 @@ class ManifestFile(Record):
     files: dict[Annotated[str, AfterValidator(inside)], FileRecord]
     model: SourceRecord
     plan: SourceRecord | None
+    _manifests: dict[str, Manifest] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _all_ranks_are_the_mesh(self) -> Self:
+        if self.mesh and math.prod(self.mesh.values()) != self.ranks:
+            raise ValueError(f"the mesh {self.mesh} is not a grid of {self.ranks} ranks")
+        return self
 
     def manifest(self, name: str = "") -> Manifest:
-        """The manifest as a program needs it, by default the main one."""
-        main = next(iter(self.programs))
-        own = self.programs[name or main]
-        is_main = name in ("", main)
+        """The manifest as a program needs it, by default the main one; always the same object."""
+        name = name or next(iter(self.programs))
+        if name not in self._manifests:
+            self._manifests[name] = self._manifest(name)
+        return self._manifests[name]
+
+    def _manifest(self, name: str) -> Manifest:
+        own, is_main = self.programs[name], name == next(iter(self.programs))
         return Manifest.model_construct(
-            name=name or main,
+            name=name,
             is_main=is_main,
             symbols={**self.symbols, **own.symbols},
             groups={**self.groups, **own.groups},
             state=[
-                StateRecord.model_construct(**dict(one), next=following)
+                StateRecord.model_construct(**vars(one), next=following)
                 for one, following in self._following(own.kept, "" if is_main else name)
             ],
             training=self.training if is_main else None,
@@ -113,8 +126,9 @@ class ManifestFile(Record):
         rows = self.generation.runs if name in OF_SLOTS and self.generation is not None else None
         for one in self.state:
             if (names := kept.get(one.value)) is not None:
-                of_rows = {"shape": [rows, *one.shape[1:]]} if rows is not None and one.kind == CACHE else {}
-                yield one.model_copy(update=of_rows), names if isinstance(names, str) else names[turn[one.value]]
+                of_rows = rows is not None and one.kind == CACHE
+                record = one.model_copy(update={"shape": [rows, *one.shape[1:]]}) if of_rows else one
+                yield record, names if isinstance(names, str) else names[turn[one.value]]
                 turn[one.value] += 1
 
     @classmethod

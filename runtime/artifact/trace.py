@@ -61,7 +61,7 @@ def trace_text(ranks: Sequence[str]) -> str:
 
 
 def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int]) -> Iterator[dict[str, Any]]:
-    """The events of a rank; `arrows`: by step and message the number of its arrow, as readers take no other text for an id."""
+    """The events of a rank; `arrows`: by step and message the number of its arrow: readers of traces accept no other id."""
     rank = row["rank"]
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}

@@ -123,7 +123,7 @@ class Transport(Protocol):
         ...
 
     def count_step(self) -> None:
-        """Counts this rank to the next step of all ranks, without a message: who waits there for a rank that has left before is told."""
+        """Counts this rank to the next step of all ranks, without a message; a rank that waits there is told of one that has left."""
         ...
 
     def agreements(self) -> Agreements:

@@ -8,6 +8,7 @@ before the previous step are taken, so that a send has had time to go while some
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,20 +49,24 @@ class _Plan:
     waits: dict[int, list[int]] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
     held: list[_Holder] = field(default_factory=list)
+    """By rising offsets."""
+    cleared: int | None = None
+    """The step at which those that had ended were last left out."""
 
     def in_flight(self, life: Lifetime) -> list[int]:
         return [send for send in life.sends if send not in self.waited]
 
     def place(self, life: Lifetime) -> None:
-        self.held = [one for one in self.held if one.life.died >= life.born or self.in_flight(one.life)]
+        if self.cleared != life.born:
+            self.held = [one for one in self.held if one.life.died >= life.born or self.in_flight(one.life)]
+            self.cleared = life.born
         size = -(-life.bytes // ALIGNMENT) * ALIGNMENT
         offset = _lowest(self.held, size)
         if offset + size > self.size:
             offset = self._taken(life, size, offset)
         self.offsets[life.name] = offset
         self.size = max(self.size, offset + size)
-        self.held.append(_Holder(offset, size, life))
-        self.held.sort(key=lambda one: one.offset)
+        bisect.insort(self.held, _Holder(offset, size, life), key=lambda one: one.offset)
 
     def _taken(self, life: Lifetime, size: int, otherwise: int) -> int:
         """A place within the arena that waiting for the fewest, oldest sends gives; else `otherwise`."""
@@ -78,6 +83,7 @@ class _Plan:
                 self.waits.setdefault(life.born, []).extend(sends)
                 self.waited.update(sends)
                 self.held = [one for one in self.held if one not in overlapped]
+                self.cleared = None  # what waits for these sends has ended, too
                 return offset
         return otherwise
 

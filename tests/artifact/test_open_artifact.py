@@ -81,6 +81,13 @@ def test_every_violation_of_the_schema_is_told(folder: Path) -> None:
     )
 
 
+def test_a_mesh_that_is_not_all_ranks(folder: Path) -> None:
+    change_manifest(folder, lambda data: data.update(mesh={"dp": 3, "tp": 5}))
+    assert "the mesh {'dp': 3, 'tp': 5} is not a grid of " in refusal(folder)
+    change_manifest(folder, lambda data: data.update(mesh={"dp": -1, "tp": -data["ranks"]}))
+    assert "mesh.dp: Input should be greater than or equal to 1" in refusal(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -139,7 +139,7 @@ def of_gap(path: Path, place: Path, turns: int) -> str:
 def of_bits(path: Path, place: Path, turns: int) -> str:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    logging.disable(logging.INFO)
+    logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
     quantizer = MatMulNBitsQuantizer(onnx.load(path), block_size=32, is_symmetric=True)
     quantizer.process()
     onnx.save(quantizer.model.model, place / "model.onnx")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import onnx_ir as ir
 import pytest
@@ -69,6 +70,43 @@ def test_nothing_is_faster_than_memory() -> None:
     memory, cached = Curve(((1e3, 1e-7), (1e6, 1e-4), (1e8, 1.0))), Curve(((1e3, 1e-7), (1e6, 1e-4)))
     processor = Processor(0.0, 0.0, {}, {"elementwise": memory, "reduction": cached})
     assert cost("ReduceSum", [(25, 1_000_000)], (25,)).seconds(processor) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "made", "shards"),
+    [
+        (
+            "MatMul",
+            [(60, 70), (70, 48)],
+            (60, 48),
+            [([(60, 70), (70, 16)], (60, 16)), ([(60, 70), (70, 16)], (60, 16))],
+        ),
+        ("MatMul", [(6, 64, 64), (6, 64, 64)], (6, 64, 64), [([(2, 64, 64), (2, 64, 64)], (2, 64, 64))]),
+        ("Conv", [(6, 12, 8, 8), (12, 12, 3, 3)], (6, 12, 8, 8), [([(2, 12, 8, 8), (12, 12, 3, 3)], (2, 12, 8, 8))]),
+        ("Add", [(60, 70), (60, 70)], (60, 70), [([(20, 70), (20, 70)], (20, 70))]),
+        ("ReduceSum", [(60, 7000)], (60,), [([(20, 7000)], (20,))]),
+        (
+            "Gather",
+            [(900, 600), (30,)],
+            (30, 600),
+            [([(900, 200), (30,)], (30, 200)), ([(900, 600), (10,)], (10, 600))],
+        ),
+        ("ScatterND", [(900, 600), (30, 1), (30, 600)], (900, 600), [([(900, 200), (30, 1), (30, 200)], (900, 200))]),
+    ],
+)
+def test_three_shards_take_the_least_or_longer(
+    op: str, given: list[Shape], made: Shape, shards: list[tuple[list[Shape], Shape]]
+) -> None:
+    """However speeds depend on the amount: each shard is one of three."""
+    for seed in range(8):
+        draw = random.Random(seed)
+        curves = [Curve(tuple((10.0**k, draw.uniform(1, 9) * 10.0 ** (k - 9)) for k in range(2, 8))) for _ in range(5)]
+        kernels = dict(zip(("elementwise", "lookup", "reduction", "pack", "unfold"), curves, strict=True))
+        processor = Processor(0.0, 0.0, {"matmul": curves[0], "convolution": curves[1]}, kernels)
+        least = cost(op, given, made).least(processor)
+        for some, out in [(given, made), *shards]:
+            times = 1 if out == made else 3
+            assert times * cost(op, some, out).seconds(processor) >= least * (1 - 1e-9)
 
 
 def cost(op: str, given: list[Shape], made: Shape, **attributes: int) -> NodeCost:

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 from partc.compiler.emit.node_proto import node_proto
-from partc.compiler.emit.weights import shard_of
+from partc.compiler.emit.weights import WeightShards
 from partc.compiler.ir.constants import Constant, RankConstant
 from partc.compiler.ir.programs import Comm, Compute, State, Value
 from partc.compiler.ir.sharded import ShardedValue, members
@@ -39,6 +39,7 @@ class JobRun:
         self.program, self.local, self.job = program, program.local, program.local.comm.job
         self.at: dict[tuple[Value, int], Any] = {}
         self._sessions: dict[tuple[Compute, bytes], onnxruntime.InferenceSession] = {}
+        self._weights = WeightShards()
         self._shards: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, inputs: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
@@ -49,7 +50,7 @@ class JobRun:
         for one, version, ranks in job.inputs:
             at |= {(one, rank): self.shard(version, rank, inputs[str(version.value.name)]) for rank in members(ranks)}
         for one, held, ranks in job.weights:
-            at |= dict.fromkeys([(one, rank) for rank in members(ranks)], shard_of(held).numpy())
+            at |= dict.fromkeys([(one, rank) for rank in members(ranks)], self._weights.of(held).tensor.numpy())
         for one, state, ranks in job.kept:
             at |= {(one, rank): self._first(state, rank) for rank in members(ranks) if (one, rank) not in at}
         for one, _, ranks in job.scalars:

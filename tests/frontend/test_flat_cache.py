@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ from partc.cli.commands.export import command as export_command
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.propose import propose
 from partc.runtime import Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 
@@ -22,6 +28,7 @@ transformers: Any = pytest.importorskip(
 PLAN = "ranks: 1\ngenerate: {slots: 2, length: 16, chunk: 4}\n"
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6, 5], [8])
 COUNT = 6
+GUIDE = Path(__file__).parents[2] / "samples" / "guide" / "serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +36,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, head_dim=8, eos_token_id=None,
-        num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3)  # fmt: skip
+        vocab_size=12, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16, eos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -49,15 +56,45 @@ def test_a_folder_generates_as_transformers_does(llama: Path, tmp_path: Path) ->
     assert made == wanted
 
 
-def test_an_export_with_its_cache_has_past_and_present(llama: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(export_command, [str(llama), "--cache", "-o", str(tmp_path / "decoder.onnx")])
+@pytest.fixture(scope="module")
+def exported(llama: Path) -> Path:
+    path = llama.with_suffix(".onnx")
+    result = CliRunner().invoke(export_command, [str(llama), "--cache", "-o", str(path)])
     assert result.exit_code == 0, result.output
-    graph = load(tmp_path / "decoder.onnx").model.graph
+    return path
+
+
+def test_an_export_with_its_cache_has_past_and_present(exported: Path) -> None:
+    graph = load(exported).model.graph
     names = [f"{layer}_{side}" for layer in range(2) for side in ("key", "value")]
     assert [value.name for value in graph.inputs] == ["input_ids", *(f"past_{name}" for name in names)]
     assert [value.name for value in graph.outputs] == ["logits", *(f"present_{name}" for name in names)]
-    assert {str(value.shape) for value in graph.inputs[1:]} == {"[batch,1,past,8]"}
+    assert {str(value.shape) for value in graph.inputs[1:]} == {"[batch,2,past,16]"}
     assert "model.layers.1.self_attn.k_proj.weight" in graph.initializers
+
+
+def test_an_export_is_quantized_as_the_guide_does_and_sharded(exported: Path, tmp_path: Path) -> None:
+    pages = (text for text in GUIDE.read_text().split("```") if text.startswith("python four_bits.py"))
+    (tmp_path / "four_bits.py").write_text(next(pages).partition("\n")[2])
+    subprocess.run([sys.executable, "four_bits.py", str(exported)], check=True, cwd=tmp_path, timeout=60)
+    made, weights = [], []
+    for degrees in (Degrees(), Degrees(tp=2), Degrees(tp=2, stages=2)):
+        model, build = tmp_path / "four_bits.onnx", tmp_path / f"{degrees.tp}_{degrees.stages}"
+        text, _ = propose(load(model), model.name, degrees, generation=Generation.over(degrees, 32, 2))
+        (tmp_path / "plan.yaml").write_text(
+            text.replace("generate: {", "generate: {chunk: 4, ", 1).replace(", chunk: 32", "")
+        )
+        compile_model(model, tmp_path / "plan.yaml", build)
+        graph = open_artifact(build).model(0).graph
+        linears = [one for one in graph.initializer if "layers" in one.name and one.name.endswith(("_Q4", "_scales"))]
+        weights.append(sum(math.prod(one.dims) for one in linears))
+        assert sum(node.op_type == "MatMulNBits" for node in graph.node) == (15 if degrees.stages == 1 else 7)
+        with load_local_generator(build, threads=1) as generator:
+            made.append(
+                [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
+            )
+    assert made == [made[0]] * len(made)
+    assert weights[1] * 2 == weights[0]
 
 
 def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:

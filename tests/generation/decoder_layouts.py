@@ -29,6 +29,7 @@ LAYOUTS = {
     + TENSOR
     + STAGES.format(first="{pp: 0}", second="{pp: 1}"),
 }
+REPLICAS = f"ranks: 4\nmesh: {{dp: 2, tp: 2}}\ndataset: {{ids: [dp, null]}}\n{TENSOR}"
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [*range(1, 40)], [11, 12], [60, 2, 33, 4]]
 COUNTS = [12, 20, 5, 9, 17]
 

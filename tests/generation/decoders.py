@@ -24,6 +24,7 @@ class Build:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     weights: list[onnx.TensorProto] = field(default_factory=list)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    flat: bool = False
 
     def op(self, kind: str, path: str, *inputs: str, **attributes: Any) -> str:
         """A node, named after its path and its op, and what it makes."""
@@ -49,7 +50,13 @@ class Build:
         return self.constant(f"axes_{'_'.join(map(str, dims))}", list(dims))
 
     def linear(self, path: str, x: str, rows: int, columns: int) -> str:
-        return self.op("MatMul", path, x, self.weight(f"{path}.weight", rows, columns))
+        weight = self.weight(f"{path}.weight", rows, columns)
+        if not self.flat:
+            return self.op("MatMul", path, x, weight)
+        table = self.op("Reshape", f"{path}.flat", x, self.constant(f"flat_{rows}", [-1, rows]))
+        sizes = self.op("Shape", f"{path}.sizes", "ids")
+        target = self.op("Concat", f"{path}.sizes", sizes, self.constant(f"columns_{columns}", [columns]), axis=0)
+        return self.op("Reshape", path, self.op("MatMul", path, table, weight), target)
 
     def heads(self, path: str, x: str) -> str:
         split = self.op("Reshape", path, x, self.constant("split", [0, 0, -1, SIZE]))
@@ -57,13 +64,18 @@ class Build:
 
 
 def decoder(
-    layers: int = 2, inputs: Sequence[str] = (), rows: bool = True, fused: bool = False, window: int = 0
+    layers: int = 2,
+    inputs: Sequence[str] = (),
+    rows: bool = True,
+    fused: bool = False,
+    window: int = 0,
+    flat: bool = False,
 ) -> onnx.ModelProto:
     """The model. `inputs`: which of position_ids and attention_mask it is given; without them it counts from the length of its past, along
     rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone. `fused`: attention is ONNX's op, with two
-    heads of queries for each of keys; `window`: how many tokens each sees, or all before it.
+    heads of queries for each of keys; `window`: how many tokens each sees, or all before it; `flat`: linears see a table of rows.
     """
-    build = Build()
+    build = Build(flat=flat)
     numbers, away = _positions(build, inputs, rows, window)
     tokens = build.op("Gather", "embed.tokens", build.weight("embed.tokens.weight", VOCABULARY, WIDTH), "ids")
     places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, requests
+from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, REPLICAS, requests
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
@@ -107,11 +107,23 @@ def test_attention_is_fused_in_place_where_its_mask_is_causal(compiled: Compiled
     assert found == [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
 
 
-@pytest.mark.parametrize(("layout", "own"), [("one rank", 0), ("tensor parallel", 2), ("stages", 0)])
-def test_both_programs_run_by_the_same_sessions(compiled: Compiled, layout: str, own: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "own", "form"),
+    [
+        ("one rank", 0, {}),
+        ("tensor parallel", 2, {}),
+        ("stages", 0, {}),
+        ("one rank", 0, {"flat": True}),
+        ("tensor parallel", 2, {"flat": True}),
+    ],
+)
+def test_both_programs_run_by_the_same_sessions(
+    compiled: Compiled, layout: str, own: int, form: dict[str, bool]
+) -> None:
     """But for `own` ones: under tensor parallelism a prefill sums the last layer's terms behind the choice of the scored token."""
-    folder = compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True)
+    folder = compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True, **form)
     with load_local_generator(folder) as generator:
+        assert [*generator.stream(PROMPTS[0], max_tokens=9)] == Unsharded(decoder(fused=True)).tokens(PROMPTS[0], 9)
         decode, prefill = (program.ranks for program in (generator.program, generator._prefill))  # type: ignore[union-attr]
         for one, other in zip(decode, prefill, strict=True):
             sessions = [[id(runner.session) for runner in rank._program.runners.values()] for rank in (one, other)]
@@ -163,6 +175,20 @@ def test_a_step_sends_nothing_that_grows_with_what_is_kept(
     assert sizes.pop("logits") == str(scored * VOCABULARY // 2 * 4)
     row = HEADS * SIZE * 4
     assert sorted(map(int, sizes.values())) == [row * scored, *[row * tokens] * 3]
+
+
+def test_replicas_share_their_programs_and_gather_tokens_at_once(tmp_path: Path, wanted: list[list[int]]) -> None:
+    """Rank 0 alone has another file, since it is given the logits."""
+    onnx.save(decoder(), tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text(f"{REPLICAS}generate: {{slots: 4, length: 64, chunk: 8}}\n")
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    manifest = open_artifact(tmp_path / "build").manifest
+    files = [manifest.program(rank) for rank in range(4)]
+    assert files[1] == files[3]
+    assert [one.op for one in manifest.collectives if one.value == "next_token"].count("AllGather") == 1
+    assert not [one for one in manifest.collectives if one.value == "next_token" and one.op == "Exchange"]
+    with load_local_generator(tmp_path / "build") as generator:
+        assert [answer.tokens for answer in generator.run(requests())] == wanted
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -257,18 +283,19 @@ def test_the_command_makes_the_same_tokens_over_mpi(
     compiled: Compiled, wanted: list[list[int]], layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    lines = ({"ids": prompt, "max_tokens": count} for prompt, count in zip(PROMPTS, COUNTS, strict=True))
+    lines: list[dict[str, object]] = [
+        {"ids": prompt, "max_tokens": count} for prompt, count in zip(PROMPTS, COUNTS, strict=True)
+    ]
+    lines.append({"ids": [3, 1, 4], "max_tokens": 8, "temperature": 0.8, "seed": 5})
     prompts.write_text("\n".join(map(json.dumps, lines)))
     capfd.readouterr()
     assert invoke(["generate", str(compiled(layout)), "--prompts", str(prompts), "--json"]) == 0
-    answers = json.loads(capfd.readouterr().out)["answers"]
-    assert [answer["ids"] for answer in answers] == wanted
-    drawn = ["--ids", "3,1,4", "--temperature", "0.8", "--seed", "5", "--max-tokens", "8"]
-    assert invoke(["generate", str(compiled(layout)), *drawn]) == 0
-    over_mpi = capfd.readouterr().out
-    assert invoke(["generate", str(compiled(layout)), *drawn, "--in-process"]) == 0
-    assert capfd.readouterr().out == over_mpi
-    assert len(over_mpi.split()) == 8
+    *likeliest, drawn = (answer["ids"] for answer in json.loads(capfd.readouterr().out)["answers"])
+    assert likeliest == wanted
+    asked = ["--ids", "3,1,4", "--temperature", "0.8", "--seed", "5", "--max-tokens", "8"]
+    assert invoke(["generate", str(compiled(layout)), *asked, "--in-process"]) == 0
+    assert [int(token) for token in capfd.readouterr().out.split()] == drawn
+    assert len(drawn) == 8
 
 
 def test_wrong_prompts_end_the_command_before_a_rank_begins(
@@ -291,6 +318,9 @@ def test_wrong_prompts_end_the_command_before_a_rank_begins(
         (5, "'seed' is"),
     ):
         assert f"prompts.jsonl:{line}: {words}" in told
+    prompts.write_bytes(b'{"ids": [1]}\n\xff\xfe\n')
+    assert invoke(["generate", folder, "--prompts", str(prompts)]) == 2
+    assert "prompts.jsonl: is not UTF-8 text" in capsys.readouterr().err
     (tmp_path / "tokenizer.json").write_text("{}")
     assert invoke(["generate", folder, "--prompt", "Once", "--tokenizer", str(tmp_path / "tokenizer.json")]) == 2
     assert "is not a tokenizer" in capsys.readouterr().err

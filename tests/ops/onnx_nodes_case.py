@@ -51,7 +51,8 @@ def distinct() -> list[str]:
         types = [port.type.tensor_type for port in (*graph.input, *graph.output)]
         kinds = [str(port.type) for port in (*graph.input, *graph.output) if not port.type.HasField("tensor_type")]
         ranks = [(one.elem_type, len(one.shape.dim), any(dim.dim_value == 0 for dim in one.shape.dim)) for one in types]
-        found.setdefault((*nodes, *ranks, *kinds), name)
+        opsets = [(one.domain, one.version) for one in case.model.opset_import]
+        found.setdefault((*nodes, *ranks, *kinds, *opsets), name)
     return [*found.values()]
 
 

@@ -103,7 +103,7 @@ def test_what_does_not_hold_is_told_with_its_reason(tmp_path: Path, monkeypatch:
     more = {"layers.*.input_layernorm": "sequence_parallel", "layers.*.gone": "colwise", "norm": "replicate"}
     more |= {"layers.[": "colwise", "layers.*.post_attention_layernorm": "rowwise"}
     monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", own | more)
-    folder = saved("Llama", tmp_path / "model", num_key_value_heads=1, intermediate_size=111)
+    folder = saved("Llama", tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1, intermediate_size=111)
     source = load(folder)
     text, _ = propose(source, "model", Degrees(tp=2))
     told = text.partition("# Of the model's tp_plan not taken as it stands:\n")[2].partition("# Not sharded by tp")[0]
@@ -120,7 +120,7 @@ def test_what_does_not_hold_is_told_with_its_reason(tmp_path: Path, monkeypatch:
     assert "needs it whole" in reasons["model.layers.*.self_attn.k_proj"]
     assert reasons.keys() & {"model.norm", "model.layers.*.self_attn.q_proj", "model.embed_tokens"} == set()
     sent, have, logits = run_by(folder, source, text, tmp_path)
-    assert sent["AllReduce"] == LAYERS + 1
+    assert sent["AllReduce"] == 1 + 1
     np.testing.assert_allclose(have, logits, rtol=1e-4, atol=1e-6)
 
 

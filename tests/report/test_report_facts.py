@@ -8,12 +8,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from partc.cli.difference.facts import facts_of
 from partc.cli.main import invoke
+from partc.cli.report.mesh import axes_of
 from partc.cli.report.page import SCRIPTS, STYLES, json_text
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.ranks import ranks_text
 from report_case import ROOT, Capture, data_of, lenet, printed, refused
 
 
@@ -69,6 +72,23 @@ def test_the_facts_are_those_of_inspect(trained: Path, trained_data: dict[str, A
     }
     rows = said["pipeline"]["rows"]
     assert [(one["row"], one["kept"]) for one in found["schedule"]["homes"]] == [(r["row"], r["kept"]) for r in rows]
+
+
+def test_ranks_and_collectives_stand_on_the_mesh(trained_data: dict[str, Any]) -> None:
+    assert trained_data["mesh"] == {"pp": 2, "dp": 2, "tp": 2}
+    for one in trained_data["classes"]:
+        places = [np.unravel_index(rank, (2, 2, 2)) for rank in one["list"]]
+        for k, name in enumerate(("pp", "dp", "tp")):
+            assert one["at"][name] == ranks_text(sorted({int(place[k]) for place in places}))
+    axes = {(one["axes"], *one["lists"]) for one in trained_data["communication"] if one["op"] != "Send"}
+    assert {("tp", "0-1", "2-3"), ("tp", "4-5", "6-7"), ("dp", "0,2", "1,3"), ("dp", "4,6", "5,7")} <= axes
+    assert axes_of({"a": 2, "b": 3}, [[0, 1, 2, 3, 4, 5]]) == "a, b"
+    assert (
+        axes_of({"a": 2, "b": 3}, [[0, 1], [3, 4]])
+        == axes_of({"a": 2, "b": 3}, [[0, 4]])
+        == axes_of({}, [[0, 1]])
+        == ""
+    )
 
 
 def test_the_memory_over_a_step_is_below_the_peak_and_reaches_what_arenas_hold(trained_data: dict[str, Any]) -> None:

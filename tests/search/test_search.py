@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from equivalence import same_as_whole
 from machines import curve, machine
 from onnx import TensorProto, helper
 from partc.cli.main import invoke
+from partc.cli.simulation.plays import play_program, played
 from partc.cli.simulation.search import Found, Options, searched
-from partc.compiler.cost.machine import Machine
+from partc.compiler.cost.machine import Curve, Machine
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
+from partc.compiler.search.search import Request, Search
+from partc.compiler.search.taken_over import Base, base_of
+from partc.runtime.errors import UsageError
 from partc.runtime.units import parse_bytes
 from proposal_case import Graph, source
 
@@ -54,7 +59,9 @@ def links(latency: float, speed: float, flops: float = 1e9) -> Machine:
     return replace(one, links=[link], processors={"cpu": replace(cpu, products={"matmul": curve(flops)})})
 
 
-def found(folder: Path, on: Machine, ranks: int = 4, train: str = "", depth: int = DEEP, **options: object) -> Found:
+def found(
+    folder: Path, on: Machine, ranks: int = 4, train: str = "", depth: int = DEEP, width: int = WIDE, **options: object
+) -> Found:
     """What a search finds for the layers, at 64 records."""
     (folder / "machine.yaml").write_text(machine_text(on))
     plan = None
@@ -63,7 +70,7 @@ def found(folder: Path, on: Machine, ranks: int = 4, train: str = "", depth: int
         plan.write_text(train)
     given = {"sizes": {} if train else {"batch": 64}, "fixed": Fixed(), **options}
     asked = Options(ranks, machine=folder / "machine.yaml", plan=plan, **given)  # type: ignore[arg-type]
-    return searched(source(layers(depth=depth)), "model.onnx", asked)
+    return searched(source(layers(width, depth)), "model.onnx", asked)
 
 
 def times(report: str) -> list[str]:
@@ -122,6 +129,59 @@ def size(text: str) -> int:
     """The peak memory that a found plan states."""
     stated = text.partition("Peak memory of a rank: ")[2].partition(".\n")[0]
     return parse_bytes(stated) or 0
+
+
+@pytest.mark.parametrize("train", ["", TRAIN.replace("64", "4")])
+def test_no_candidate_is_below_the_bound(train: str, tmp_path: Path) -> None:
+    """All candidates are played, on a machine whose products are faster the larger they are."""
+    on = links(1e-7, 1e12)
+    products = {"matmul": Curve(((1e3, 2e-6), (1e6, 1e-4), (1e9, 5e-2)))}
+    on = replace(on, processors={"cpu": replace(on.processors["cpu"], products=products)})
+    one, base = source(layers(16, 1)), Base()
+    if train:
+        (tmp_path / "train.yaml").write_text(train)
+        base, one = base_of(tmp_path / "train.yaml", one)
+    search = Search.of(one, "model.onnx", Request(2, Fixed(), base, on, {} if train else {"batch": 4}))
+    plays = played(search, None, time.monotonic(), None)
+    assert len(search.candidates) >= (12 if train else 5)
+    least = {one: play_program(search, search.proposal(one).done).played.seconds for one in search.candidates}
+    assert all(seconds >= plays.bound(one.degrees.ranks) for one, seconds in least.items())
+    assert plays.best is not None
+    assert plays.best.seconds == min(least.values())
+
+
+def test_a_small_model_is_data_parallel(tmp_path: Path) -> None:
+    """Few weights and many records: what all ranks compute of their records outweighs the gradients."""
+    text = found(tmp_path, links(1e-7, 1e8), ranks=2, train=TRAIN, depth=1, width=8).text
+    assert parse_plan(text, "plan.yaml").ranks == 2
+    assert "dp 2 saves" in text
+
+
+def test_on_slow_links_there_are_stages(tmp_path: Path) -> None:
+    """Gradients of all weights, or sums of each layer, take longer than what one stage hands to the next."""
+    text = found(tmp_path, links(1e-6, 2e7), ranks=2, train=TRAIN).text
+    plan = parse_plan(text, "plan.yaml")
+    assert plan.pipeline is not None
+    assert "2 stages saves" in text
+
+
+def test_the_least_memory_is_enough(tmp_path: Path) -> None:
+    """What the message names as needed by some plan is enough for a plan."""
+    with pytest.raises(UsageError, match="needs as little") as refused:
+        found(tmp_path, links(1e-6, 1e10), ranks=2, memory=1000)
+    least = parse_bytes(str(refused.value).partition("\n")[0].rpartition(" needs ")[2])
+    assert least is not None
+    assert size(found(tmp_path, links(1e-6, 1e10), ranks=2, memory=least).text) <= least
+
+
+def test_statistics_of_microbatches_are_taken_over(tmp_path: Path) -> None:
+    """Whether they may be of each microbatch the user's plan says, and no search."""
+    (tmp_path / "train.yaml").write_text(TRAIN + "pipeline: {microbatches: 2, statistics: microbatch}\n")
+    one = source(layers(16, 1))
+    for base in (base_of(tmp_path / "train.yaml", one)[0], Base()):
+        search = Search.of(one, "model.onnx", Request(2, Fixed(), base, links(1e-7, 1e12), {"batch": 64}))
+        text = search.proposal(Candidate(Degrees(stages=2), 2, "1f1b" if base.trains else "")).text
+        assert ("statistics: microbatch" in text) == base.statistics == base.trains
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_prompt_is_continued_as_ids_and_as_text(server: LocalServer, tokens: l
     assert server.get("/health") == (200, {"status": "ok"})
 
 
-def test_a_stream_has_the_same_text_in_pieces(server: LocalServer, tokens: list[int]) -> None:
+def test_a_stream_has_the_same_text_in_shards(server: LocalServer, tokens: list[int]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 40, "stream_options": {"include_usage": True}}
     with server.streaming(COMPLETIONS, body) as events:
         found = [data for _, data in events]

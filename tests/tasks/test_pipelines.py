@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,13 @@ def test_microbatches_are_as_the_whole(name: str, plan: str, schedule: str, coun
 
 
 BLOCKS = "sharding: {'layers.*.*.project': colwise, 'layers.*.*.out': rowwise}\n"
-PIPES = "mesh: {pp: 2, AXIS: 2}\nplacement: {'layers.[0-1]': {pp: 0}, tokens: {pp: 0}, positions: {pp: 0}, REST}\n"
-REST = "'layers.[2-3]': {pp: 1}, norm: {pp: 1}, head: {pp: 1}"
+PIPES = "mesh: {pp: 2, AXIS: 2}\nplacement: {'layers.0': {pp: 0}, tokens: {pp: 0}, positions: {pp: 0}, REST}\n"
+REST = "'layers.1': {pp: 1}, norm: {pp: 1}, head: {pp: 1}"
 
 
 MODELS: dict[str, tuple[Callable[[], Model], dict[str, int], str]] = {
-    "gpt": (small_gpt, {"batch": 8, "seq": 6}, CLASSES),
+    "gpt": (partial(small_gpt, 4), {"batch": 8, "seq": 6}, CLASSES),
+    "gpt of two blocks": (partial(small_gpt, 2), {"batch": 8, "seq": 6}, CLASSES),
     "lenet": (lenet, {"batch": 8}, "{type: softmax_cross_entropy, logits: y, labels: labels}"),
     "dlrm": (lambda: dlrm(3, 50, 8, 13, 16), {"batch": 8}, "loss"),
 }
@@ -90,9 +92,15 @@ def models() -> dict[str, Any]:
     [
         ("gpt", "ranks: 2\n" + placed("0 1 0 1"), "interleaved", (2,), ""),
         ("gpt", "ranks: 2\n" + placed("0 1 1 0"), "zbv", (2,), ""),
-        ("gpt", "ranks: 4\n" + PIPES.replace("AXIS", "tp").replace("REST", REST) + BLOCKS, "zb_h1", (4,), ""),
         (
-            "gpt",
+            "gpt of two blocks",
+            "ranks: 4\n" + PIPES.replace("AXIS", "tp").replace("REST", REST) + BLOCKS,
+            "zb_h1",
+            (4,),
+            "",
+        ),
+        (
+            "gpt of two blocks",
             "ranks: 4\ndataset: {x: [dp, null], labels: [dp, null]}\nsymbols: {batch: {divisor: 8}}\n"
             + PIPES.replace("AXIS", "dp").replace("REST", REST),
             "1f1b",

@@ -155,11 +155,11 @@ def deliver(
 
 
 def _delivered_to(program: Sharded, ranks: Group, home: Group) -> list[Group]:
-    """The ranks that get an output: each by itself, but of a number of the whole batch, which all get, in runs as long as its own group.
+    """The ranks that get an output: each by itself, or where all of its own group are among them that group, and others in runs as long.
 
-    So each rank of a large group sends it to one rank of each run, and ranks of a run share a program.
+    So a group gathers it by one collective, each of its ranks sends it to one rank of each run, and ranks of a run share a program.
     """
-    if program.kind is not ProgramKind.TOTALS or len(home) == 1 or not {*home} <= {*ranks}:
+    if len(home) == 1 or not {*home} <= {*ranks}:
         return [(rank,) for rank in ranks]
     others = [rank for rank in ranks if rank not in {*home}]
     return [home, *(tuple(others[at : at + len(home)]) for at in range(0, len(others), len(home)))]

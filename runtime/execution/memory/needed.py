@@ -9,7 +9,8 @@
                         decoder those of both programs, whose sessions are the same
     inside segments     what onnxruntime takes while it runs a segment: an estimate (`program/session_memory.py`)
     sessions            what onnxruntime and the runtime hold of every session and node: an estimate, by measurement
-    evaluation          the last three of the program that evaluates a training, which lies beside it
+    messages            slots of messages and rooms of collectives, in memory that ranks of one host share (`shared.py`)
+    evaluation          `between`, `inside` and `sessions` of the program that evaluates a training, which lies beside it
     loading             what onnxruntime needs, besides the weights and sessions, to lay out the weights of convolutions: an estimate, too
 
 The target `cuda` has the same bytes wherever it runs; nodes on `device` count to the CPU. What collectives need beside their values is that
@@ -47,6 +48,7 @@ from ..symbol_bindings import bound_symbols
 from ..wire_tags import wire_tags
 from .layout import MOST_PLANS, arenas, at_sizes, lay_out
 from .longest import longest
+from .shared import shared_bytes
 
 if TYPE_CHECKING:
     from onnx import TensorProto
@@ -85,6 +87,7 @@ class TargetMemory(StateMemory):
     inputs_outputs: int = 0
     between: int = 0
     inside: int = 0
+    messages: int = 0
     evaluation: int = 0
     loading: int = 0
     unknown: int = 0
@@ -92,7 +95,7 @@ class TargetMemory(StateMemory):
     @property
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
-        kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions
+        kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions + self.messages
         return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
 
 
@@ -171,6 +174,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
                 if training is not None and training.settings.test is not None:  # else none of its steps is run
                     one.evaluation += arenas.get(target, 0) + one.inside - before
                 one.inside = before
+    found[CPU].messages = max(shared_bytes(program.file, sizes) for program in programs)
     segments = [step for step in main.file.steps if isinstance(step, Segment)]
     return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from dealt import dealt
 from equivalence import model, same_as_whole
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.plan.training.losses import Loss
@@ -69,8 +70,7 @@ def numbers(*shape: int) -> np.ndarray:
     return RANDOM.normal(0, 2, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "ranks"), dealt(OPTIONS, [2, 3]), ids=str)
 def test_a_cut_batch_has_the_loss_of_the_whole(options: Mapping[str, Any], ranks: int) -> None:
     ignored = options.get("ignore_index")
     for text, axis, shape in ((ROWS, 1, (6, 6)), (IMAGES, 1, (6, 6, 3))):
@@ -81,10 +81,12 @@ def test_a_cut_batch_has_the_loss_of_the_whole(options: Mapping[str, Any], ranks
         assert set(Counter(event.op_type for event in program.events)) <= {"AllReduce", "Reduce", "Exchange"}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["mean_squared", "l1", "binary_cross_entropy", "pos_weight", "probabilities"])
+KINDS = ["mean_squared", "l1", "binary_cross_entropy", "pos_weight", "probabilities"]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), dealt(KINDS, [2, 3]))
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_losses_of_numbers_do_not_see_the_cut(kind: str, reduction: str, ranks: int) -> None:
+def test_losses_of_numbers_do_not_see_the_cut(kind: str, ranks: int, reduction: str) -> None:
     names = {"prediction": "y", "target": "t"} if kind in ("mean_squared", "l1") else {"logits": "y", "labels": "t"}
     more: dict[str, Any] = {
         "pos_weight": {"type": "binary_cross_entropy", "pos_weight": [2.0, 1.0, 0.5]},
@@ -98,8 +100,7 @@ def test_losses_of_numbers_do_not_see_the_cut(kind: str, reduction: str, ranks: 
     assert {event.shape for event in program.events} <= {()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "ranks"), dealt(OPTIONS, [2, 3]), ids=str)
 def test_a_cut_vocabulary_moves_numbers_a_position(options: Mapping[str, Any], ranks: int) -> None:
     """Each rank has its part of the logits; what is joined has no dim of classes."""
     ignored = options.get("ignore_index")

@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import takewhile
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder
 from partc.compiler.autodiff.shapes import shaped
-from partc.compiler.ir.graph import COPIES_DIMS
+from partc.compiler.ir.graph import COPIES_DIMS, has_computed_target
 from partc.compiler.ops.local_shapes import as_int64, integer, integers, local_dims, shards_of
 from partc.compiler.ops.node import LETTERS, Dim, axes_of, axis_of, constant_ints, counted, dims, operand, opset_of
 from partc.compiler.ops.registry import op
@@ -188,11 +189,7 @@ def _(local: Local) -> None:
     given = constant_ints(local.node, 1)
     kept = "0" if not local.node.attributes.get_int("allowzero", 0) else ""
     if COPIES_DIMS in local.node.meta and known is not None and None not in known:
-        opened = given is not None and -1 in given
-        numbers = [-1 if opened and given[k] == -1 else dim for k, dim in enumerate(known)]  # type: ignore[index]
-        copied = _staying(local)
-        target = integers(local, "target", [*[0] * copied, *(dim or 0 for dim in numbers[copied:])])
-        local.same([local.inputs[0], target], allowzero=None)
+        _reshape_of_any_size(local, shards, [dim or 0 for dim in known], given)
         return
     if known is not None and known.count(None) <= 1:
         target = integers(local, "target", [dim if isinstance(dim, int) else -1 for dim in known])
@@ -205,11 +202,48 @@ def _(local: Local) -> None:
     local.same([local.inputs[0], target])
 
 
-def _staying(local: Local) -> int:
-    """How many dims from the first one on are those of the input, by number, name and shards."""
+def _reshape_of_any_size(
+    local: Local, shards: Sequence[int], known: Sequence[int], given: Sequence[int] | None
+) -> None:
+    """A target that programs of other sizes have, too, so that they share the session: dims that stay are copied, -1 is kept, and where a
+    computed target says others, it stays computed. `known`: the local dims of this program.
+    """
+    copied, block = _staying(local)
+    opened = [given is not None and k < len(given) and given[k] == -1 for k in range(len(known))]
+    if has_computed_target(local.node) and not copied and not all(opened[:block]):
+        local.same([local.inputs[0], _divided_target(local, shards, zero_copies=True)])
+        return
+    numbers = [-1 if opened[k] else 0 if k < copied else dim for k, dim in enumerate(known)]
+    local.same([local.inputs[0], integers(local, "target", numbers)], allowzero=None)
+
+
+def _staying(local: Local) -> tuple[int, int]:
+    """How many dims from the first one on are those of the input, by size and shards; and how many the first block of dims makes.
+
+    Blocks are the least runs of dims that hold as many elements on both sides, from the last dim on, so that a size of 1 or sizes that are
+    equal by chance decide nothing: (16, 1, 64) -> (16, 64) has the blocks (16, 1 | 16) and (64 | 64), as (1, 16, 64) -> (16, 64) has.
+    """
     sides = [local.global_shapes.get(name) or () for name in (local.inputs[0], local.outputs[0])]
-    pairs = zip(*sides, *_paired(local), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[2] == pair[3], pairs))
+    given, made = ([dim for dim in side if isinstance(dim, int)] for side in sides)
+    if [len(given), len(made)] != [*map(len, sides)]:
+        return 0, 0
+    blocks = list[tuple[int, int]]()
+    here, there = len(given), len(made)
+    while here and there:
+        first, second = here - 1, there - 1
+        while (one := prod(given[first:here])) != (other := prod(made[second:there])) and (first or second):
+            if (one < other and first) or not second:
+                first -= 1
+            else:
+                second -= 1
+        blocks.insert(0, (here - first, there - second))
+        here, there = first, second
+    if blocks and (here or there):
+        blocks[0] = blocks[0][0] + here, blocks[0][1] + there
+    shards = zip(*_paired(local), strict=False)
+    pairs = zip(blocks, shards, strict=False)
+    alone = sum(1 for _ in takewhile(lambda pair: pair[0] == (1, 1) and pair[1][0] == pair[1][1], pairs))
+    return alone, blocks[0][1] if blocks else 0
 
 
 def _moved_zero(local: Local, target: Sequence[int]) -> bool:
