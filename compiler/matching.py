@@ -62,7 +62,7 @@ def placement_rules(program: Annotated) -> tuple[dict[ir.Node, Rule], list[Probl
             )
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule))
-        if not hit and not is_unused_in_training(program, rule.pattern):
+        if not hit and not is_unneeded(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))
     deciding = {*decided.values(), *of_plan}
     return decided, [problem for rule, problem in outside.items() if rule in deciding] + problems
@@ -77,7 +77,7 @@ def stage_rules(program: Loaded) -> tuple[dict[ir.Node, int], dict[ir.Node, Rule
     for k, stage in enumerate(stages):
         for pattern, where in stage.patterns:
             hit = matched_nodes(program, pattern)
-            if not hit and not is_unused_in_training(program, pattern):
+            if not hit and not is_unneeded(program, pattern):
                 problems.append(nothing_matched(program, pattern, where))
             if twice := [node for node in hit if decided.get(node, k) != k]:
                 first = twice[0]
@@ -126,10 +126,11 @@ def matched_nodes(program: Loaded, pattern: str) -> list[ir.Node]:
     return [node for node, path in program.paths.items() if not named.isdisjoint((path, *modules_of([path])))]
 
 
-def is_unused_in_training(program: Loaded, pattern: str) -> bool:
-    """Whether a pattern names what the model has and training does not need, such as a second head."""
-    matches = compile_pattern(pattern).matches
-    return program.plan.train is not None and any(map(matches, (*program.file_names, *program.file_names.values())))
+def is_unneeded(program: Loaded, pattern: str) -> bool:
+    """Whether a pattern names what the model has and the program does not need: in training a second head, of a decoder its encoder."""
+    matches, generation = compile_pattern(pattern).matches, program.generation
+    has_others = program.plan.train is not None or (generation is not None and generation.record.encoder is not None)
+    return has_others and any(map(matches, (*program.file_names, *program.file_names.values())))
 
 
 def _declared(program: Loaded) -> tuple[list[Rule], dict[Rule, Problem]]:
@@ -210,7 +211,7 @@ def sharding_rules(program: Loaded) -> tuple[dict[ir.Node, ShardingRule], list[P
     for rule in (*program.declared.sharding, *program.plan.sharding):
         hit = matched_nodes(program, rule.pattern) or (readers_of(program, rule.pattern) if rule.style else [])
         decided.update(dict.fromkeys(hit, rule))
-        if not hit and not is_unused_in_training(program, rule.pattern):
+        if not hit and not is_unneeded(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))
     return decided, problems
 
@@ -235,7 +236,7 @@ def recomputed(program: Loaded) -> tuple[dict[ir.Node, tuple[Region, RecomputeRu
         for pattern in rule.patterns:
             hit = matched_nodes(program, pattern)
             decided.update({node: (_region(program.paths[node], pattern, rule), rule) for node in hit})
-            if not hit and not is_unused_in_training(program, pattern):
+            if not hit and not is_unneeded(program, pattern):
                 problems.append(nothing_matched(program, pattern, rule.where))
     return decided, problems
 

@@ -97,6 +97,7 @@ LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
     (ProgramKind.EVALUATION, PASSES[-1]),
     (ProgramKind.STREAMED_EVALUATION, PASSES[-1]),
     (ProgramKind.PREFILL, PASSES[-1]),
+    (ProgramKind.ENCODE, PASSES[-1]),
 )
 """How far each program of a plan goes before the next one begins or goes on: the others are over the tensors of the step's, and a step in
 microbatches has the totals in its rows."""
@@ -169,7 +170,7 @@ def programs_of(
 ) -> dict[ProgramKind, Complete]:
     """By kind the programs of a plan that are written, after their `LEGS`; arguments as of `start` and `run_passes`.
 
-    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation, or the prefill, as a whole.
+    `after` and `watch` are told of the passes of the step; `watch` also of the evaluation, the prefill, or the encoder, as a whole.
     """
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in LEGS:
@@ -185,9 +186,9 @@ def programs_of(
         if kind in done:
             first = replace(done[kind], beside=beside)
         else:
-            strictly = strict and kind in (ProgramKind.STEP, ProgramKind.PREFILL)
+            strictly = strict and kind in (ProgramKind.STEP, ProgramKind.PREFILL, ProgramKind.ENCODE)
             first = start(source, plan, name, configuration, kind=kind, strict=strictly, beside=beside)
-        if kind in (ProgramKind.EVALUATION, ProgramKind.PREFILL):
+        if kind in (ProgramKind.EVALUATION, ProgramKind.PREFILL, ProgramKind.ENCODE):
             watch(kind.name.lower())
         told = (after, watch) if is_step else ()
         behind = lower if kind in done else None
@@ -203,7 +204,9 @@ def programs_of(
     decode, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
     if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
         # the prefill knows in how many runs slots lie, and both together how many there is room for
-        record = prefill.generation.record.model_copy(update={"room": most_slots(decode, prefill)})
+        record = prefill.generation.record.model_copy(
+            update={"room": most_slots(decode, prefill, found.get(ProgramKind.ENCODE))}
+        )
         found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
     return found
 
@@ -212,6 +215,8 @@ def _has(step: Lowered, kind: ProgramKind) -> bool:
     """Whether the plan of a step has a program of this kind, too."""
     if kind is ProgramKind.PREFILL:
         return step.generation is not None
+    if kind is ProgramKind.ENCODE:
+        return step.generation is not None and step.generation.record.encoder is not None
     training = step.training
     if training is None or kind is ProgramKind.EVALUATION:
         return training is not None

@@ -26,6 +26,19 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; may be repeated. Needs --tokenizer.")
 @click.option("--ids", multiple=True, callback=_ids, metavar="1,306,...", help="A prompt as tokens; may be repeated.")
 @click.option(
+    "--features",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What an encoder is given as an array, a .npy file; may be repeated.",
+)
+@click.option(
+    "--decoder-ids",
+    multiple=True,
+    callback=_ids,
+    metavar="3,5,...",
+    help="With which tokens a decoder behind an encoder begins; by default as the model says.",
+)
+@click.option(
     "--prompts",
     "file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -78,16 +91,26 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     \b
     partc generate --ids 1,306,4658 --max-tokens 50
     partc generate --prompt "Once upon a time" --tokenizer llama/tokenizer.json
+    partc generate build --features speech.npy --decoder-ids 50258,50259,50359
     partc generate build --prompts prompts.jsonl --temperature 0.8 --seed 7
     """
-    if not (given["texts"] or given["ids"] or given["file"]):
-        raise UsageError("no prompt is given\n  help: give --prompt, --ids or --prompts")
-    if given["file"] and (given["texts"] or given["ids"]):
-        raise UsageError("--prompts has all prompts\n  help: leave out --prompt and --ids, or put them into the file")
+    own = [key for key in ("texts", "ids", "features", "decoder_ids") if given[key]]
+    if not (given["file"] or [key for key in own if key != "decoder_ids"]):
+        raise UsageError("no prompt is given\n  help: give --prompt, --ids, --features or --prompts")
+    if given["file"] and own:
+        raise UsageError(
+            "--prompts has all prompts\n  help: leave out the other options of prompts, or put them into the file"
+        )
+    if len(given["decoder_ids"]) > 1:
+        raise UsageError(
+            "--decoder-ids is given twice\n  help: give it once, or write 'decoder_ids' in a file of --prompts"
+        )
     options = {key: given[key] for key in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     generation = GenerationJob(
         texts=given["texts"],
         ids=given["ids"],
+        features=tuple(str(path.absolute()) for path in given["features"]),
+        decoder_ids=next(iter(given["decoder_ids"]), ()),
         file=None if given["file"] is None else str(given["file"].absolute()),
         tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
         output=None if given["output"] is None else str(given["output"].absolute()),

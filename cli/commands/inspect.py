@@ -255,7 +255,7 @@ def _lists_text(lists: list[list[int]]) -> str:
 def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterator[str]:
     from partc.cli.output.slots import slot_lines
     from partc.cli.output.training_stats import evaluation_lines
-    from partc.runtime.artifact.format import DECODE, PREFILL
+    from partc.runtime.artifact.format import DECODE, ENCODE, PREFILL
 
     symbols = artifact.manifest.symbols
     if symbols:
@@ -265,10 +265,16 @@ def _notes(artifact: Artifact, sizes: Mapping[str, int], unknown: int) -> Iterat
     yield from evaluation_lines(artifact.manifest)
     yield from slot_lines(artifact.manifest)
     if PREFILL in artifact.programs:
-        steps = {DECODE: "one token of every slot", PREFILL: "a chunk of a prompt of one slot"}
+        steps = {
+            DECODE: "one token of every slot",
+            PREFILL: "a chunk of a prompt of one slot",
+            ENCODE: "the encoder of one slot",
+        }
         name = artifact.manifest.name
-        other = next(one for one in steps if one != name)
-        yield f"this is the program '{name}', {steps[name]}; --program {other} shows {steps[other]}"
+        others = [
+            f"--program {one} shows {what}" for one, what in steps.items() if one != name and one in artifact.programs
+        ]
+        yield f"this is the program '{name}', {steps[name]}; {', '.join(others)}"
     yield "peak memory is all that a rank holds at these sizes; inside segments and of sessions it is an estimate of what onnxruntime takes"
     if (generation := artifact.manifest.generation) is not None:
         longest = f"sequences of {generation.length} tokens, the longest"

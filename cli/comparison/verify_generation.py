@@ -1,7 +1,7 @@
 """`partc verify` of a plan that generates: the tokens behind several prompts at once against those of the unsharded model behind each.
 
-The unsharded model is run as it was exported, with a past that grows. Two tokens whose scores differ by less than rounding does are both
-right: behind such a place a sequence is not compared, and a note says so.
+The unsharded model is run as it was exported, with a past that grows, and with its encoder, if it has one, in each step. Two tokens whose
+scores differ by less than rounding does are both right: behind such a place a sequence is not compared, and a note says so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -17,6 +17,10 @@ from partc.cli.comparison.verdict import Case, Verdict
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.errors import PartcError
+from partc.runtime.units import count as count_text
+
+if TYPE_CHECKING:
+    from partc.runtime import Request
 
 TIE = 1e-4
 """Two scores that differ by less are equal."""
@@ -40,7 +44,7 @@ def verdict(case: Case, seed: int) -> Verdict:
     rng = np.random.default_rng(seed)
     count = min(_TOKENS, record.length - 1)
     lengths = rng.integers(1, min(_LONGEST, record.length - count) + 1, max(_PROMPTS, record.slots + 2))
-    prompts = [rng.integers(0, record.vocabulary, size).tolist() for size in lengths]
+    prompts = [_request(rng, record, size, count) for size in lengths.tolist()]
     alone = _Unsharded(case, record)
     wanted = [alone.tokens(prompt, count) for prompt in prompts]
     found = _over_mpi(case, prompts, count) if case.mpi else _in_process(case, prompts, count)
@@ -50,20 +54,36 @@ def verdict(case: Case, seed: int) -> Verdict:
         if first < count and one.margins[first] < TIE:
             notes.append(f"prompt {number}: two tokens score alike at token {first}; what follows is not compared")
             tokens = [*tokens[:first], *one.tokens[first:]]
-        name = f"prompt {number}, {len(prompts[number])} tokens"
+        name = f"prompt {number}, {count_text(prompts[number].read, 'token')}"
         whole[name], compiled[name] = np.asarray(one.tokens), np.asarray(tokens)
     return Verdict(compare(whole, compiled, None, None), notes)
 
 
-def _in_process(case: Case, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    from partc.runtime import Request, load_local_generator
+def _request(rng: np.random.Generator, record: GenerationRecord, size: int, count: int) -> Request:
+    """A random prompt of so many tokens; of a model with an encoder what that is given, behind which the decoder begins as it does."""
+    from partc.runtime import Request
+
+    encoder = record.encoder
+    if encoder is None:
+        return Request(rng.integers(0, record.vocabulary, size).tolist(), max_tokens=count)
+    start = encoder.start or rng.integers(0, record.vocabulary, 1).tolist()
+    if encoder.count:
+        known = encoder.vocabulary or record.vocabulary
+        return Request(start, max_tokens=count, encoder=rng.integers(0, known, min(size, encoder.length)).tolist())
+    kind = dense(encoder.type)
+    assert kind is not None
+    return Request(start, max_tokens=count, encoder=rng.standard_normal(encoder.shape).astype(kind.numpy))
+
+
+def _in_process(case: Case, prompts: Sequence[Request], count: int) -> list[list[int]]:
+    from partc.runtime import load_local_generator
 
     with load_local_generator(case.report.out, trust=True, devices=case.devices) as generator:
-        answers = generator.run([Request(prompt, max_tokens=count, stop=()) for prompt in prompts])
+        answers = generator.run(prompts)
     return [_whole(answer.tokens, count) for answer in answers]
 
 
-def _over_mpi(case: Case, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+def _over_mpi(case: Case, prompts: Sequence[Request], count: int) -> list[list[int]]:
     """The same by `partc generate`, through files as a user would."""
     from partc.cli.job.job import GenerationJob, Job, Reporting
     from partc.cli.launch.launch import launch
@@ -73,7 +93,7 @@ def _over_mpi(case: Case, prompts: Sequence[list[int]], count: int) -> list[list
 
     given, made = case.scratch / "prompts.jsonl", case.scratch / "answers.jsonl"
     with new_file(given) as out:
-        out.write("".join(json.dumps({"ids": prompt}) + "\n" for prompt in prompts).encode())
+        out.write("".join(json.dumps(_line(case, k, one)) + "\n" for k, one in enumerate(prompts)).encode())
     generation = GenerationJob(file=str(given), output=str(made), options={"max_tokens": count})
     job = Job(str(case.report.out), generation=generation, reporting=Reporting(quiet=True), devices=case.devices)
     code = launch(job, case.report.manifest, Hosts(None, None), ())
@@ -81,6 +101,20 @@ def _over_mpi(case: Case, prompts: Sequence[list[int]], count: int) -> list[list
         raise click.exceptions.Exit(code)
     rows = [json.loads(line) for line in read_regular(made).decode().splitlines()]
     return [_whole(row["ids"], count) for row in sorted(rows, key=lambda row: int(row["request"]))]
+
+
+def _line(case: Case, number: int, request: Request) -> dict[str, Any]:
+    """A request as a line of a file of prompts; an array is a file beside it."""
+    from partc.runtime.files.writers import new_file
+
+    if request.encoder is None:
+        return {"ids": [*request.prompt]}
+    if not isinstance(request.encoder, np.ndarray):
+        return {"ids": [*request.encoder], "decoder_ids": [*request.prompt]}
+    path = case.scratch / f"features_{number}.npy"
+    with new_file(path) as out:
+        np.save(out, request.encoder)
+    return {"features": path.name, "decoder_ids": [*request.prompt]}
 
 
 def _whole(tokens: list[int], count: int) -> list[int]:
@@ -102,19 +136,28 @@ class _Unsharded:
         except Exception as error:
             raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
         self._record = record
-        self._caches = {str(past.name): str(present.name) for past, present in case.report.program.caches.items()}
+        self._caches = {
+            str(past.name): str(present.name)
+            for past, present in case.report.program.caches.items()
+            if present is not None
+        }
         self._given = {one.name: one for one in self._session.get_inputs()}
         made = [one.name for one in self._session.get_outputs() if one.name not in self._caches.values()]
         self._scores = record.logits or made[0]
 
-    def tokens(self, prompt: Sequence[int], count: int) -> Reference:
+    def tokens(self, request: Request, count: int) -> Reference:
         """The likeliest tokens behind a prompt; behind one that stops -1."""
+        encoder, prompt = self._record.encoder, request.prompt
+        encoded = (
+            {} if encoder is None else {encoder.input: self._typed(encoder.input, np.asarray(request.encoder)[None])}
+        )
         past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
         ids, found, before = np.asarray([prompt]), Reference([], []), 0
         while len(found.tokens) < count and not (found.tokens and found.tokens[-1] in self._record.stop):
             width = ids.shape[1]
-            feeds = {self._record.tokens: self._typed(self._record.tokens, ids), **past}
+            feeds = {self._record.tokens: self._typed(self._record.tokens, ids), **encoded, **past}
             positions = {
+                "encoder_attention_mask": np.ones((1, request.entries)),
                 "position_ids": np.arange(before, before + width)[None],
                 "attention_mask": np.ones((1, before + width)),
             }

@@ -65,7 +65,8 @@ class InferenceJob:
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """The command line of `partc generate`: prompts as `texts` or `ids`, or a `file` of them; `output` is the file of the answers, if any.
+    """The command line of `partc generate`: prompts as `texts`, `ids` or files of `features`, or a `file` of them, with the
+    `decoder_ids` behind an encoder; `output` is the file of the answers, if any.
 
     `options` are those of each `Request`. `requests` are what the prompts ask for, where this process has read them; ranks that it starts
     have them from rank 0.
@@ -73,6 +74,8 @@ class GenerationJob:
 
     texts: tuple[str, ...] = ()
     ids: tuple[tuple[int, ...], ...] = ()
+    features: tuple[str, ...] = ()
+    decoder_ids: tuple[int, ...] = ()
     file: str | None = None
     tokenizer: str | None = None
     output: str | None = None

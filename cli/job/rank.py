@@ -246,7 +246,7 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
 
 def _requests(job: Job, rank: int) -> Sequence[Request]:
     """The requests of a generation, of which rank 0 tells the others."""
-    from partc.cli.job.generation import requests_of
+    from partc.cli.job.prompts import requests_of
     from partc.runtime.artifact.manifest import open_artifact
 
     assert job.generation is not None
@@ -278,7 +278,7 @@ def prepare(job: Job) -> tuple[Job, Manifest]:
         check(job, manifest)
         return job, manifest
     if job.generation is not None:
-        from partc.cli.job.generation import requests_of
+        from partc.cli.job.prompts import requests_of
 
         requests = requests_of(job.generation, manifest)
         return replace(job, generation=replace(job.generation, requests=requests)), manifest

@@ -44,6 +44,9 @@ def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
     if record is None:
         fact = "the artifact makes no tokens"
         raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
+    if record.encoder is not None and not record.encoder.count:
+        fact = f"its encoder is given arrays {record.encoder.shape}, and requests of a server are texts or tokens"
+        raise ArtifactError(f"{fact}\n  help: use `partc generate --features`, or the library")
     path, tokenizer = settings.tokenizer, open_tokenizer(settings.tokenizer)
     if path is None:
         return Reader(manifest.model.name, record, None, None)
@@ -200,7 +203,7 @@ def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:
 
     match message:
         case {"admit": number, "request": fields}:
-            batch.admit(number, Request(**fields))
+            batch.admit(number, Request.unpacked(fields))
         case {"cancel": number}:
             batch.cancel(number)
         case {"end": True}:

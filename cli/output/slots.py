@@ -21,6 +21,8 @@ def slot_lines(manifest: Manifest) -> Iterator[str]:
     size = size_text(most * record.runs // record.slots)
     turns = f", in {record.groups} groups that take turns" if record.groups > 1 else ""
     slots = f"{count(record.slots, 'slot')} of {record.length} tokens{turns}"
+    if record.encoder is not None:
+        slots += f", an encoder's input of {record.encoder.length}"
     text = f"{slots}: caches of {size_text(most)} on a rank, {size} for each of its slots"
     if record.memory is not None and record.room is not None:
         text += f"; 'memory' of {size_text(record.memory)} has room for {count(record.room, 'slot')}"

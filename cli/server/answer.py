@@ -119,7 +119,7 @@ class Answer:
     @property
     def usage(self) -> dict[str, int]:
         """How many tokens were read and made."""
-        read = len(self.completion.request.prompt)
+        read = self.completion.request.read
         return {"prompt_tokens": read, "completion_tokens": self.made, "total_tokens": read + self.made}
 
     def document(self, deltas: Sequence[Delta]) -> dict[str, Any]:

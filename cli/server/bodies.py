@@ -164,7 +164,9 @@ class Reader:
         return found
 
     def _checked(self, body: _Body, ids: list[int], most: int | None, default: int, chat: bool) -> Completion:
-        room = self.record.length - len(ids)
+        encoder = self.record.encoder  # the prompt is the encoder's, where there is one
+        prompt, given = (ids, None) if encoder is None else (encoder.start, ids)
+        room = self.record.length - len(prompt)
         if room < 1:
             fact = f"the prompt has {len(ids)} tokens; of the {self.record.length} of a sequence at least one is the answer's"
             raise RefusedError(400, fact, "prompt", "context_length_exceeded")
@@ -174,7 +176,8 @@ class Reader:
                 400, "a text that ends the answer needs a tokenizer: start the server with --tokenizer", "stop"
             )
         request = Request(
-            ids,
+            prompt,
+            encoder=given,
             max_tokens=min(room, default) if most is None else most,
             temperature=body.temperature or 0.0,
             top_k=body.top_k or 0,

@@ -11,7 +11,7 @@ import enum
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from partc.cli.server.link import MOST_BYTES
@@ -107,9 +107,9 @@ class Engine:
         self._next += 1
         self._open[ticket.number] = ticket
         self._empty.clear()
-        self.metrics.prompt_tokens += len(request.prompt)
+        self.metrics.prompt_tokens += request.read
         ticket.deadline = asyncio.get_running_loop().call_later(timeout, self.end, ticket, "timeout")
-        self._send({"admit": ticket.number, "request": asdict(request)})
+        self._send({"admit": ticket.number, "request": request.packed()})
         return ticket
 
     def end(self, ticket: Ticket, finish: str) -> None:

@@ -2,14 +2,14 @@
 
     weights    once, since sessions that both programs have alike are one
     caches     of all slots of the rank
-    step       the most that values of a step take at once, of the larger program: those of decode grow with the slots
+    step       the most that values of a step take at once, of the largest program: those of decode grow with the slots
 
 Values whose size only a run tells are left out, and so is what onnxruntime holds for itself; `partc inspect` estimates that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,7 +22,9 @@ from partc.runtime.units import size_text
 
 @dataclass(frozen=True)
 class DecoderMemory:
-    """Bytes of one rank, which has `slots` of all; `decode` and `prefill`: of the values of a step."""
+    """Bytes of one rank, which has `slots` of all; `decode` and `prefill`: of the values of a step, the latter of an encoder's where
+    these are more.
+    """
 
     rank: int
     slots: int
@@ -32,15 +34,17 @@ class DecoderMemory:
     prefill: int
 
     @classmethod
-    def of(cls, decode: RankProgram, prefill: RankProgram, groups: int) -> Self:
+    def of(cls, decode: RankProgram, beside: Sequence[RankProgram], groups: int) -> Self:
         """What a rank needs; a step of decode has the slots of one of the groups."""
         caches = [one for one in decode.kept if one.kind == "cache"]
         shape = caches[0].value.shape if caches else None
         slots = shape[0] if shape else 1
         assert isinstance(slots, int)
-        weights = sum(_bytes(held.value) for held in decode.weights)
+        own = {str(held.value): held.value for part in (*beside, decode) for held in part.weights}
         held = sum(_bytes(one.value) for one in caches)
-        return cls(decode.rank, groups * slots, weights, groups * held, _of_step(decode), _of_step(prefill))
+        others = max(map(_of_step, beside))
+        weights = sum(map(_bytes, own.values()))
+        return cls(decode.rank, groups * slots, weights, groups * held, _of_step(decode), others)
 
     def at(self, slots: int) -> int:
         """All bytes where the rank has so many slots."""
@@ -57,18 +61,18 @@ class DecoderMemory:
         return low
 
 
-def decoder_memories(decode: Complete, prefill: Complete) -> Iterator[DecoderMemory]:
-    """The memory of each distinct program of ranks."""
+def decoder_memories(decode: Complete, beside: Sequence[Complete]) -> Iterator[DecoderMemory]:
+    """The memory of each distinct program of ranks; `beside`: the other programs over its caches."""
     groups = decode.plan.generate.groups if decode.plan.generate is not None else 1
-    return (DecoderMemory.of(part, prefill.parts[part.rank], groups) for part, _ in decode.alike)
+    return (DecoderMemory.of(part, [one.parts[part.rank] for one in beside], groups) for part, _ in decode.alike)
 
 
-def most_slots(decode: Complete, prefill: Complete) -> int | None:
+def most_slots(decode: Complete, prefill: Complete, encode: Complete | None = None) -> int | None:
     """The most slots that fit into the plan's `memory`; None without one. CompileError where its slots do not, with what a rank needs."""
     rules = decode.plan.generate
     if rules is None or rules.memory is None:
         return None
-    found = [*decoder_memories(decode, prefill)]
+    found = [*decoder_memories(decode, [prefill, *([encode] if encode is not None else [])])]
     most = max(found, key=lambda one: one.at(one.slots))
     room = min(one.room(rules.memory) * (rules.slots // one.slots) for one in found) // rules.groups * rules.groups
     if most.at(most.slots) <= rules.memory:

@@ -30,6 +30,7 @@ class _StoredDeclarations:
     dataset: Dataset | None = None
     targets: tuple[TargetRule, ...] = ()
     tp_plan: tuple[TpPlanEntry, ...] = ()
+    start: tuple[int, ...] = ()
 
 
 @cache
@@ -48,6 +49,7 @@ def write_declared(model: ir.Model, declared: Declared, trained: Collection[str]
         declared.dataset,
         declared.targets,
         declared.tp_plan,
+        declared.start,
     )
     if written != _StoredDeclarations():
         model.metadata_props[DECLARED] = _schema().dump_json(written).decode()
@@ -85,4 +87,5 @@ def read_declared(model: ir.Model, where: str) -> Declared:
         dataset=written.dataset,
         targets=written.targets,
         tp_plan=written.tp_plan,
+        start=written.start,
     )

@@ -39,7 +39,7 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.context import not_followed
 from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.huggingface.flat_cache import flatten_cache
+from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import image_inputs, position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.settings import is_of_transformers
 from partc.compiler.frontend.huggingface.tp_plan import tp_plan
@@ -106,7 +106,8 @@ def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         devices = targets(recorder, _modules(built), model)
         dataset = declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
         plan = tp_plan(built) if _is_torch_module(built) else ()
-        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told, plan)
+        start = start_tokens(built) if _is_torch_module(built) and is_of_transformers(built) else ()
+        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told, plan, start)
         return Source(model, declared, _is_torch_module(built))
 
 

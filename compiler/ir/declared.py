@@ -44,7 +44,8 @@ class Declared:
 
     `placements` and `sharding` are in the order of the calls in a `model.py`, `symbols` are the constraints of its dims by name,
     `annotations` the standard's that the model carries, `dataset` how its inputs arrive, `targets` the devices of its nodes,
-    `warnings` what the user should know of the file. `tp_plan` is what a proposal begins with; no program follows it by itself.
+    `warnings` what the user should know of the file. `tp_plan` is what a proposal begins with; no program follows it by itself. `start`:
+    the tokens with which a decoder behind an encoder begins.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -55,6 +56,7 @@ class Declared:
     targets: tuple[TargetRule, ...] = ()
     warnings: tuple[str, ...] = ()
     tp_plan: tuple[TpPlanEntry, ...] = ()
+    start: tuple[int, ...] = ()
 
     @property
     def least_ranks(self) -> int:

@@ -40,9 +40,11 @@ Phase = TypeVar("Phase", bound="Loaded")
 
 @dataclass(frozen=True)
 class Generation:
-    """A decoder that makes tokens: by cache that ranks keep what takes its place after a step, and what the manifest says of it."""
+    """A decoder that makes tokens: by cache that ranks keep what takes its place after a step, None where nothing does, and what the
+    manifest says of it.
+    """
 
-    caches: Mapping[ir.Value, ir.Value]
+    caches: Mapping[ir.Value, ir.Value | None]
     record: GenerationRecord
 
 
@@ -77,7 +79,7 @@ class Loaded:
         return phase(**{**kept, **facts})
 
     @property
-    def caches(self) -> Mapping[ir.Value, ir.Value]:
+    def caches(self) -> Mapping[ir.Value, ir.Value | None]:
         """By cache that ranks keep what takes its place after a step; empty where nothing is generated."""
         return {} if self.generation is None else self.generation.caches
 

@@ -35,6 +35,8 @@ class ProgramKind(Enum):
     """What microbatches are given of the whole batch; it becomes part of the step."""
     PREFILL = "prefill"
     """A chunk of a prompt of one slot, over the caches of a step of one token."""
+    ENCODE = "encode"
+    """The encoder on the input of one slot, which writes what the decoder's steps read of it."""
 
     @property
     def backward(self) -> bool:

@@ -25,13 +25,13 @@ class GenerateRules(PlacedOptions):
 
     KEY: ClassVar[str] = "generate"
 
-    slots: int = Field(1, ge=1, le=MOST_SLOTS, description="The number of sequences that are made at once.")
+    slots: int = Field(1, ge=1, le=MOST_SLOTS, description="Sequences at once.")
     length: int = Field(ge=2, le=MOST_TOKENS, description="The most tokens of a sequence, prompt and answer together.")
     groups: int = Field(
         1,
         ge=1,
         le=MOST_SLOTS,
-        description="In how many groups slots take turns, so that stages work at once: as many as stages.",
+        description="In how many groups slots take turns: as many as stages.",
     )
     chunk: int = Field(
         DEFAULT_CHUNK,
@@ -41,13 +41,23 @@ class GenerateRules(PlacedOptions):
     )
     sampling: bool = Field(
         True,
-        description="Whether tokens can be drawn from their logits, not only the likeliest taken.",
+        description="Whether tokens can be drawn from their logits.",
     )
     memory: ByteCount = Field(
         None,
-        description="The most of a rank's weights, caches and values of a step, such as 4GB; null: no limit.",
+        description="The most of a rank's weights, caches and values; null: no limit.",
     )
-    stop: list[int] = Field([], description="The tokens behind which a sequence ends; it has them.")
+    encoder_length: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="The most tokens that an encoder is given.",
+    )
+    start: list[int] = Field(
+        [],
+        description="The tokens with which its decoder begins.",
+    )
+    stop: list[int] = Field([], description="The tokens behind which a sequence ends.")
 
     @model_validator(mode="after")
     def _fits(self) -> GenerateRules:

@@ -6,19 +6,25 @@ cache does. It says nothing of inputs and outputs, whose sizes `generate` fixes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+import onnx_ir as ir
 from partc.compiler.plan.generate import DEFAULT_CHUNK
 from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.rewrite.generation.encoder import takes_any_length
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How long the sequences are that a decoder makes, how many at once, and in how many groups these take turns."""
+    """How long the sequences are that a decoder makes, how many at once, in how many groups these take turns, and the most entries of an
+    encoder before it, where it takes any number.
+    """
 
     length: int
     slots: int
     groups: int = 1
+    encoder_length: int | None = None
 
     @classmethod
     def over(cls, degrees: Degrees, length: int, slots: int | None) -> Generation:
@@ -26,9 +32,14 @@ class Generation:
         slots = slots or degrees.dp * degrees.stages
         return cls(length, slots, degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1)
 
+    def of_model(self, graph: ir.Graph) -> Self:
+        """With as many entries of an encoder as tokens, where the model's takes any number."""
+        return replace(self, encoder_length=self.length) if takes_any_length(graph) else self
+
     @property
     def line(self) -> str:
         """As a plan says it."""
         chunk = f", chunk: {self.length}" if self.length < DEFAULT_CHUNK else ""
         groups = f", groups: {self.groups}" if self.groups > 1 else ""
-        return f"generate: {{slots: {self.slots}, length: {self.length}{groups}{chunk}}}"
+        encoder = "" if self.encoder_length is None else f", encoder_length: {self.encoder_length}"
+        return f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}}}"

@@ -25,7 +25,7 @@ from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.program import Sharded, Targeted
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.lower.pulls import is_pulled
-from partc.compiler.matching import is_unused_in_training, matched_nodes, nothing_matched
+from partc.compiler.matching import is_unneeded, matched_nodes, nothing_matched
 from partc.compiler.plan.target import KINDS, TargetRule, named_target
 from partc.runtime.artifact.format import CONSTANT, CPU, DEVICE, SHAPE_ARITHMETIC, TARGET
 
@@ -60,7 +60,7 @@ def _ruled(program: Sharded, rules: tuple[TargetRule, ...]) -> dict[ir.Node, str
     for rule in rules:
         hit = matched_nodes(program, rule.pattern)
         decided.update(dict.fromkeys(hit, rule.target))
-        if not hit and program.kind is ProgramKind.STEP and not is_unused_in_training(program, rule.pattern):
+        if not hit and program.kind is ProgramKind.STEP and not is_unneeded(program, rule.pattern):
             problems.append(nothing_matched(program, rule.pattern, rule.where))
     if problems:
         raise CompileError(problems)

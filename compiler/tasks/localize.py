@@ -79,6 +79,9 @@ def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering)
     at, problems = comm.values.at, list[Problem]()
     for cache, following in program.caches.items():
         for home in versions.defs.get(cache, ()):
+            if following is None:  # another program writes it
+                comm.job.kept.add(home.group, at[home], State(at[home], home, None, name_of(cache), "cache"))
+                continue
             made = ShardedValue(following, home.group, home.layout)
             if made in at:
                 comm.job.kept.add(home.group, at[home], State(at[home], home, at[made], name_of(cache), "cache"))

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PINNED, SERVED, name_of
 from partc.compiler.ir.program import Typed
-from partc.compiler.matching import is_unused_in_training, matched_nodes, modules_of, placed_on_roles
+from partc.compiler.matching import is_unneeded, matched_nodes, modules_of, placed_on_roles
 from partc.compiler.ops.registry import looks_up_rows
 from partc.compiler.plan.pattern import compile_pattern, nearest, wider
 from partc.compiler.plan.rules import PlacementRule, ShardingRule
@@ -70,7 +70,7 @@ def _served(program: Typed) -> dict[ir.Value, PlacementRule]:
         by_name = [value for value in order if matches(name_of(value))]
         named.update(dict.fromkeys(by_name, k))
         if not by_name and not any(value in owned for node in hit for value in node.inputs):
-            if not hit and is_unused_in_training(program, rule.pattern):
+            if not hit and is_unneeded(program, rule.pattern):
                 continue
             readers = [path for node, path in program.paths.items() if any(value in owned for value in node.inputs)]
             paths = [*modules_of(readers), *readers, *(name_of(value) for value in order)]

@@ -4,6 +4,9 @@ Two programs run over the same caches. `decode`, the main one, makes one token o
 slot: of one of each of `runs` equal runs, where slots are dealt out to ranks. In its files a cache has `runs` slots in place of all of
 them, one on each rank, and a step binds there the row of the slot that it is told.
 
+An encoder before a decoder is a third program, `encode`, of one slot of each run as a prefill is. It writes whole the caches of keys and
+values that the decoder's layers make of its output; the other two read them, up to the slot's number of entries, and never write there.
+
 Where slots take turns in several `groups`, each group has as many slots of every run, one behind the other: in the files of decode a cache
 has the slots of one group, and a step binds there the rows of the group that it is told. `next` and `logits` stay where they are made, so
 that the first of several stages goes on with another group, while the last one is at this.
@@ -36,6 +39,25 @@ class StepPorts(BaseModel):
     logits: str = ""
 
 
+class EncoderRecord(BaseModel):
+    """What the program `encode` is given of one slot of each run, and what the other steps are given of it.
+
+    `input`: the encoder's input [runs, ..], of each slot of this `shape` and `type`; `vocabulary`: how many tokens it knows, where it is
+    tokens. `count`: the input [runs], of the other programs [slots], that says how many of its at most
+    `length` entries are meant; empty where all are. `start`: the tokens with which a decoder begins, where a request has none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input: str
+    type: str
+    shape: list[int] = Field(min_length=1)
+    vocabulary: int | None = None
+    count: str = ""
+    length: int = Field(ge=1)
+    start: list[int] = []
+
+
 class GenerationRecord(StepPorts):
     """The inputs and outputs of steps that make tokens, and how many sequences (slots) of which length the ranks keep.
 
@@ -43,6 +65,7 @@ class GenerationRecord(StepPorts):
 
     `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
     most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
+    `encoder`: that of an encoder before the decoder; None of a decoder alone.
     """
 
     vocabulary: int = Field(ge=1)
@@ -55,6 +78,7 @@ class GenerationRecord(StepPorts):
     memory: int | None = None
     room: int | None = None
     stop: list[int] = []
+    encoder: EncoderRecord | None = None
 
     def slots_of(self, group: int) -> list[int]:
         """By row of a decode its slot in the turn of a group: as many of each run, one behind the other."""

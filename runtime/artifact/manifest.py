@@ -28,7 +28,7 @@ from ..files import counted
 from ..files.counted import LISTED_RANKS, Budget
 from ..files.regular import fault, is_outside, open_regular, read_regular
 from . import dim_expression as expression
-from .format import CACHE, FORMAT, MANIFEST, PREFILL, Manifest, Port, Shape, rank_file, stays_inside
+from .format import CACHE, FORMAT, MANIFEST, OF_SLOTS, Manifest, Port, Shape, rank_file, stays_inside
 from .manifest_file import ManifestFile
 from .ranks import Grid
 from .transfer import bad_pairs
@@ -246,7 +246,7 @@ def _wrong_programs(index: ManifestFile) -> Iterator[str]:
                 f"the program '{main}' does not keep the state '{one}'"
                 for one in sorted(values.keys() - program.kept.keys())
             )
-        caches = {one.value for one in index.state if one.kind == CACHE} if name == PREFILL else set()
+        caches = {one.value for one in index.state if one.kind == CACHE} if name in OF_SLOTS else set()
         for value, following in program.kept.items() if name != main else ():
             if any(following) and value not in caches:
                 names = ", ".join([following] if isinstance(following, str) else following)

@@ -24,7 +24,7 @@ from ..files.counted import MOST_PROGRAMS
 from .format import (
     CACHE,
     MOST_RANKS,
-    PREFILL,
+    OF_SLOTS,
     ArtifactRecord,
     Collective,
     FileRecord,
@@ -123,7 +123,7 @@ class ManifestFile(Record):
     def _following(self, kept: Mapping[str, str | list[str]], name: str) -> Iterator[tuple[TensorRecord, str]]:
         """The records of the state that a program keeps, as it has them, each with the output that takes its place."""
         turn: Counter[str] = Counter()
-        rows = self.generation.runs if name == PREFILL and self.generation is not None else None
+        rows = self.generation.runs if name in OF_SLOTS and self.generation is not None else None
         for one in self.state:
             if (names := kept.get(one.value)) is not None:
                 of_rows = rows is not None and one.kind == CACHE

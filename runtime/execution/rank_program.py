@@ -15,7 +15,7 @@ from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, Bytes, element
 from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 
-from ..artifact.format import CUDA, Shape
+from ..artifact.format import CUDA, Shape, StateRecord
 from ..artifact.manifest import Artifact, open_artifact
 from ..devices.device_memory import Block, Cell, DeviceMemory, memory_of
 from ..devices.devices import Devices
@@ -122,6 +122,8 @@ class RankProgram:
     outputs: list[str]
     binder: Binder
     state: State
+    kept: Sequence[StateRecord]
+    """What of the state the program reads or replaces: another one over the same state may replace other tensors."""
     replacement: Replacement
     messages: Messages
     targets: Targets
@@ -231,6 +233,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         outputs=file.outputs,
         binder=binder,
         state=state,
+        kept=file.state,
         replacement=Replacement(
             updates,
             guard=file.manifest.guard,

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
+from ..artifact.tensors.dtypes import dense
 from ..execution.program import Program
 from .commands import Command, begin
 from .generator import Generator
@@ -43,8 +46,11 @@ class ContinuousBatch:
     def warm_up(self) -> None:
         """Runs the first steps, which take longer, of a prompt of its own; collective, before any other step."""
         record, slots = self.generator.record, Slots(self.generator.record)
+        kind = None if record.encoder is None else dense(record.encoder.type)
+        given = None if record.encoder is None or kind is None else np.zeros(record.encoder.shape, kind.numpy)
+        prompt = [0] * min(record.chunk + 1, record.length - 1)
         for number in range(record.groups):
-            slots.admit(number, Request([0] * min(record.chunk + 1, record.length - 1), max_tokens=1))
+            slots.admit(number, Request(prompt, max_tokens=1, encoder=given))
         turns = Turns(self.generator, slots)
         while turns.next() is not None:
             pass

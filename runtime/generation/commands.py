@@ -7,7 +7,6 @@ zeros. So a command is sent while the step before it runs, and no rank waits for
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ class Command:
         """The command as JSON; empty where it changes nothing."""
         if not (self.admitted or self.cancelled or self.ends):
             return ""
-        admitted = [[number, *dataclasses.astuple(request)] for number, request in self.admitted.items()]
+        admitted = [[number, request.packed()] for number, request in self.admitted.items()]
         return json.dumps([admitted, [*self.cancelled], self.ends], separators=(",", ":"))
 
     @staticmethod
@@ -43,7 +42,7 @@ class Command:
         if not text:
             return Command()
         admitted, cancelled, ends = json.loads(text)
-        return Command({number: Request(*fields) for number, *fields in admitted}, cancelled, ends)
+        return Command({number: Request.unpacked(fields) for number, fields in admitted}, cancelled, ends)
 
 
 def begin(agreements: Agreements, own: Command | None) -> Callable[[], Command]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..artifact.format import CACHE, PREFILL
+from ..artifact.format import CACHE, ENCODE, PREFILL
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import Whole
@@ -48,7 +48,9 @@ class Generator:
         self.program = program
         self.record: GenerationRecord = program.manifest.generation
         self._prefill = program.beside(PREFILL)
-        ports = (*program.manifest.inputs, *self._prefill.manifest.inputs)
+        self._encode = None if self.record.encoder is None else program.beside(ENCODE)
+        programs = [program, *self._beside]
+        ports = [port for one in programs for port in one.manifest.inputs]
         self._cut = {port.name for port in ports if port.boxes is not None}
         self._tokens: list[Agreements] = []
         """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
@@ -86,6 +88,8 @@ class Generator:
     def begin(self, slots: Slots, step: Step) -> Callable[[], list[NewToken]]:
         """Runs this rank's part of a step of these slots; what comes back waits for its tokens, and gives them. Both are collective."""
         outputs = self._outputs(step)
+        if step.encoded is not None:
+            return lambda: [*slots.take(step, [])]
         made = outputs.get(self.record.next)  # where groups take turns the last stage has it
         chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
         drawn = self._draw(step, outputs, chosen)
@@ -130,15 +134,26 @@ class Generator:
         return True
 
     def _outputs(self, step: Step) -> dict[str, Any]:
-        """What one of the two programs makes of a step."""
-        record = self.record
+        """What one of the programs makes of a step."""
+        record, encoder = self.record, self.record.encoder
         named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
+        program = self.program if step.slots is None else self._prefill
+        if encoder is not None and step.encoded is not None and self._encode is not None:
+            program, named = self._encode, {encoder.input: step.encoded}
+        if encoder is not None and step.lengths is not None:
+            named[encoder.count] = step.lengths
         if step.slots is not None:
-            self._prefill.at_slots(step.slots)
+            program.at_slots(step.slots)
         elif record.groups > 1:
-            self.program.at_slots(record.slots_of(step.group))
-        given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
-        return (self.program if step.slots is None else self._prefill).step_of_all(given)
+            program.at_slots(record.slots_of(step.group))
+        return program.step_of_all(
+            {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        )
+
+    @property
+    def _beside(self) -> list[Program | LocalProgram]:
+        """The programs beside the main one."""
+        return [self._prefill] if self._encode is None else [self._prefill, self._encode]
 
     def close(self) -> None:
         """Gives sessions and caches back."""
@@ -146,8 +161,9 @@ class Generator:
         self._release()
 
     def _release(self) -> None:
-        if isinstance(self._prefill, Program):  # ranks that are threads end theirs together
-            self._prefill.release()
+        for program in self._beside:
+            if isinstance(program, Program):  # ranks that are threads end theirs together
+                program.release()
 
     def __enter__(self) -> Self:
         return self

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+import base64
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeAlias
 
-from ..artifact.generation import GenerationRecord
+import numpy as np
+
+from ..artifact.generation import EncoderRecord, GenerationRecord
+from ..artifact.tensors.dtypes import Array, dense
 from ..errors import InputError
 
 Finish: TypeAlias = Literal["", "stop", "length", "error"]
@@ -19,18 +24,54 @@ _SEED = 1 << 64
 class Request:
     """A prompt, as numbers of tokens, and how it is continued.
 
+    `encoder`: of a model with an encoder before its decoder what that is given: at most its length of tokens, or an array of its input's
+    shape, without the batch. The prompt is then the decoder's; an empty one stands for the tokens with which the model begins.
+
     `temperature` 0 takes the likeliest token; above it tokens are drawn with probabilities that it sharpens (below 1) or flattens, of the
     `top_k` likeliest alone (0: of all), and of the fewest whose probabilities together reach `top_p`. What is drawn follows from `seed` and
     the number of the token alone. `stop`: tokens behind which the sequence ends, beside those of the artifact.
     """
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] = ()
     max_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
     stop: Sequence[int] = ()
+    encoder: Sequence[int] | Array | None = field(default=None, compare=False)
+
+    def begun(self, record: GenerationRecord) -> Request:
+        """The request with the prompt that an empty one stands for."""
+        start = record.encoder.start if record.encoder is not None else ()
+        return self if self.prompt or not start else replace(self, prompt=[*start])
+
+    @property
+    def entries(self) -> int:
+        """How many entries its encoder's input has."""
+        return 0 if self.encoder is None else len(self.encoder)
+
+    @property
+    def read(self) -> int:
+        """How many tokens are read of it, those of an encoder included, its features not."""
+        given = self.encoder
+        return len(self.prompt) + (0 if isinstance(given, np.ndarray) else self.entries)
+
+    def packed(self) -> dict[str, Any]:
+        """The request as JSON has it: an array is its type, shape and bytes."""
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        if isinstance(self.encoder, np.ndarray):
+            data = base64.b64encode(np.ascontiguousarray(self.encoder).tobytes()).decode()
+            fields["encoder"] = {"type": self.encoder.dtype.str, "shape": self.encoder.shape, "data": data}
+        return fields
+
+    @classmethod
+    def unpacked(cls, fields: Mapping[str, Any]) -> Self:
+        """The request that `packed` wrote."""
+        given = fields["encoder"]
+        if isinstance(given, dict):
+            given = np.frombuffer(base64.b64decode(given["data"]), given["type"]).reshape(given["shape"])
+        return cls(**{**fields, "encoder": given})
 
 
 @dataclass
@@ -50,8 +91,13 @@ def refuse_unfit(requests: Iterable[Request], record: GenerationRecord) -> None:
 
 def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
     """What is wrong with a request, a text each."""
+    yield from _faults_of_encoder(one, record.encoder)
+    one = one.begun(record)
     size = len(one.prompt)
-    if not size:
+    if not size and record.encoder is not None:
+        fact = "its prompt has no token for the decoder"
+        yield f"{fact}\n  help: give the token with which the model's decoder begins, or compile with 'start'"
+    elif not size:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"
     if outside := [token for token in (*one.prompt, *one.stop) if not 0 <= token < record.vocabulary]:
         yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
@@ -71,3 +117,37 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
         yield f"its top_p is {one.top_p}; it is above 0 and at most 1"
     if not 0 <= one.seed < _SEED:
         yield f"its seed is {one.seed}; it is 0 to 2**64 - 1"
+
+
+def _faults_of_encoder(one: Request, record: EncoderRecord | None) -> Iterator[str]:
+    """What is wrong with what a request gives an encoder."""
+    given = one.encoder
+    if record is None:
+        if given is not None:
+            fact = "it has an input for an encoder, and the model is a decoder alone"
+            yield f"{fact}\n  help: leave it out, or give its tokens as the prompt"
+        return
+    what = f"at most {record.length} tokens" if record.count else f"an array {record.shape}, {record.type}"
+    if given is None:
+        yield f"it has no input for the encoder\n  help: give {what} as 'encoder'"
+        return
+    array = np.asarray(given)
+    wanted = dense(record.type)
+    assert wanted is not None
+    if not record.count:
+        if array.shape != tuple(record.shape):
+            yield f"its input for the encoder has the shape {[*array.shape]}; it is {record.shape}"
+        elif array.dtype != wanted.numpy:
+            yield f"its input for the encoder is {array.dtype}; it is {wanted.shown}"
+        elif array.dtype.kind == "f" and not np.isfinite(array).all():
+            yield "its input for the encoder is not finite"
+        return
+    if array.ndim != len(record.shape) or (array.size and array.dtype.kind != wanted.numpy.kind):
+        yield f"its input for the encoder is {array.dtype} of the shape {[*array.shape]}; it is whole numbers, one for each token"
+    elif not array.size:
+        yield "its input for the encoder has no token"
+    elif array.size > record.length:
+        fact = f"its input for the encoder has {array.size} tokens; there is room for {record.length}"
+        yield f"{fact}\n  help: give fewer, or compile with a larger 'encoder_length'"
+    elif record.vocabulary is not None and (outside := [int(id) for id in array if not 0 <= id < record.vocabulary]):
+        yield f"{outside[0]} is not a token of the encoder; tokens are 0 to {record.vocabulary - 1}"

@@ -4,6 +4,10 @@ A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, 
 Both take turns while there are sequences of both kinds: prompts hold the others up by one chunk a token, however many there are. Prompts
 are read one after the other, in the order of their requests; where slots lie in several runs, one of each run in a step.
 
+Of a model with an encoder a sequence is encoded before its prompt is read, by a step of its own (`encode`), which like a chunk takes one
+slot of each run. It writes the whole of a slot's encoder caches: a row without a part in it encodes again what its slot has, which changes
+nothing.
+
 A row that has no part in a step is given its slot's position: what the step writes there is behind all that is read of the slot, and the
 slot's next step writes it again.
 
@@ -24,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.artifact.tensors.dtypes import Array, dense
 
 from ..artifact.generation import GenerationRecord
 from .request import Finish, Request
@@ -50,6 +54,7 @@ class _Sequence:
     request: Request
     tokens: list[int] = field(default_factory=list)
     position: int = 0
+    encoded: bool = False
 
     @property
     def left(self) -> int:
@@ -61,8 +66,9 @@ class _Sequence:
 class Step:
     """What a step is given: `tokens` [rows, n], and by row how many of them are meant, and how many are there before.
 
-    `slots`: by row of a prefill its slot; None of a decode, whose rows are all slots of its `group`. `taking`: by row that has a part its
-    slot, the number of its tokens there, and its sequence.
+    `slots`: by row of a prefill or an encode its slot; None of a decode, whose rows are all slots of its `group`. `taking`: by row that
+    has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the encoder is given; None of
+    another step. `lengths`: by row how many entries its encoder's input has.
     """
 
     tokens: Array
@@ -71,6 +77,8 @@ class Step:
     taking: Mapping[int, tuple[int, int, _Sequence]]
     slots: Sequence[int] | None = None
     group: int = 0
+    lengths: Array | None = None
+    encoded: Array | None = None
 
     def slots_of(self, chosen: Sequence[int], least: int) -> list[int]:
         """The slots with a part of which a number of at least `least` is chosen."""
@@ -113,7 +121,7 @@ class Slots:
 
     def admit(self, number: int, request: Request) -> None:
         """A request that takes the next free slot, behind those that wait; between two steps. Its number is above all before it."""
-        self._waiting.append(_Sequence(number, request))
+        self._waiting.append(_Sequence(number, request.begun(self.record), encoded=self.record.encoder is None))
 
     def cancel(self, number: int) -> None:
         """Takes a request from its slot, or from those that wait, if it has not ended; between two steps."""
@@ -130,7 +138,11 @@ class Slots:
         reading = {slot: one for slot, one in there.items() if one.left}
         making = {slot: one for slot, one in there.items() if not one.left}
         self._last_was_chunk[group] = bool(reading) and not (making and self._last_was_chunk[group])
-        return self._prefill(reading, group) if self._last_was_chunk[group] else self._decode(making, group)
+        if not self._last_was_chunk[group]:
+            return self._decode(making, group)
+        if not min(reading.values(), key=lambda one: one.number).encoded:
+            return self._encode({slot: one for slot, one in reading.items() if not one.encoded}, group)
+        return self._prefill({slot: one for slot, one in reading.items() if one.encoded}, group)
 
     def _free(self) -> int | None:
         """The first free slot of the group that has the fewest sequences; None where all have one."""
@@ -146,6 +158,9 @@ class Slots:
         for row, (slot, count, one) in step.taking.items():
             if self._running[slot] is not one:
                 continue  # cancelled while the step was under way
+            if step.encoded is not None:
+                one.encoded = True
+                continue
             one.position += count
             token = int(chosen[row])
             if one.left and token < self.record.vocabulary:
@@ -165,18 +180,41 @@ class Slots:
     def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
         """A chunk of the earliest prompt of each run of a group's slots."""
         record = self.record
-        size = record.slots // record.runs
-        slots = self._of_group[group][:: size // record.groups]
-        taking: dict[int, tuple[int, int, _Sequence]] = {}
-        for slot, one in sorted(reading.items(), key=lambda pair: pair[1].number):
-            if (run := slot // size) not in taking:
-                slots[run] = slot
-                taking[run] = slot, min(one.left, record.chunk), one
+        slots, taking = self._of_each_run(reading, group)
         width = record.chunk if record.padded else max(count for _, count, _ in taking.values())
         tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
         for row, (_, size, one) in taking.items():
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
-        return Step(tokens, count, self._positions(slots), taking, slots, group)
+        return Step(tokens, count, self._positions(slots), taking, slots, group, self._lengths(slots))
+
+    def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
+        """What the encoder is given of the earliest sequence of each run of a group's slots."""
+        encoder = self.record.encoder
+        assert encoder is not None
+        slots, taking = self._of_each_run(waiting, group)
+        kind = dense(encoder.type)
+        assert kind is not None
+        given = np.zeros((len(slots), *encoder.shape), kind.numpy)
+        for row, slot in enumerate(slots):
+            one = self._running[slot]
+            if one is not None and one.request.encoder is not None:
+                given[row][: one.request.entries] = one.request.encoder
+        none = np.zeros(len(slots), np.int64)
+        return Step(none[:, None], none, none, taking, slots, group, self._lengths(slots), given)
+
+    def _of_each_run(
+        self, waiting: Mapping[int, _Sequence], group: int
+    ) -> tuple[list[int], dict[int, tuple[int, int, _Sequence]]]:
+        """A slot of each run of a group's, that of its earliest sequence; and by row the part of a chunk that this has."""
+        record = self.record
+        size = record.slots // record.runs
+        slots = self._of_group[group][:: size // record.groups]
+        taking: dict[int, tuple[int, int, _Sequence]] = {}
+        for slot, one in sorted(waiting.items(), key=lambda pair: pair[1].number):
+            if (run := slot // size) not in taking:
+                slots[run] = slot
+                taking[run] = slot, min(one.left, record.chunk), one
+        return slots, taking
 
     def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:
         """A token of each sequence of a group that is made."""
@@ -185,9 +223,17 @@ class Slots:
         taking = {row: (slot, 1, making[slot]) for row, slot in enumerate(slots) if slot in making}
         for row, (_, _, one) in taking.items():
             tokens[row], count[row] = one.tokens[-1], 1
-        return Step(tokens, count, self._positions(slots), taking, None, group)
+        return Step(tokens, count, self._positions(slots), taking, None, group, self._lengths(slots))
 
     def _positions(self, slots: Sequence[int]) -> Array:
         """By slot how many tokens are there; 0 of a free one."""
         there = (self._running[slot] for slot in slots)
         return np.array([0 if one is None else one.position for one in there], np.int64)
+
+    def _lengths(self, slots: Sequence[int]) -> Array | None:
+        """By slot how many entries its encoder's input has; 1 of a free one, which reads something, too. None without such numbers."""
+        encoder = self.record.encoder
+        if encoder is None or not encoder.count:
+            return None
+        there = (self._running[slot] for slot in slots)
+        return np.array([1 if one is None else one.request.entries for one in there], np.int64)

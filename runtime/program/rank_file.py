@@ -71,7 +71,7 @@ class RankFile:
     @cached_property
     def caches(self) -> frozenset[str]:
         """A decoder's caches, and what takes their places: what sessions read of these grows from step to step."""
-        return frozenset(name for one in self.state if one.kind == CACHE for name in (one.value, one.next))
+        return frozenset(name for one in self.state if one.kind == CACHE for name in (one.value, one.next) if name)
 
     @cached_property
     def calls(self) -> list[CollectiveCall]:

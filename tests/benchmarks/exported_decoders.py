@@ -24,6 +24,8 @@ from transformers.cache_utils import DynamicCache
 
 VOCABULARY = 212
 MODELS = ("llama", "gpt2", "qwen2", "phi3", "mixtral", "gemma2")
+WITH_ENCODER = ("t5", "whisper")
+"""Models with an encoder before their decoder, which are exported as folders alone."""
 FORMS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "rows": ("position_ids",),
@@ -49,6 +51,9 @@ def model(name: str, layers: int = 2, width: int = 64, heads: int = 4, vocabular
         "max_position_embeddings": 4096,
         "initializer_range": 0.06,
     }
+    if name in WITH_ENCODER:
+        torch.manual_seed(0)
+        return _with_encoder(name, layers, width, heads, vocabulary).eval()
     settings: dict[str, Any] = {
         "llama": lambda: transformers.LlamaConfig(**usual),
         "gpt2": lambda: transformers.GPT2Config(
@@ -66,6 +71,37 @@ def model(name: str, layers: int = 2, width: int = 64, heads: int = 4, vocabular
     if name == "mixtral":
         config._experts_implementation = "batched_mm"
     return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def _with_encoder(name: str, layers: int, width: int, heads: int, vocabulary: int) -> Any:
+    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "vocab_size": vocabulary, "d_model": width}
+    special["tie_word_embeddings"] = False
+    if name == "t5":
+        whole = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                **special,
+                d_kv=width // heads,
+                d_ff=2 * width,
+                num_layers=layers,
+                num_heads=heads,
+                decoder_start_token_id=0,
+            )
+        )
+    else:
+        sizes = {"layers": layers, "attention_heads": heads, "ffn_dim": 2 * width}
+        sides = {f"{side}_{key}": size for side in ("encoder", "decoder") for key, size in sizes.items()}
+        positions = {"max_source_positions": 30, "max_target_positions": 448, "num_mel_bins": 8}
+        whole = transformers.WhisperForConditionalGeneration(
+            transformers.WhisperConfig(
+                **special, **sides, **positions, decoder_start_token_id=3, init_std=0.06, begin_suppress_tokens=None
+            )
+        )
+    with torch.no_grad():  # else the last token alone says the next one
+        for key, weight in whole.named_parameters():
+            if weight.dim() > 1:
+                scale = 3.0 if ".SelfAttention." in key or ".EncDecAttention." in key else 1.5
+                weight.mul_(0.2 if key == "shared.weight" else scale)
+    return whole
 
 
 def exported(name: str, opset: int, form: str, folder: Path, **size: int) -> Path:

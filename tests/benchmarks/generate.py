@@ -27,13 +27,16 @@ import time
 import unittest.mock
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
+import transformers
 from click.testing import CliRunner
-from exported_decoders import MODELS, VOCABULARY, exported, model
+from exported_decoders import FOLDER, MODELS, VOCABULARY, WITH_ENCODER, exported, model
 from partc.cli.commands.check import command as invoke_check
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
@@ -60,7 +63,7 @@ LENGTH, CHUNK = 256, 16
 def main() -> None:
     """Prints one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join((*MODELS, *WITH_ENCODER)))
     parser.add_argument("--opsets", default="23")
     parser.add_argument("--forms", default="plain")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "partc-decoders")
@@ -82,28 +85,35 @@ def main() -> None:
     for name in options.models.split(","):
         wanted = reference(name)
         for opset in map(int, options.opsets.split(",")):
-            for form in options.forms.split(","):
+            for form in options.forms.split(",") if name not in WITH_ENCODER else (FOLDER,):
                 path = exported(name, opset, form, options.files)
                 for layout in LAYOUTS:
                     row = f"{name:8} {opset:<5} {form:5} {layout:16}"
                     print(row, told(path, layout, wanted), flush=True)
 
 
-Reference = list[tuple[list[int], list[int], list[float]]]
-"""By request its prompt, the tokens behind it, and by how much the best logit of each is above the second."""
+Reference = list[tuple[Request, list[int], list[float]]]
+"""By request the tokens behind its prompt, and by how much the best logit of each is above the second."""
 
 
 def reference(name: str) -> Reference:
     """What transformers makes, a request at a time."""
     whole, rng, found = model(name), np.random.default_rng(0), []
     for size in PROMPTS:
-        prompt = rng.integers(2, VOCABULARY, size).tolist()
+        given: Any = rng.integers(2, VOCABULARY, size).tolist()
+        prompt = given if name not in WITH_ENCODER else [whole.config.decoder_start_token_id]
+        if name == "whisper":  # its prompt has several tokens; its features are of one size
+            prompt = [*prompt, *given[: size % 4]]
+            given = rng.standard_normal((whole.config.num_mel_bins, 2 * whole.config.max_source_positions), np.float32)
+        options = {} if name not in WITH_ENCODER else {"decoder_input_ids": torch.tensor([prompt])}
         with torch.no_grad():
-            made = whole.generate(
-                torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, return_dict_in_generate=True, output_logits=True
+            made = transformers.GenerationMixin.generate(
+                whole, torch.tensor(np.array([given])), max_new_tokens=COUNT, do_sample=False, return_dict_in_generate=True,
+                output_logits=True, **options,
             )  # fmt: skip
         best = [logits[0].topk(2).values for logits in made.logits]
-        found.append((prompt, made.sequences[0, size:].tolist(), [float(one[0] - one[1]) for one in best]))
+        request = Request(prompt, max_tokens=COUNT, encoder=given if name in WITH_ENCODER else None)
+        found.append((request, made.sequences[0, len(prompt) :].tolist(), [float(one[0] - one[1]) for one in best]))
     return found
 
 
@@ -142,9 +152,12 @@ def compared(generator: Generator, wanted: Reference) -> tuple[int, int, int]:
     equal = ties = wrong = 0
     left = [(one, 0) for one in wanted]
     while left:
-        requests = [Request([*prompt, *tokens[:at]], max_tokens=COUNT - at) for (prompt, tokens, _), at in left]
+        requests = [
+            replace(request, prompt=[*request.prompt, *tokens[:at]], max_tokens=COUNT - at)
+            for (request, tokens, _), at in left
+        ]
         following = []
-        for ((prompt, tokens, gaps), at), answer in zip(left, generator.run(requests), strict=True):
+        for ((request, tokens, gaps), at), answer in zip(left, generator.run(requests), strict=True):
             there = next((k for k, one in enumerate(answer.tokens) if one != tokens[at + k]), None)
             if there is None:
                 equal += len(answer.tokens)
@@ -155,7 +168,7 @@ def compared(generator: Generator, wanted: Reference) -> tuple[int, int, int]:
                 continue
             ties += 1
             if at + there + 1 < COUNT:
-                following.append(((prompt, tokens, gaps), at + there + 1))
+                following.append(((request, tokens, gaps), at + there + 1))
         left = following
     return equal, ties, wrong
 

@@ -101,5 +101,5 @@ def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
     text = "import transformers\nmodel = transformers.BertModel(transformers.BertConfig(hidden_size=12, num_hidden_layers=1))\n"
     (tmp_path / "model.py").write_text(text)
     (tmp_path / "plan.yaml").write_text(PLAN)
-    with pytest.raises(CompileError, match=r"model.py:2: BertModel is not a decoder alone that generates"):
+    with pytest.raises(CompileError, match=r"model.py:2: BertModel is not a model that makes tokens"):
         compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")

@@ -20,7 +20,7 @@ WIDTH = HEADS * SIZE
 
 
 @dataclass
-class _Build:
+class Build:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     weights: list[onnx.TensorProto] = field(default_factory=list)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -75,7 +75,7 @@ def decoder(
     rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone. `fused`: attention is ONNX's op, with two
     heads of queries for each of keys; `window`: how many tokens each sees, or all before it; `flat`: linears see a table of rows.
     """
-    build = _Build(flat=flat)
+    build = Build(flat=flat)
     numbers, away = _positions(build, inputs, rows, window)
     tokens = build.op("Gather", "embed.tokens", build.weight("embed.tokens.weight", VOCABULARY, WIDTH), "ids")
     places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)
@@ -100,7 +100,7 @@ def decoder(
     return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 23 if fused else 18)])
 
 
-def _positions(build: _Build, inputs: Sequence[str], rows: bool, window: int) -> tuple[str, str]:
+def _positions(build: Build, inputs: Sequence[str], rows: bool, window: int) -> tuple[str, str]:
     """The number of each token, and what is added to the scores of those that come later."""
     zero, one = build.constant("zero", 0), build.constant("one", 1)
     tokens = build.op("Squeeze", "count", build.op("Shape", "count", "ids", start=1, end=2), build.axes(0))
@@ -128,7 +128,7 @@ def _positions(build: _Build, inputs: Sequence[str], rows: bool, window: int) ->
     return numbers, build.op("Where", "mask", seen, none, never)
 
 
-def _layer(build: _Build, layer: int, h: str, away: str, fused: bool) -> str:
+def _layer(build: Build, layer: int, h: str, away: str, fused: bool) -> str:
     """Attention over the cache, and two linears."""
     path = f"layers.{layer}"
     inside, kept = f"{path}.attention", WIDTH // 2 if fused else WIDTH
@@ -152,7 +152,7 @@ def _layer(build: _Build, layer: int, h: str, away: str, fused: bool) -> str:
     return build.op("Add", path, h, build.linear(f"{path}.down", inner, 2 * WIDTH, WIDTH))
 
 
-def _twice(build: _Build, path: str, heads: str) -> str:
+def _twice(build: Build, path: str, heads: str) -> str:
     """Every head two times, as exporters repeat them."""
     apart = build.op("Unsqueeze", path, heads, build.axes(2))
     repeated = build.op("Expand", path, apart, build.constant("twice", [1, 1, 2, 1, 1]))

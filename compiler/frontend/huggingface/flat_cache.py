@@ -1,6 +1,11 @@
-"""A decoder of `transformers` whose forward takes its cache as tensors, and gives it back with the step's entries appended.
+"""A model of `transformers` that makes tokens, whose forward takes its cache as tensors, and gives it back with a step's entries.
 
     input_ids [batch, sequence], past_0_key [batch, heads, past, size], past_0_value, ..  ->  logits, present_0_key, present_0_value, ..
+
+The forward of an encoder with a decoder has both, and gives the keys and values, too, that the decoder makes of the encoder's output:
+
+    input_ids or input_features, encoder_attention_mask, decoder_input_ids [batch, target], past_0_key, ..
+        ->  logits, present_0_key, .., cross_0_key [batch, heads, sequence, size], cross_0_value, ..
 
 The module itself stays, so that nodes and weights keep their names; only its `forward` is another one. Layers of which a window alone is
 attended keep all entries: their mask leaves out those before it.
@@ -9,18 +14,22 @@ attended keep all entries: their mask leaves out those before it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import settings
+from partc.compiler.frontend.huggingface.ports import usual_inputs
 
 if TYPE_CHECKING:
     import torch
 
-PAST = "past"
-"""The name of the dim along which caches grow."""
+PAST, ENCODER_MASK = "past", "encoder_attention_mask"
+"""The name of the dim along which caches grow; of the input that says which entries of an encoder's input are meant."""
 _SIDES = ("key", "value")
+_LAW = "a cache of 'generate' is keys and values of each layer of a decoder"
 
 
 def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]:
@@ -28,64 +37,131 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
 
     CompileError where its cache is not keys and values by layer.
     """
-    shapes = _shapes(module, where)
-    names = [f"{layer}_{side}" for layer in range(len(shapes)) for side in _SIDES]
-    inputs = {"input_ids": Input(["batch", "sequence"], "int64")}
+    if not module.can_generate():
+        fact = f"{type(module).__name__} is not a model that makes tokens"
+        help_ = "use a model such as LlamaForCausalLM or T5ForConditionalGeneration, or leave out 'generate'"
+        raise CompileError(Problem(where, fact, _LAW, help_))
+    step = _with_encoder(module, where) if module.config.is_encoder_decoder else _alone(module)
+    grown, crossing = _shapes(module, step, where)
+    names = [f"{layer}_{side}" for layer in range(len(grown)) for side in _SIDES]
     kind = str(next(module.parameters()).dtype).removeprefix("torch.")
-    for layer, pair in enumerate(shapes):
+    inputs = dict(step.inputs)
+    for layer, pair in enumerate(grown):
         for side, (heads, size) in zip(_SIDES, pair, strict=True):
             inputs[f"past_{layer}_{side}"] = Input(["batch", heads, PAST, size], kind)
-    whole, argument = module.forward, _argument(module)
+    outputs = [f"present_{name}" for name in names] + [f"cross_{name}" for name in names if crossing]
 
     def forward(**given: torch.Tensor) -> dict[str, torch.Tensor]:
-        from transformers.cache_utils import DynamicCache
-
-        cache: Any = DynamicCache()
-        for layer in range(len(shapes)):
-            cache.update(*(given[f"past_{layer}_{side}"] for side in _SIDES), layer)
-        logits = whole(input_ids=given["input_ids"], use_cache=True, **{argument: cache}).logits
-        tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-        return {"logits": logits, **{f"present_{name}": one for name, one in zip(names, tensors, strict=True)}}
+        pasts = [[given[f"past_{layer}_{side}"] for side in _SIDES] for layer in range(len(grown))]
+        logits, *layers = step.run(given, pasts)
+        tensors = [tensor for some in layers for layer in some for tensor in (layer.keys, layer.values)]
+        return {"logits": logits, **dict(zip(outputs, tensors, strict=True))}
 
     keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
     forward.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in inputs])  # type: ignore[attr-defined]
     module.forward = forward
-    return inputs, ["logits", *(f"present_{name}" for name in names)]
+    return inputs, ["logits", *outputs]
 
 
-def _shapes(module: Any, where: str) -> list[list[tuple[int, int]]]:
-    """By layer heads and size of its keys, and of its values, as two tokens make them."""
+@dataclass(frozen=True)
+class _Step:
+    """A model's own forward: `inputs` without caches, and `run`, which gives of these and the past of each layer logits, the layers of the
+    cache, and with an encoder the layers of the keys and values that are made of its output.
+    """
+
+    inputs: Mapping[str, Input]
+    run: Callable[[Mapping[str, Any], list[list[Any]]], tuple[Any, ...]]
+
+
+def _alone(module: Any) -> _Step:
+    whole, argument = module.forward, _argument(module)
+
+    def run(given: Mapping[str, Any], pasts: list[list[Any]]) -> tuple[Any, ...]:
+        cache = _cache(pasts)
+        logits = whole(input_ids=given["input_ids"], use_cache=True, **{argument: cache}).logits
+        return logits, cache.layers
+
+    return _Step({"input_ids": Input(["batch", "sequence"], "int64")}, run)
+
+
+def _with_encoder(module: Any, where: str) -> _Step:
+    whole, argument, name = module.forward, _argument(module), module.main_input_name
+    inputs = usual_inputs(module, [name], where)
+    if name == "input_ids":
+        inputs[ENCODER_MASK] = Input(["batch", "sequence"], "int64")
+    inputs["decoder_input_ids"] = Input(["batch", "target"], "int64")
+
+    def run(given: Mapping[str, Any], pasts: list[list[Any]]) -> tuple[Any, ...]:
+        from transformers.cache_utils import EncoderDecoderCache
+        from transformers.modeling_outputs import BaseModelOutput
+
+        cache: Any = EncoderDecoderCache(_cache(pasts), _cache([]))
+        mask = {"attention_mask": _by_head(given[ENCODER_MASK], module)} if ENCODER_MASK in given else {}
+        states = module.get_encoder()(given[name], **mask).last_hidden_state
+        made = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), argument: cache}
+        logits = whole(decoder_input_ids=given["decoder_input_ids"], use_cache=True, **mask, **made).logits
+        return logits, cache.self_attention_cache.layers, cache.cross_attention_cache.layers
+
+    return _Step(inputs, run)
+
+
+def _by_head(mask: torch.Tensor, module: Any) -> torch.Tensor:
+    """What is added to the scores of entries [batch, 1, 1, entries], so that they count or do not: a model takes it as it is."""
     import torch
-    from partc.compiler.frontend.torch.torch_module import quiet
+
+    kind = next(module.parameters()).dtype
+    return torch.where(mask[:, None, None, :] != 0, 0.0, torch.finfo(kind).min).to(kind)
+
+
+def _cache(pasts: list[list[Any]]) -> Any:
+    """A cache of `transformers` with these keys and values."""
     from transformers.cache_utils import DynamicCache
 
-    kind, law = type(module).__name__, "a cache of 'generate' is keys and values of each layer of a decoder alone"
-    if module.config.is_encoder_decoder or not module.can_generate():
-        fact = f"{kind} is not a decoder alone that generates"
-        raise CompileError(Problem(where, fact, law, "use a model such as LlamaForCausalLM, or leave out 'generate'"))
-    device = next((tensor.device for tensor in module.parameters()), None)
     cache: Any = DynamicCache()
+    for layer, pair in enumerate(pasts):
+        cache.update(*pair, layer)
+    return cache
+
+
+def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, int]]], bool]:
+    """By layer heads and size of its keys, and of its values, as two tokens make them; and whether an encoder's output has others."""
+    import torch
+    from partc.compiler.frontend.torch.torch_module import quiet
+
+    kind, device = type(module).__name__, next((tensor.device for tensor in module.parameters()), None)
     settings.settle(module, "experts")
-    padding, module.config.pad_token_id = (
-        getattr(module.config, "pad_token_id", None),
-        None,
-    )  # else it looks at tokens for it
+    padding = getattr(module.config, "pad_token_id", None)
+    module.config.pad_token_id = None  # else it looks at tokens for it
+    given = {
+        name: torch.ones(
+            [dim if isinstance(dim, int) else 1 + (k > 0) for k, dim in enumerate(one.shape)],
+            dtype=torch.int64 if one.dtype == "int64" else next(module.parameters()).dtype,
+            device=device,
+        )
+        for name, one in step.inputs.items()
+        if name != ENCODER_MASK  # numbers of a mask decide how it is read
+    }
     try:
         with torch.no_grad(), quiet():
-            ids = torch.ones(1, 2, dtype=torch.int64, device=device)
-            module(input_ids=ids, use_cache=True, **{_argument(module): cache})
-        found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in cache.layers]
+            _, grown, *crossing = step.run(given, [])
+        found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises
         fact = f"{kind} runs with no such cache: {' '.join(str(error).split()) or type(error).__name__}"
         raise CompileError(
-            Problem(where, fact, law, "export it in a module of your own, with past and present")
+            Problem(where, fact, _LAW, "export it in a module of your own, with past and present")
         ) from error
     finally:
         module.config.pad_token_id = padding
     if not found or any(len(shape) != 4 or shape[2] != 2 for pair in found for shape in pair):
         help_ = "export it in a module of your own, with past and present"
-        raise CompileError(Problem(where, f"the cache of {kind} has the shapes {found[:1]}", law, help_))
-    return [[(shape[1], shape[3]) for shape in pair] for pair in found]
+        raise CompileError(Problem(where, f"the cache of {kind} has the shapes {found[:1]}", _LAW, help_))
+    return [[(shape[1], shape[3]) for shape in pair] for pair in found], bool(crossing)
+
+
+def start_tokens(module: Any) -> tuple[int, ...]:
+    """The tokens with which the decoder of a model with an encoder begins, as its configuration says; of a decoder alone none."""
+    found = getattr(module.config, "decoder_start_token_id", None) if module.config.is_encoder_decoder else None
+    return (found,) if isinstance(found, int) else ()
 
 
 def _argument(module: Any) -> str:

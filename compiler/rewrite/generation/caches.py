@@ -19,15 +19,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
+from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.graph import COPIES_DIMS, drop_unread, name_of
 from partc.compiler.ir.program import Generation, Loaded, Prepared
+from partc.compiler.ir.training import ProgramKind
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
+from partc.compiler.rewrite.generation.encoder import Encoder
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
 from partc.compiler.rewrite.generation.limits import refuse_beyond_positions, refuse_unknown_tokens
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of
@@ -58,12 +61,18 @@ def caches_as_state(program: Loaded) -> Loaded:
         program = straighten(shapes(program.into(Prepared, training=None))).into(Loaded)
     model = program.model
     form = StepForm.of(program, rules)
+    encoder, build = Encoder.of(model.graph, rules, program.name), NodeBuilder(model.graph, _PATH)
+    if program.kind is ProgramKind.ENCODE:
+        assert encoder is not None
+        return _encoding(program, encoder, build, form)
+    apart = {} if encoder is None else encoder.leave(build, form)
     work = _Caches(model, form, program.name)
     chosen = work.rewrite()
     refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
-    symbols = {name: one for name, one in dims.symbols.items() if name not in work.fixed}
+    fixed = work.fixed | (frozenset() if encoder is None else encoder.fixed)
+    symbols = {name: one for name, one in dims.symbols.items() if name not in fixed}
     if work.tokens not in work.fixed:
         said = dims.symbols.get(work.tokens)
         own = Symbol() if said is None else said.symbol
@@ -89,8 +98,25 @@ def caches_as_state(program: Loaded) -> Loaded:
         padded=work.padded,
         memory=rules.memory,
         stop=rules.stop,
+        encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
-    return replace(program, model=model, plan=plan, paths=node_paths(model), generation=Generation(work.found, record))
+    generation = Generation({**work.found, **apart}, record)
+    return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation)
+
+
+def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepForm) -> Loaded:
+    """The program that computes the encoder of one slot of each run."""
+    dims, prefill = program.plan.dims, program.beside[ProgramKind.PREFILL].generation
+    assert prefill is not None
+    found = encoder.encode(build, form)
+    kept = {str(dim) for value in program.model.graph.inputs for dim in value.shape or ()}
+    plan = replace(
+        program.plan,
+        dims=replace(dims, symbols={name: one for name, one in dims.symbols.items() if name in kept}),
+        outputs=(),
+    )
+    generation = Generation(found, prefill.record)
+    return replace(program, plan=plan, paths=node_paths(program.model), generation=generation)
 
 
 @dataclass(frozen=True)
@@ -123,6 +149,7 @@ class _Caches:
         self.tokens = str(dims[1].value or _TOKENS) if isinstance(dims[1], ir.SymbolicDim) else _TOKENS
         gone = [dims[0], *(dim for pair in self.pairs for dim in pair.past.shape or ())]
         self.fixed = {str(dim.value) for dim in gone if isinstance(dim, ir.SymbolicDim)}
+        self.ranks = _ranks(model)
         self.found: dict[ir.Value, ir.Value] = {}
 
     def rewrite(self) -> NextToken:
@@ -131,7 +158,7 @@ class _Caches:
         for value in (value for node in self.graph for value in node.outputs if value is not scores):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
         position, count = (self._fed(name) for name in (POSITION, COUNT))
-        positions = Positions(self.build, position, count, self.ids, self.form)
+        positions = Positions(self.build, position, count, self.ids, self.form, self.ranks)
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()
@@ -236,3 +263,12 @@ class _Caches:
             fact = f"'{pair.past.name}' has the dim {unknown[0]}, which is neither the batch nor the one along which it grows"
             raise CompileError(Problem(self.name, fact, help=f"export the model with a number for {unknown[0]}"))
         return tuple(dim for dim in dims if isinstance(dim, int))
+
+
+def _ranks(model: ir.Model) -> dict[ir.Value, int]:
+    """By value its number of dims, as far as it is known."""
+    made = [value for node in model.graph for value in node.outputs]
+    if any(value.shape is None for value in made):
+        infer_shapes(model, {})
+    values = (*made, *model.graph.inputs, *model.graph.initializers.values())
+    return {value: len(value.shape) for value in values if value.shape is not None}

@@ -2,6 +2,7 @@
 
 Shape(past)[axis]                            ->  max(position)
 Unsqueeze(Range(0, tokens) + past, [0, ..])  ->  Unsqueeze(rows, [..]), rows = position + min(Range(0, tokens), count - 1)
+what else is made of these, a bias       ->  made of rows, with the batch as its first dim (`lifted_rows.py`)
 position_ids [batch, tokens]                 ->  rows
 attention_mask [batch, past + tokens]        ->  1 for the entries before position + tokens
 
@@ -10,12 +11,13 @@ Tokens that are not meant have the position of the last one that is, so that non
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import name_of
+from partc.compiler.rewrite.generation.lifted_rows import Lifting, constant_of, once
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.step_form import StepForm
 
@@ -29,8 +31,18 @@ _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 class Positions:
     """What nodes read of positions: `past` [1], the most tokens before those of a step, and `length` [1], with these."""
 
-    def __init__(self, build: NodeBuilder, position: ir.Value, count: ir.Value, ids: ir.Value, form: StepForm) -> None:
+    def __init__(
+        self,
+        build: NodeBuilder,
+        position: ir.Value,
+        count: ir.Value,
+        ids: ir.Value,
+        form: StepForm,
+        ranks: Mapping[ir.Value, int],
+    ) -> None:
         self.build, self.position, self.count, self.ids, self.rules = build, position, count, ids, form.rules
+        self.ranks = ranks
+        """By value of the model how many dims it has."""
         self.rows: list[ir.Value] = []
         """The positions of tokens."""
         first = build.graph[0]
@@ -70,38 +82,40 @@ class Positions:
 
     def give_rows(self) -> None:
         """Gives every sequence the numbers of its own tokens, where an export counts from one length for all."""
-        for node, steps in [*self._rows()]:
-            readers = [reader for reader, _ in node.outputs[0].uses()]
-            axes = [_axes(reader) for reader in readers]
-            if any(not one or one[0] != 0 for one in axes):
+        for node, steps, axes in [*self._rows()]:
+            counted = node.outputs[0]
+            lifting = Lifting(self.build, self.ranks)
+            if 0 not in axes and not lifting.of(counted, 1 + len(axes)):
                 continue
             rows = self._rows_of(steps)
+            # a dim of 1 before the tokens takes the batch; without one the batch is a dim more
+            left = [axis for axis in axes if axis] if 0 in axes else [axis + 1 for axis in axes]
+            if left:
+                word = f"rows_{'_'.join(map(str, left))}"
+                rows = self.build.op("rows_apart", "Unsqueeze", [rows, self.build.constant(word, left)])
             self.build.put(after=node)
-            for reader, (_, *left) in zip(readers, axes, strict=True):
-                if left:
-                    reader.replace_input_with(0, rows)
-                    reader.replace_input_with(1, self.build.constant(f"{name_of(reader.outputs[0])}.axes", left))
-                else:
-                    ir.convenience.replace_all_uses_with(reader.outputs[0], rows)
+            for edit in lifting.edits:
+                edit()
+            ir.convenience.replace_all_uses_with(counted, rows)
+            once(rows)
 
     @property
     def one_length(self) -> bool:
         """Whether a node takes the longest sequence's length for that of each, once rows are given; CompileError with several slots."""
-        node = next((node for node, _ in self._rows()), None)
+        node = next((node for node, *_ in self._rows()), None)
         if node is not None and self.rules.slots > 1:
             fact = f"{node.op_type} '{node.name}' takes one length for all sequences, and 'slots' is {self.rules.slots}"
             help_ = "export the model with an input 'position_ids', or write slots: 1"
             raise CompileError(Problem(self.rules.where("slots"), fact, "each sequence has a length of its own", help_))
         return node is not None
 
-    def _rows(self) -> Iterator[tuple[ir.Node, ir.Value]]:
-        """The nodes that add the past to the numbers of a step's tokens, each with these."""
+    def _rows(self) -> Iterator[tuple[ir.Node, ir.Value, list[int]]]:
+        """The nodes that add the past to the numbers of a step's tokens, each with these, and the dims of 1 that they have there."""
         lengths = copies_of(self.past)
         for node in [node for node in self.build.graph if node.op_type == "Add"]:
-            makers = {value: value.producer() for value in node.inputs if value is not None}
-            steps = [value for value, maker in makers.items() if maker is not None and maker.op_type == "Range"]
+            steps = [found for value in node.inputs if value is not None and (found := _steps(value))]
             if len(steps) == 1 and any(value in lengths for value in node.inputs):
-                yield node, steps[0]
+                yield node, *steps[0]
 
     def _rows_of(self, steps: ir.Value) -> ir.Value:
         """The position of each token [slots, tokens]; `steps`: their numbers within the step."""
@@ -140,14 +154,16 @@ class Positions:
         self.build.graph.inputs.remove(given)
 
 
-def _axes(node: ir.Node) -> list[int]:
-    """The axes of an Unsqueeze, where they are known; of another node none."""
-    value = node.inputs[1] if node.op_type == "Unsqueeze" and len(node.inputs) > 1 else None
-    return (
-        []
-        if value is None or value.const_value is None
-        else [int(one) for one in value.const_value.numpy().reshape(-1)]
-    )
+def _steps(value: ir.Value) -> tuple[ir.Value, list[int]] | None:
+    """The numbers of a step's tokens, and the dims of 1 with which a value has them; None of another value."""
+    node = value.producer()
+    if node is None or node.op_type == "Range":
+        return None if node is None else (value, [])
+    axes = constant_of(node.inputs[1]) if node.op_type == "Unsqueeze" else None
+    steps = node.inputs[0]
+    if axes is None or steps is None or (maker := steps.producer()) is None or maker.op_type != "Range":
+        return None
+    return steps, sorted(axis % (1 + len(axes)) for axis in axes)
 
 
 def copies_of(value: ir.Value) -> set[ir.Value]:

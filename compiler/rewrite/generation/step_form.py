@@ -3,6 +3,8 @@
     decode     tokens [slots, 1]      position [slots]   count [slots]        of a group, where slots take turns in several
     prefill    tokens [runs, chunk]   position [runs]    count [runs]
 
+Before an encoder's sequence is begun, `encode` computes the encoder of one slot of each run (`encoder.py`).
+
 Both are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run both by the same sessions.
 
 Where slots are dealt out to ranks (data parallel) they lie in `runs`, equal ones, and a prefill takes one slot of each run: every rank
@@ -31,7 +33,7 @@ class StepForm:
     @classmethod
     def of(cls, program: Loaded, rules: GenerateRules) -> StepForm:
         """The form of one of a plan's programs; CompileError where caches lie in other runs of slots than others do."""
-        if program.kind is not ProgramKind.PREFILL:
+        if program.kind not in (ProgramKind.PREFILL, ProgramKind.ENCODE):
             return cls(rules, rules.rows, 1, 1)
         runs = _runs(program.beside[ProgramKind.STEP], rules)
         return cls(rules, runs, rules.chunk, runs)

@@ -21,7 +21,7 @@ _RESHARDS = (ALL_GATHER, ALL_TO_ALL, EXCHANGE)
 
 def check_budget(program: Complete) -> Complete:
     """Pass: the program itself. Raises CompileError for what `strict` and the plan's `max_reshard_bytes` forbid in a step."""
-    if program.kind not in (ProgramKind.STEP, ProgramKind.PREFILL):
+    if program.kind not in (ProgramKind.STEP, ProgramKind.PREFILL, ProgramKind.ENCODE):
         return program
     problems = list(_unrequested(program)) if program.strict else []
     budget = program.plan.max_reshard_bytes

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from onnx import ModelProto, NodeProto, numpy_helper
-from partc.runtime.artifact.format import CACHE, DECODE, DOMAIN, PREFILL, Manifest
+from partc.runtime.artifact.format import CACHE, DECODE, DOMAIN, OF_SLOTS, Manifest
 from partc.runtime.artifact.graph.onnx_graph import integer_of, node_title
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
@@ -52,7 +52,7 @@ _AGAIN = "compile the model again"
 def check_slots(subject: Subject) -> Iterator[Violation]:
     """Every node by which one slot's numbers come to another one; of a program of a decoder alone."""
     manifest = subject.manifest
-    if manifest.name not in (DECODE, PREFILL) or not any(one.kind == CACHE for one in manifest.state):
+    if manifest.name not in (DECODE, *OF_SLOTS) or not any(one.kind == CACHE for one in manifest.state):
         return
     for file, (rank, *_) in manifest.by_file(subject.models).items():
         yield from _File(file, rank, subject.models[rank], manifest).mixed()
@@ -66,7 +66,7 @@ class _File:
         self.constants = {one.name: one for one in model.graph.initializer}
         self.caches = [one for one in manifest.state if one.kind == CACHE]
         self.dealt = any(one.shard(holder)[0][2] > 1 for one in self.caches for holder in one.ranks[:1])
-        self.ids = {port.name for port in manifest.inputs if len(port.shape or ()) == 2}
+        self.ids = {port.name for port in manifest.inputs if len(port.shape or ()) > 1}
         self.positions = {port.name for port in manifest.inputs} - self.ids
 
     def mixed(self) -> Iterator[Violation]:

@@ -2,7 +2,7 @@
 
 decode     past_k [4, heads, length, size]     all slots of the rank
 decode     past_k [2, heads, length, size]     of two groups the rows of one, where they lie
-prefill    past_k [1, heads, length, size]     the row of slot 2, where it lies; the next step another one's
+prefill    past_k [1, heads, length, size]     the row of slot 2, where it lies; the next step another one's; so does encode
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...artifact.format import CACHE, PREFILL, StateRecord
+from ...artifact.format import CACHE, OF_SLOTS, StateRecord
 from ...devices.device_memory import Placed
 from ...errors import UsageError
 from ...program.rank_file import RankFile
@@ -35,12 +35,12 @@ class CacheRows:
 
     @classmethod
     def of(cls, file: RankFile, state: State) -> Self | None:
-        """The rows of a rank of a prefill, or of a decode in turns; None of another program."""
+        """The rows of a rank of a prefill or an encode, or of a decode in turns; None of another program."""
         caches = [one for one in file.state if one.kind == CACHE]
         generation = file.manifest.generation
-        if file.manifest.name != PREFILL and (generation is None or generation.groups == 1):
+        if file.manifest.name not in OF_SLOTS and (generation is None or generation.groups == 1):
             return None
-        records = {name: one for one in caches for name in (one.value, one.next)}
+        records = {name: one for one in caches for name in (one.value, one.next) if name}
         if not caches:
             return cls(state, records, 0, 1, 0, 0)
         begin, _, of = caches[0].shard(file.rank)[0]

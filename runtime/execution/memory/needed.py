@@ -27,7 +27,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PREFILL, PULL
+from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OF_SLOTS, OPTIMIZER, PULL
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span, alive, peak
 from ...artifact.manifest import Artifact
@@ -143,7 +143,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
         if averaged and record.kind == "parameter" and record.tensor in trained:
             found[CPU].optimizer += bytes
     programs = [main]
-    for name in (EVALUATE, EVALUATE_STREAMED, PREFILL):
+    for name in (EVALUATE, EVALUATE_STREAMED, *OF_SLOTS):
         if artifact.manifest.is_main and name in artifact.programs:
             programs.append(_Program(read_rank_file(artifact.beside(name), rank), sizes, generation, main.targets))
     shared = {target: SharedArena() for target in found}
@@ -162,7 +162,7 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
                 one.unknown = program.unknown if target == CPU else 0
                 one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
                 one.loading = program.loading(target)
-            elif program.file.manifest.name == PREFILL:  # steps of either in turn, over the same weights
+            elif program.file.manifest.name in OF_SLOTS:  # steps of either in turn, over the same weights
                 one.between += arenas.get(target, 0)
                 one.inside, one.unknown = (
                     max(one.inside, before),

@@ -1,0 +1,142 @@
+"""The prompts of `partc generate` as requests: of options, or of a file of JSON lines.
+
+    {"prompt": "Once"}    {"ids": [1, 306], "max_tokens": 20}    {"features": "a.npy", "decoder_ids": [50258, 50259]}
+
+Of a model with an encoder these are the encoder's, and `decoder_ids` the decoder's prompt; without them it begins as the model does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from partc.cli.job.job import GenerationJob
+from partc.cli.text.tokenizer import open_tokenizer
+from partc.runtime.data.npy import BROKEN, read_array, reason
+from partc.runtime.errors import ArtifactError, InputError, UsageError
+from partc.runtime.files import counted
+from partc.runtime.files.replace import refuse_other
+
+if TYPE_CHECKING:
+    from partc.runtime import Request
+    from partc.runtime.artifact.format import Manifest
+    from partc.runtime.artifact.generation import GenerationRecord
+    from partc.runtime.artifact.tensors.dtypes import Array
+
+_GIVEN = ("prompt", "ids", "features")
+_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+"""Keys of a request that a line of the prompts' file may have beside its prompt."""
+
+
+def requests_of(job: GenerationJob, manifest: Manifest) -> Sequence[Request]:
+    """The requests of a job, read and checked, where they are not yet; PartcError with everything that is wrong with them."""
+    from partc.runtime.generation.request import refuse_unfit
+
+    if job.requests is not None:
+        return job.requests
+    if manifest.generation is None:
+        fact = "the artifact makes no tokens"
+        raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
+    record = manifest.generation
+    found = (
+        _from_file(job, record)
+        if job.file is not None
+        else [_request(job, record, entry, where) for entry, where in _entries(job)]
+    )
+    refuse_unfit(found, record)
+    if job.output is not None:
+        refuse_other(Path(job.output))
+    return found
+
+
+def _from_file(job: GenerationJob, record: GenerationRecord) -> list[Request]:
+    """A request for each line of a file of JSON lines."""
+    path, found, problems = Path(job.file or ""), list["Request"](), list[str]()
+    try:
+        text = counted.read_text(path, counted.SCHEDULE_BYTES)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: is not UTF-8 text: {error}\n  help: write one line of JSON for each prompt"
+        ) from None
+    for at, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise InputError('a line is a mapping such as {"prompt": "Once"} or {"ids": [1, 306]}')
+            found.append(_request(job, record, entry, f"{path}:{at}"))
+        except json.JSONDecodeError as error:
+            problems.append(f"{path}:{at}: is not JSON: {error.msg}")
+        except InputError as error:
+            problems.append(f"{path}:{at}: {error}")
+    if not found and not problems:
+        problems.append(f'{path}: has no line\n  help: write one for each prompt, {{"ids": [1, 306]}}')
+    if problems:
+        raise InputError("\n".join(problems))
+    return found
+
+
+def _request(job: GenerationJob, record: GenerationRecord, entry: dict[str, Any], where: str) -> Request:
+    from partc.runtime import Request
+
+    unknown = [key for key in entry if key not in (*_GIVEN, "decoder_ids", *_KEYS)]
+    given = [key for key in _GIVEN if key in entry]
+    if unknown or len(given) != 1:
+        known = ", ".join((*_GIVEN, "decoder_ids", *_KEYS))
+        fact = f"'{unknown[0]}' is not a key" if unknown else "it has one of 'prompt', 'ids' and 'features'"
+        raise InputError(f"{fact}\n  help: the keys are {known}")
+    if record.encoder is None and "decoder_ids" in entry:
+        raise InputError("'decoder_ids' are of a model with an encoder\n  help: write them behind its 'ids'")
+    ids = entry.get("ids")
+    if ids is None and "prompt" in entry:
+        tokenizer = open_tokenizer(job.tokenizer)
+        if tokenizer is None:
+            raise UsageError(
+                f"{where}: text needs a tokenizer\n  help: give --tokenizer tokenizer.json, or the prompt's --ids"
+            )
+        ids = tokenizer.encode(str(entry["prompt"])).ids
+    for key, value in (("ids", ids), ("decoder_ids", entry.get("decoder_ids"))):
+        if value is not None and not _is_of("stop", value):
+            raise InputError(f"'{key}' is a list of whole numbers")
+    said = {key: entry[key] for key in _KEYS if key in entry}
+    wrong = [key for key, value in said.items() if not _is_of(key, value)]
+    if wrong:
+        raise InputError(f"'{wrong[0]}' is {json.dumps(said[wrong[0]])}")
+    options = {**job.options, **said}
+    if record.encoder is None and ids is not None:
+        return Request(ids, **options)
+    features = _features(job, entry["features"]) if ids is None else None
+    return Request(entry.get("decoder_ids", ()), encoder=ids if features is None else features, **options)
+
+
+def _entries(job: GenerationJob) -> Iterator[tuple[dict[str, Any], str]]:
+    """What options say, as lines of a file would, each with its option."""
+    more = {"decoder_ids": [*job.decoder_ids]} if job.decoder_ids else {}
+    for ids in job.ids:
+        yield {"ids": [*ids], **more}, "--ids"
+    for text in job.texts:
+        yield {"prompt": text, **more}, "--prompt"
+    for path in job.features:
+        yield {"features": path, **more}, "--features"
+
+
+def _features(job: GenerationJob, name: object) -> Array:
+    """The array of a file, whose name in a file of prompts is relative to that file."""
+    if not isinstance(name, str):
+        raise InputError("'features' is the name of a .npy file")
+    path = Path(job.file or "").parent / name
+    try:
+        return np.array(read_array(path))
+    except BROKEN as error:
+        raise InputError(f"{path}: {reason(error)}\n  help: write it with numpy.save") from error
+
+
+def _is_of(key: str, value: object) -> bool:
+    """Whether a value has the type of its key."""
+    if key == "stop":
+        return isinstance(value, list) and all(type(one) is int for one in value)
+    return type(value) in ((int, float) if key in ("temperature", "top_p") else (int,))

@@ -1,0 +1,132 @@
+"""Values that an export makes of one position for all sequences, made of each sequence's own: they get the batch as another first dim.
+
+    bias [1, heads, tokens, entries] = Unsqueeze(Transpose(Gather(table, bucket(Range(0, entries) - steps)), (2, 0, 1)), [0])
+ ->  bias [slots, heads, tokens, entries] of steps [slots, tokens, 1] in place of [tokens, 1]: Transpose by (0, 3, 1, 2), and no Unsqueeze
+
+A dim is added from the steps on, through ops that compute element by element, look rows up, or move dims, up to the Unsqueeze that would
+have added a first dim of 1: there the batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+from partc.compiler.rewrite.generation.node_builder import NodeBuilder
+
+# fmt: off
+_ELEMENTWISE = frozenset((
+    "Abs", "Add", "And", "Cast", "Clip", "Div", "Equal", "Floor", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Log",
+    "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Sub", "Where",
+))
+# fmt: on
+_AS_ONE = ("Cast", "Expand", "Identity", "Unsqueeze")
+"""Ops that keep the first dim of their first operand where it is 1."""
+
+
+def constant_of(value: ir.Value | None) -> list[int] | None:
+    """A constant of whole numbers; None of another value."""
+    if value is None or value.const_value is None:
+        return None
+    return [int(one) for one in value.const_value.numpy().reshape(-1)]
+
+
+@dataclass
+class Lifting:
+    """How one value becomes another one with the batch as its first dim: `edits` are made once all are known to be possible.
+
+    `lifted`: by value its number of dims before. `sizes`: shapes of lifted values, which have a number more.
+    """
+
+    build: NodeBuilder
+    ranks: Mapping[ir.Value, int]
+    lifted: dict[ir.Value, int] = field(default_factory=dict)
+    sizes: set[ir.Value] = field(default_factory=set)
+    edits: list[Callable[[], None]] = field(default_factory=list)
+
+    def of(self, value: ir.Value, rank: int) -> bool:
+        """Follows a value of so many dims; whether every reader can take it with a dim more."""
+        self.lifted[value] = rank
+        waiting = [value]
+        while waiting:
+            for node in dict.fromkeys(node for node, _ in waiting.pop().uses()):
+                made = node.outputs[0]
+                if made in self.lifted or made in self.sizes:
+                    continue
+                reached = self._through(node)
+                if reached is None:
+                    return False
+                waiting += reached
+        return True
+
+    def _through(self, node: ir.Node) -> list[ir.Value] | None:
+        """What a reader makes that has a dim more, too; None where it has no form for that."""
+        made, data = node.outputs[0], node.inputs[0]
+        if made.is_graph_output():
+            return None
+        if node.op_type in _ELEMENTWISE:
+            operands = [value for value in node.inputs if value is not None]
+            rank = max(self.lifted.get(value, self.ranks.get(value, 99)) for value in operands)
+            if any(value in self.lifted and self.lifted[value] < rank for value in operands):
+                return None
+            self.lifted[made] = rank
+        elif node.op_type == "Shape" and not node.attributes.get_int("start", 0) and "end" not in node.attributes:
+            self.sizes.add(made)
+        elif node.op_type == "Expand" and node.inputs[1] in self.sizes and data not in self.sizes:
+            self.lifted[made] = self.ranks.get(made, 99)
+        elif node.op_type == "Gather" and data not in self.lifted and not node.attributes.get_int("axis", 0):
+            assert node.inputs[1] is not None
+            self.lifted[made] = self.lifted[node.inputs[1]] + self.ranks.get(data, 99) - 1  # type: ignore[arg-type]
+        elif node.op_type == "Transpose" and data in self.lifted:
+            order = node.attributes.get_ints("perm") or [*range(self.lifted[data])][::-1]
+            self.lifted[made] = self.lifted[data]
+            self._later(node, perm=[0, *(dim + 1 for dim in order)])
+        elif node.op_type == "Unsqueeze" and data in self.lifted and (axes := constant_of(node.inputs[1])) is not None:
+            rank = self.lifted[data] + len(axes)
+            axes = [axis % rank for axis in axes]
+            if 0 in axes:
+                self.edits.append(lambda: self._absorb(node, [axis for axis in axes if axis]))
+                return []
+            self.lifted[made] = rank
+            self.edits.append(lambda: self._axes(node, [axis + 1 for axis in axes]))
+        else:
+            return None
+        return [made]
+
+    def _later(self, node: ir.Node, perm: list[int]) -> None:
+        attribute = ir.AttrInt64s("perm", perm)
+        self.edits.append(lambda: node.attributes.add(attribute))
+
+    def _axes(self, node: ir.Node, axes: list[int]) -> None:
+        word = f"lifted_{'_'.join(map(str, axes))}"
+        node.replace_input_with(1, self.build.constant(word, axes))
+
+    def _absorb(self, node: ir.Node, left: list[int]) -> None:
+        """Lets the batch be the dim of 1 that an Unsqueeze adds, beside others that it adds `left`."""
+        data = node.inputs[0]
+        assert data is not None
+        if left:
+            self._axes(node, left)
+        else:
+            ir.convenience.replace_all_uses_with(node.outputs[0], data)
+        once(data if not left else node.outputs[0])
+
+
+def once(value: ir.Value) -> None:
+    """Leaves out what repeats a first dim of 1 for each sequence: the value has the batch there."""
+    waiting = [value]
+    while waiting:
+        for node, k in [*waiting.pop().uses()]:
+            if k == 0 and node.op_type == "Tile" and _repeats_first(node):
+                ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])  # type: ignore[arg-type]
+            elif k == 0 and node.op_type in _AS_ONE and 0 not in (constant_of(node.inputs[-1]) or ()):
+                waiting.append(node.outputs[0])
+
+
+def _repeats_first(node: ir.Node) -> bool:
+    """Whether a Tile repeats along the first dim alone."""
+    counts = node.inputs[1].producer() if node.inputs[1] is not None else None
+    return (
+        counts is not None and counts.op_type == "Concat" and all(constant_of(one) == [1] for one in counts.inputs[1:])
+    )
