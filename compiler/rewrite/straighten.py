@@ -1,4 +1,4 @@
-"""Pass: a matrix transposed through a reshape to fewer dims is transposed where it is, so that any of its dims may be sharded.
+"""Pass: detours of Reshapes are taken out: a matrix is transposed where it is, and what is reshaped there and back stays as it is.
 
 Exporters that do not know a rank merge the leading dims, transpose the last ones, and take the leading dims apart again. Of a merged
 dim only the major-most part can be cut, and heads are not:
@@ -6,7 +6,13 @@ dim only the major-most part can be cut, and heads are not:
     (batch, 8, seq, 16) -> Reshape (8*batch, seq, 16) -> Transpose (8*batch, 16, seq) -> Reshape (batch, 8, 16, seq)
     (batch, 8, seq, 16) -> Reshape (batch, 8, seq, 16) -> Transpose (batch, 8, 16, seq)
 
-Nothing else changes: the elements move alike. A plan that cuts nothing leaves the model as it is.
+Any dim may then be sharded. Nothing else changes: the elements move alike. A plan that cuts nothing leaves such a model as it is.
+
+In a step of a decoder the heads of a projection are told apart and joined again, since the fused attention takes them joined. Each layer
+would have four such pairs, of two nodes that compute nothing:
+
+    (batch, seq, 512) -> Reshape (batch, seq, 8, 64) -> Reshape (batch, seq, 512)
+    (batch, seq, 512)
 """
 
 from __future__ import annotations
@@ -22,13 +28,36 @@ from partc.compiler.rewrite.rewriting import Rewriting
 
 def straighten(program: Typed) -> Typed:
     """The program with every such detour taken out of its model; `paths` and `values` follow."""
-    if not cuts(program.plan, program.declared):
+    is_cut = cuts(program.plan, program.declared)
+    if not is_cut and program.generation is None:
         return program
     work = Rewriting(program)
-    for node in list(work.graph):
-        if node.op_type == "Reshape" and (found := _detour(node)):
+    for node in [node for node in work.graph if node.op_type == "Reshape"]:
+        if is_cut and (found := _detour(node)):
             _straight(work, *found)
+        elif program.generation is not None and (first := _there(node)):
+            _stay(work, first, node)
     return work.done()
+
+
+def _there(back: ir.Node) -> ir.Node | None:
+    """The Reshape whose result `back` gives the shape again that it had before."""
+    first = _producer(back.inputs[0], "Reshape")
+    source = first.inputs[0] if first is not None else None
+    if first is None or source is None or source.shape is None or back.outputs[0].shape is None:
+        return None
+    if first.device_configurations or back.device_configurations:
+        return None  # what an annotation says, it says of these nodes
+    dims, made = source.shape, back.outputs[0].shape
+    return first if len(dims) == len(made) and all(map(same, dims, made)) else None
+
+
+def _stay(work: Rewriting[Typed], first: ir.Node, back: ir.Node) -> None:
+    """Lets the readers of what `back` makes read what `first` reads, and drops the two where they are read no more."""
+    source = first.inputs[0]
+    assert source is not None
+    work.take_place(source, back.outputs[0], back)
+    work.drop([first, back])
 
 
 def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:

@@ -324,7 +324,7 @@ def test_memory_does_not_grow_with_each_token(tmp_path: Path) -> None:
     assert int(done.stdout) < 20_000_000
 
 
-def test_heads_are_rotated_and_attended_without_being_transposed(tmp_path: Path) -> None:
+def test_heads_are_rotated_and_attended_as_the_products_make_them(tmp_path: Path) -> None:
     proto = decoder(ROTATED)
     assert generated(proto, tmp_path, of_slots(3)) == reference(proto)
     for program in ("decode", "prefill"):
@@ -332,3 +332,4 @@ def test_heads_are_rotated_and_attended_without_being_transposed(tmp_path: Path)
         assert kinds.count("RotaryEmbedding") == 2
         assert kinds.count("GroupQueryAttention") == 1
         assert "Transpose" not in kinds
+        assert "Reshape" not in kinds
