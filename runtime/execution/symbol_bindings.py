@@ -73,6 +73,8 @@ class Binder:
         """The agreed sizes of the last step that broke no law, the same as bytes, and its bindings."""
         self._last_of_all: tuple[tuple[tuple[int, ...], ...], Bindings] = (), {}
         """By dim the shape of its input in the last step that all ranks were given alike, and the bindings of that step."""
+        self._same_of_all = False
+        """Whether that step's inputs have all been read here, and since then no other type or shape."""
         self.request = 0
         """The largest request that ranks have sent with the step that was bound last."""
         self._standing: dict[str, Tensor] = {}
@@ -113,6 +115,13 @@ class Binder:
         values, problems = self._read(inputs)
         if problems:
             raise InputError("\n".join(problems))
+        if not self._same_of_all:
+            self._bind_all(inputs)
+        bindings = self._last_of_all[1]
+        return bindings, {**values, **self._stand_ins(bindings)} if self.sized else values
+
+    def _bind_all(self, inputs: Mapping[str, object]) -> None:
+        """The bindings of inputs of which all ranks are given the whole ones; InputError where they break a law."""
         shapes = tuple(_shape(inputs[port.name]) for port, _ in self._cells if port.name in inputs)
         if shapes != self._last_of_all[0]:
             vector = np.full(2 + 2 * len(self._cells), _UNSEEN, np.int64)
@@ -124,8 +133,7 @@ class Binder:
             if found := [*self._violations(vector, bindings)]:
                 raise InputError("\n".join(found))
             self._last_of_all = shapes, bindings
-        bindings = self._last_of_all[1]
-        return bindings, {**values, **self._stand_ins(bindings)} if self.sized else values
+        self._same_of_all = all(port.name in self.read for port, _ in self._cells)
 
     def bind(self, step: AnnouncedStep, transport: Transport) -> tuple[Bindings, dict[str, Value]]:
         """The bindings of an announced step and the inputs that this rank reads, as values; InputError on all ranks alike."""
@@ -202,13 +210,13 @@ class Binder:
             name = reader.name
             if name not in inputs:
                 problems.append(f"the input '{name}' is missing\n  help: the model's inputs are {self._known}")
-                self._told = None
+                self._told, self._same_of_all = None, False
                 reader.forget()
                 continue
             given = inputs[name]
             try:
                 if not reader.read_again(given, values):
-                    self._told = None
+                    self._told, self._same_of_all = None, False
                     reader.read(given, values)
             except ValueError as error:
                 problems.append(f"input '{name}': {error}")

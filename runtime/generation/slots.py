@@ -103,6 +103,9 @@ class Slots:
         self._stop = frozenset(record.stop)
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
+        rows = [len(slots) for slots in self._of_group]
+        self._decoded = [tuple(np.zeros(shape, np.int64) for shape in ((n, 1), n, n)) for n in rows]
+        """By group the tokens, count and position of its decodes: in the same memory each time, to which sessions stay bound."""
 
     @property
     def running(self) -> set[int]:
@@ -185,7 +188,8 @@ class Slots:
         tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
         for row, (_, size, one) in taking.items():
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
-        return Step(tokens, count, self._positions(slots), taking, slots, group, self._lengths(slots))
+        position = np.array(self._positions(slots), np.int64)
+        return Step(tokens, count, position, taking, slots, group, self._lengths(slots))
 
     def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
         """What the encoder is given of the earliest sequence of each run of a group's slots."""
@@ -219,16 +223,17 @@ class Slots:
     def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:
         """A token of each sequence of a group that is made."""
         slots = self._of_group[group]
-        tokens, count = np.zeros((len(slots), 1), np.int64), np.zeros(len(slots), np.int64)
+        tokens, count, position = self._decoded[group]
         taking = {row: (slot, 1, making[slot]) for row, slot in enumerate(slots) if slot in making}
-        for row, (_, _, one) in taking.items():
-            tokens[row], count[row] = one.tokens[-1], 1
-        return Step(tokens, count, self._positions(slots), taking, None, group, self._lengths(slots))
+        for row, slot in enumerate(slots):
+            tokens[row, 0], count[row] = (making[slot].tokens[-1], 1) if slot in making else (0, 0)
+        position[:] = self._positions(slots)
+        return Step(tokens, count, position, taking, None, group, self._lengths(slots))
 
-    def _positions(self, slots: Sequence[int]) -> Array:
+    def _positions(self, slots: Sequence[int]) -> list[int]:
         """By slot how many tokens are there; 0 of a free one."""
         there = (self._running[slot] for slot in slots)
-        return np.array([0 if one is None else one.position for one in there], np.int64)
+        return [0 if one is None else one.position for one in there]
 
     def _lengths(self, slots: Sequence[int]) -> Array | None:
         """By slot how many entries its encoder's input has; 1 of a free one, which reads something, too. None without such numbers."""
