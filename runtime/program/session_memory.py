@@ -37,8 +37,8 @@ _LARGEST_REST = 128 << 20
 """The bytes by which chunks of the arena are measured, and of what is left of one that is not kept with it."""
 
 
-def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> tuple[list[Span[str, int]], int]:
-    """The places that the nodes of a session need beside its inputs and outputs, and of how many the size is not known.
+def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> list[Span[str, int]]:
+    """The places that the nodes of a session need beside its inputs and outputs.
 
     `place_of` gives the type and the shape of a value by its name in the session.
     """
@@ -68,8 +68,7 @@ def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> tuple[l
         place = place_of(name)
         return None if place is None else place[0].bytes_of(place[1])
 
-    found = spans(uses, size, apart)
-    return found, sum(one.bytes is None for one in found)
+    return spans(uses, size, apart)
 
 
 def _scratch(node: NodeProto, place_of: Callable[[str], Place | None]) -> list[int]:
