@@ -1,7 +1,8 @@
 """Estimates the memory that onnxruntime needs inside a rank's sessions besides inputs and outputs, without a session or a run.
 
 Nodes run in the order of the file, each with the memory of what it makes and of what its kernel needs besides; what may be written over an
-operand is (`artifact/liveness.py`). Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for
+operand is (`artifact/liveness.py`). A constant weight that one node alone reads turned takes nothing here: it is turned once, while the
+session is made, and lies in the weight's place. Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for
 where no free chunk is large enough, and keeps what it has: values of odd sizes leave chunks that no other fits. Sessions of a decoder have
 an arena each.
 """
@@ -54,6 +55,8 @@ def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> list[Sp
             op, chain = _IN_PLACE, [*chain, first]
             convolved[node.output[0]] = taken, chain
             apart.update(chain if node.output[0] in apart else ())
+        elif op == "Transpose" and first in constant and readers[first] == 1:
+            apart.add(node.output[0])
         elif op == "Conv":
             convolved[node.output[0]] = _INTO_CONV if node.input[1] in constant else _ACTIVATIONS, []
         made = [name for name in node.output if name]

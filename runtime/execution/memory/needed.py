@@ -234,8 +234,8 @@ class _Program:
 
     @property
     def trains(self) -> bool:
-        """Whether a step changes what the rank keeps."""
-        return any(record.next for record in self.file.state)
+        """Whether a step changes parameters; one of a decoder changes its caches alone."""
+        return any(record.next and record.kind != CACHE for record in self.file.state)
 
     def session_bytes(self) -> int:
         """What sessions and the runtime hold of the file while they do not run."""
