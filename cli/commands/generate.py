@@ -50,10 +50,8 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
     metavar="N",
-    help="The most tokens of an answer.",
+    help="The most tokens of an answer; by default what fits behind the prompt, at most 128.",
 )
 @click.option(
     "--temperature",

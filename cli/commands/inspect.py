@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from partc.cli.output.training_stats import TrainingStats
     from partc.runtime.artifact.format import Collective, Transfer
     from partc.runtime.artifact.manifest import Artifact
-    from partc.runtime.execution.memory.needed import RankMemory
+    from partc.runtime.execution.memory.parts import RankMemory
 
 _LARGEST = 10
 _SHOWN = 3

@@ -25,7 +25,7 @@ from partc.runtime.units import size_text
 
 if TYPE_CHECKING:
     from partc.runtime.artifact.manifest import Artifact
-    from partc.runtime.execution.memory.needed import RankMemory
+    from partc.runtime.execution.memory.parts import RankMemory
     from partc.runtime.program.rank_file import RankFile
 
 

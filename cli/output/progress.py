@@ -1,6 +1,6 @@
 """The progress of a run of many steps on stderr: a bar on a terminal, else a line every ten seconds.
 
-A run shorter than a second shows nothing.
+A run shorter than a second shows nothing, nor does one of a single step, as a job that makes tokens is.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Progress:
         now = time.monotonic()
         if step >= self.total:
             self.close()
-        if now < self._next or step >= self.total:
+        if now < self._next or step >= self.total or self.total == 1:
             return
         if not sys.stderr.isatty():
             self._next = now + _BETWEEN_LINES

@@ -22,7 +22,7 @@ from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
-from partc.runtime.execution.memory.needed import RankMemory
+from partc.runtime.execution.memory.parts import RankMemory
 
 
 @dataclass(frozen=True)

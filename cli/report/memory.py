@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from partc.runtime.artifact.manifest import Artifact
-from partc.runtime.execution.memory.needed import RankMemory, memory_over_step
+from partc.runtime.execution.memory.needed import memory_over_step
+from partc.runtime.execution.memory.parts import RankMemory
 
 _LARGEST = 12
 

@@ -20,7 +20,7 @@ from partc.compiler.cost.play import Communicate, Compute, Played, play
 from partc.runtime.artifact.legal_sizes import is_legal, refusal
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.errors import ArtifactError, UsageError
-from partc.runtime.execution.memory.needed import RankMemory
+from partc.runtime.execution.memory.parts import RankMemory
 from partc.runtime.program.rank_file import read_rank_file
 
 

@@ -18,6 +18,8 @@ Finish: TypeAlias = Literal["", "stop", "length", "error"]
 """Why a sequence ended: a token behind which it stops, the most tokens that were asked for, or logits that are not finite; empty where it
 goes on."""
 _SEED = 1 << 64
+_MOST = 128
+"""The most tokens of an answer to a request that does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,15 @@ class Request:
     `encoder`: of a model with an encoder before its decoder what that is given: at most its length of tokens, or an array of its input's
     shape, without the batch. The prompt is then the decoder's; an empty one stands for the tokens with which the model begins.
 
+    `max_tokens`: the most tokens of the answer; None for as many as fit into a sequence behind the prompt, at most 128.
+
     `temperature` 0 takes the likeliest token; above it tokens are drawn with probabilities that it sharpens (below 1) or flattens, of the
     `top_k` likeliest alone (0: of all), and of the fewest whose probabilities together reach `top_p`. What is drawn follows from `seed` and
     the number of the token alone. `stop`: tokens behind which the sequence ends, beside those of the artifact.
     """
 
     prompt: Sequence[int] = ()
-    max_tokens: int = 128
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -42,9 +46,14 @@ class Request:
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:
-        """The request with the prompt that an empty one stands for."""
+        """The request with the prompt that an empty one stands for, and the most tokens of its answer as a number."""
         start = record.encoder.start if record.encoder is not None else ()
-        return self if self.prompt or not start else replace(self, prompt=[*start])
+        one = self if self.prompt or not start else replace(self, prompt=[*start])
+        return replace(one, max_tokens=one.most(record))
+
+    def most(self, record: GenerationRecord) -> int:
+        """The most tokens of the answer behind its prompt: what it asks for, else what fits; at least 1."""
+        return max(1, min(_MOST, record.length - len(self.prompt))) if self.max_tokens is None else self.max_tokens
 
     @property
     def entries(self) -> int:
@@ -93,7 +102,7 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
     """What is wrong with a request, a text each."""
     yield from _faults_of_encoder(one, record.encoder)
     one = one.begun(record)
-    size = len(one.prompt)
+    size, most = len(one.prompt), one.most(record)
     if not size and record.encoder is not None:
         fact = "its prompt has no token for the decoder"
         yield f"{fact}\n  help: give the token with which the model's decoder begins, or compile with 'start'"
@@ -101,10 +110,10 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
         yield "its prompt has no token\n  help: begin with the token that the model knows for a begin"
     if outside := [token for token in (*one.prompt, *one.stop) if not 0 <= token < record.vocabulary]:
         yield f"{outside[0]} is not a token; tokens are 0 to {record.vocabulary - 1}"
-    if one.max_tokens < 1:
-        yield f"it asks for {one.max_tokens} tokens; at least 1"
-    elif size + one.max_tokens > record.length:
-        fact = f"a prompt of {size} tokens and {one.max_tokens} more are {size + one.max_tokens}; a sequence has at most {record.length}"
+    if most < 1:
+        yield f"it asks for {most} tokens; at least 1"
+    elif size + most > record.length:
+        fact = f"a prompt of {size} tokens and {most} more are {size + most}; a sequence has at most {record.length}"
         yield f"{fact}\n  help: ask for fewer, or compile with a larger 'length'"
     if not 0 <= one.temperature < float("inf"):
         yield f"its temperature is {one.temperature}; it is 0 or more"

@@ -1,7 +1,8 @@
 """Estimates the memory that onnxruntime needs inside a rank's sessions besides inputs and outputs, without a session or a run.
 
 Nodes run in the order of the file, each with the memory of what it makes and of what its kernel needs besides; what may be written over an
-operand is (`artifact/liveness.py`). Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for
+operand is (`artifact/liveness.py`). A constant weight that one node alone reads turned takes nothing here: it is turned once, while the
+session is made, and lies in the weight's place. Sessions that share an arena (`ort.py`) take from it in turn. It grows by what is asked for
 where no free chunk is large enough, and keeps what it has: values of odd sizes leave chunks that no other fits. Sessions of a decoder have
 an arena each.
 """
@@ -37,8 +38,8 @@ _LARGEST_REST = 128 << 20
 """The bytes by which chunks of the arena are measured, and of what is left of one that is not kept with it."""
 
 
-def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> tuple[list[Span[str, int]], int]:
-    """The places that the nodes of a session need beside its inputs and outputs, and of how many the size is not known.
+def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> list[Span[str, int]]:
+    """The places that the nodes of a session need beside its inputs and outputs.
 
     `place_of` gives the type and the shape of a value by its name in the session.
     """
@@ -54,6 +55,8 @@ def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> tuple[l
             op, chain = _IN_PLACE, [*chain, first]
             convolved[node.output[0]] = taken, chain
             apart.update(chain if node.output[0] in apart else ())
+        elif op == "Transpose" and first in constant and readers[first] == 1:
+            apart.add(node.output[0])
         elif op == "Conv":
             convolved[node.output[0]] = _INTO_CONV if node.input[1] in constant else _ACTIVATIONS, []
         made = [name for name in node.output if name]
@@ -68,8 +71,7 @@ def inside(segment: Segment, place_of: Callable[[str], Place | None]) -> tuple[l
         place = place_of(name)
         return None if place is None else place[0].bytes_of(place[1])
 
-    found = spans(uses, size, apart)
-    return found, sum(one.bytes is None for one in found)
+    return spans(uses, size, apart)
 
 
 def _scratch(node: NodeProto, place_of: Callable[[str], Place | None]) -> list[int]:

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from equivalence import model
 from partc.cli.main import COMMANDS, LazyGroup, invoke
-from partc.cli.output import console
+from partc.cli.output import console, progress
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 3] x) => (float[batch, 2] y)
@@ -141,3 +141,14 @@ def test_the_plan_is_read_before_the_model(folder: Path, capsys: pytest.CaptureF
     assert invoke(["compile", "model.py", "--plan", "wrong.yaml"]) == 2
     assert "unknown key 'placment'" in capsys.readouterr().err
     assert not (folder / "ran").exists()
+
+
+def test_a_run_of_one_step_shows_no_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_BETWEEN_LINES", 0.0)
+    for total in (1, 3):
+        with progress.Progress(total) as shown:
+            for step in range(total + 1):
+                shown.reached(step)
+    assert capsys.readouterr().err.splitlines() == ["step 0 of 3", "step 1 of 3", "step 2 of 3"]

@@ -204,7 +204,9 @@ def test_caches_lie_where_they_are_written_and_are_appended_to_in_place(compiled
     assert (checked.state.in_place, checked.state.copied) == (sum(len(record.ranks) for record in caches), 0)
 
 
-def test_a_sequence_may_fill_its_slot_and_ends_where_it_is_to_stop(compiled: Compiled) -> None:
+def test_a_sequence_may_fill_its_slot_and_ends_where_it_is_to_stop(
+    compiled: Compiled, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = Unsharded(decoder())
     whole = model.tokens([5, 6, 7], 61)
     stop = whole[3]
@@ -215,8 +217,11 @@ def test_a_sequence_may_fill_its_slot_and_ends_where_it_is_to_stop(compiled: Com
         assert (first.tokens, first.finish) == (model.tokens([5, 6, 7], 61, stop=[stop]), "stop")
         assert (len(other.tokens), other.finish) == (1, "stop")
     with load_local_generator(compiled()) as generator:
-        answer = generator.run([Request([5, 6, 7], max_tokens=61)])[0]
-        assert (answer.tokens, answer.finish) == (whole, "length")
+        for request in (Request([5, 6, 7], max_tokens=61), Request([5, 6, 7])):
+            answer = generator.run([request])[0]
+            assert (answer.tokens, answer.finish) == (whole, "length")
+    assert invoke(["generate", str(compiled()), "--ids", "5,6,7", "--in-process"]) == 0
+    assert [int(token) for token in capsys.readouterr().out.split()] == whole
 
 
 def test_what_is_drawn_does_not_depend_on_slots_neighbours_or_layout(compiled: Compiled) -> None:
@@ -265,11 +270,20 @@ def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -
         Request([1], max_tokens=0),
         Request([1], temperature=-1.0),
         Request([1], top_p=0.0, seed=-1),
+        Request([1] * 64),
     ]
     with load_local_generator(compiled()) as generator, pytest.raises(InputError) as error:
         generator.run(some)
     for number, words in enumerate(
-        ["no token", f"{VOCABULARY} is not a token", "are 70", "asks for 0", "temperature is -1", "top_p is 0"]
+        [
+            "no token",
+            f"{VOCABULARY} is not a token",
+            "are 70",
+            "asks for 0",
+            "temperature is -1",
+            "top_p is 0",
+            "are 65",
+        ]
     ):
         assert any(f"request {number}: " in line and words in line for line in str(error.value).splitlines()), words
     with load_local_generator(compiled(keys="length: 64, sampling: false")) as generator:

@@ -1,17 +1,4 @@
-"""What a rank needs of memory on each of its targets at given sizes, without a session or a step.
-
-    weights             what is read there; a weight counts on every target that reads it
-    parameters          what is kept from step to step and lies there, statistics included, but for the next
-    optimizer           the optimizer's tensors, and moving averages of parameters
-    caches              keys and values of tokens, of a decoder
-    inputs, outputs     the inputs of a step and the next, in a training of those read ahead, too; outputs of a step and the last
-    between segments    the arena of the values that segments, copies and messages hand on: exactly the bytes that a rank asks for; of a
-                        decoder those of both programs, whose sessions are the same
-    inside segments     what onnxruntime takes while it runs a segment: an estimate (`program/session_memory.py`)
-    sessions            what onnxruntime and the runtime hold of every session and node: an estimate, by measurement
-    messages            slots of messages and rooms of collectives, in memory that ranks of one host share (`shared.py`)
-    evaluation          `between`, `inside` and `sessions` of the program that evaluates a training, which lies beside it
-    loading             what onnxruntime needs, besides the weights and sessions, to lay out the weights of convolutions: an estimate, too
+"""What a rank needs of memory on each of its targets at given sizes (`parts.py`), without a session or a step.
 
 The target `cuda` has the same bytes wherever it runs; nodes on `device` count to the CPU. What collectives need beside their values is that
 of ranks in one process; MPI may need other scratch, and buffers of its own.
@@ -21,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import cycle
 from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OF_SLOTS, OPTIMIZER, PULL
+from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OF_SLOTS, OPTIMIZER, PULL, Manifest
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span, alive, peak
 from ...artifact.manifest import Artifact
@@ -48,6 +35,7 @@ from ..symbol_bindings import bound_symbols
 from ..wire_tags import wire_tags
 from .layout import MOST_PLANS, arenas, at_sizes, lay_out
 from .longest import longest
+from .parts import RankMemory, TargetMemory
 from .shared import shared_bytes
 
 if TYPE_CHECKING:
@@ -68,72 +56,60 @@ _OF_TRAINING = 1_200_000
 """What the loop, the reader of batches and MPI take for themselves."""
 
 
-@dataclass
-class StateMemory:
-    """Bytes that a rank has on one of its targets from step to step."""
-
-    target: str
-    weights: int = 0
-    parameters: int = 0
-    optimizer: int = 0
-    caches: int = 0
-    sessions: int = 0
-
-
-@dataclass
-class TargetMemory(StateMemory):
-    """The same with what a step takes beside it. `unknown`: how many values it leaves out, whose size only a run tells."""
-
-    inputs_outputs: int = 0
-    between: int = 0
-    inside: int = 0
-    messages: int = 0
-    evaluation: int = 0
-    loading: int = 0
-    unknown: int = 0
-
-    @property
-    def peak(self) -> int:
-        """What a step holds, or loading where that is more."""
-        kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions + self.messages
-        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The memory of a rank by target; its segments, and the sessions that run them."""
-
-    rank: int
-    segments: int
-    sessions: int
-    targets: tuple[TargetMemory, ...]
-
-    @property
-    def peak(self) -> int:
-        """The bytes of all targets together."""
-        return sum(one.peak for one in self.targets)
-
-    @property
-    def unknown(self) -> int:
-        """How many values it leaves out."""
-        return sum(one.unknown for one in self.targets)
-
-
 def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: RankFile | None = None) -> RankMemory:
     """The memory of a rank, with the symbols at these sizes; ValueError where a dim is not a whole number at them.
 
     `file`: that of the artifact's program, where it is read already.
     """
-    generation = artifact.generation
-    main = _Program(file or read_rank_file(artifact, rank), sizes, generation)
+    main = _Program(file or read_rank_file(artifact, rank), sizes, artifact.generation)
+    names = artifact.programs if artifact.manifest.is_main else ()
+    beside = {
+        name: _Program(read_rank_file(artifact.beside(name), rank), sizes, artifact.generation, main.targets)
+        for name in (EVALUATE, EVALUATE_STREAMED, *OF_SLOTS)
+        if name in names
+    }
+    steps = [main, *(beside.pop(name) for name in OF_SLOTS if name in beside)]  # in turn, over the same weights
     found = {target: TargetMemory(target) for target in sorted(main.used)}
+    here = found[CPU]
+
     for target, bytes in main.weights().items():
-        found[target].weights += bytes
+        found[target].weights = bytes
+    _keep(found, main, artifact.manifest, rank)
+
+    arenas = {target: SharedArena() for target in found}
+    for program in steps:
+        between = program.between()
+        for target, one in found.items():
+            one.between += between.get(target, 0)
+            one.inside = max(one.inside, program.inside(target, arenas[target]))
+    here.unknown = sum(program.unknown for program in steps)
+    here.inputs_outputs = main.input_output_bytes()
+
+    here.messages = max(shared_bytes(program.file, sizes) for program in (*steps, *beside.values()))
+
+    here.sessions = main.session_bytes()
+    for target, one in found.items():
+        one.loading = main.loading(target)
+
     training = artifact.manifest.training
+    tests = training is not None and training.settings.test is not None
+    for program in beside.values():
+        between = program.between()
+        for target, one in found.items():
+            one.evaluation = program.session_bytes() if target == CPU else 0
+            if tests:  # else none of its steps is run
+                one.evaluation += between.get(target, 0) + program.inside(target, arenas[target]) - one.inside
+    segments = [step for step in main.file.steps if isinstance(step, Segment)]
+    return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
+
+
+def _keep(found: Mapping[str, TargetMemory], main: _Program, manifest: Manifest, rank: int) -> None:
+    """Counts what the rank keeps from step to step where it lies; moving averages of parameters lie on the CPU."""
+    training = manifest.training
     averaged = training is not None and training.settings.ema is not None
     trained = {record.tensor for record in main.file.state if record.next}
     for record in main.file.state:
-        bytes, one = artifact.manifest.state_bytes_of(record, rank), found[main.targets.get(record.value, CPU)]
+        bytes, one = manifest.state_bytes_of(record, rank), found[main.targets.get(record.value, CPU)]
         if record.kind in ("parameter", "statistics"):
             one.parameters += bytes
         elif record.kind == CACHE:
@@ -142,40 +118,6 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
             one.optimizer += bytes
         if averaged and record.kind == "parameter" and record.tensor in trained:
             found[CPU].optimizer += bytes
-    programs = [main]
-    for name in (EVALUATE, EVALUATE_STREAMED, *OF_SLOTS):
-        if artifact.manifest.is_main and name in artifact.programs:
-            programs.append(_Program(read_rank_file(artifact.beside(name), rank), sizes, generation, main.targets))
-    shared = {target: SharedArena() for target in found}
-    for program in programs:
-        arenas, sessions = program.between(), program.sessions()
-        for target, one in found.items():
-            own = sessions.get(target, [])
-            before = one.inside
-            taken_from = [OwnArena() for _ in own] if program.file.caches else [shared[target]]
-            for _ in range(2):
-                for arena, places in zip(cycle(taken_from), own, strict=False):
-                    arena.run(places)
-            one.inside = sum(arena.bytes for arena in taken_from)
-            if program is main:
-                one.between, one.sessions = arenas.get(target, 0), program.session_bytes() if target == CPU else 0
-                one.unknown = program.unknown if target == CPU else 0
-                one.inputs_outputs = program.input_output_bytes() if target == CPU else 0
-                one.loading = program.loading(target)
-            elif program.file.manifest.name in OF_SLOTS:  # steps of either in turn, over the same weights
-                one.between += arenas.get(target, 0)
-                one.inside, one.unknown = (
-                    max(one.inside, before),
-                    one.unknown + (program.unknown if target == CPU else 0),
-                )
-            else:
-                one.evaluation = program.session_bytes() if target == CPU else 0
-                if training is not None and training.settings.test is not None:  # else none of its steps is run
-                    one.evaluation += arenas.get(target, 0) + one.inside - before
-                one.inside = before
-    found[CPU].messages = max(shared_bytes(program.file, sizes) for program in programs)
-    segments = [step for step in main.file.steps if isinstance(step, Segment)]
-    return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
 
 
 @dataclass(frozen=True)
@@ -237,7 +179,6 @@ class _Program:
         self._bound_rows()
         if generation is not None:
             self.bounds |= longest(file, generation, self._tensors(), self._place)
-        self.unknown = 0
 
     def _tensors(self) -> dict[str, TensorProto]:
         """The weights by name, those of tasks included."""
@@ -293,8 +234,8 @@ class _Program:
 
     @property
     def trains(self) -> bool:
-        """Whether a step changes what the rank keeps."""
-        return any(record.next for record in self.file.state)
+        """Whether a step changes parameters; one of a decoder changes its caches alone."""
+        return any(record.next and record.kind != CACHE for record in self.file.state)
 
     def session_bytes(self) -> int:
         """What sessions and the runtime hold of the file while they do not run."""
@@ -321,34 +262,47 @@ class _Program:
                 most = max(most, sum(sizes[name] for name in read))
         return int(_LAID_OUT * most)
 
+    @cached_property
     def sessions(self) -> dict[str, list[list[Span[str, int]]]]:
         """By target what each session there needs inside; and what lies outside of arenas, as one that needs it all."""
         found: dict[str, list[list[Span[str, int]]]] = {}
         for segment in self.distinct():
-            names = dict([*segment.operands, *segment.results])
-            suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
-            places, unknown = inside(segment.formal, partial(self._place_in, names, suffix))
-            self.unknown += unknown
-            found.setdefault(self.devices.target(segment.target), []).append(places)
+            found.setdefault(self.devices.target(segment.target), []).append(self._inside(segment))
         loose = list[Span[str, int]]()
         for name, span in self.values.live_ranges.items():
             if self.values.storage[name] in (Storage.TENSOR, Storage.OBJECT):
                 place = self._place(name)
-                self.unknown += place is None
                 bytes = None if place is None else place[0].bytes_of(place[1])
                 loose.append(Span(name, span.born, max(span.ends), (), bytes))
         found.setdefault(CPU, []).append(loose)
         return found
 
+    @property
+    def unknown(self) -> int:
+        """How many places in sessions and outside of arenas have a size that only a run tells."""
+        return sum(place.bytes is None for own in self.sessions.values() for places in own for place in places)
+
+    def inside(self, target: str, common: SharedArena) -> int:
+        """What the arenas of a target's sessions have used after two steps: of a decoder one each, else `common`."""
+        sessions = self.sessions.get(target, [])
+        arenas = [OwnArena() for _ in sessions] if self.file.caches else [common]
+        for _ in range(2):
+            for arena, places in zip(cycle(arenas), sessions, strict=False):
+                arena.run(places)
+        return sum(arena.bytes for arena in arenas)
+
     def session_peaks(self) -> dict[int, int]:
         """By the id of a segment's formal the most bytes that its nodes need at once inside of its session."""
         found: dict[int, int] = {}
         for segment in self.distinct():
-            names = dict([*segment.operands, *segment.results])
-            suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
-            places, _ = inside(segment.formal, partial(self._place_in, names, suffix))
-            found[id(segment.formal)] = peak(places)[0]
+            found[id(segment.formal)] = peak(self._inside(segment))[0]
         return found
+
+    def _inside(self, segment: Segment) -> list[Span[str, int]]:
+        """What the session of a segment needs inside."""
+        names = dict([*segment.operands, *segment.results])
+        suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
+        return inside(segment.formal, partial(self._place_in, names, suffix))
 
     def _place_in(self, names: Mapping[str, str], suffix: str, name: str) -> Place | None:
         """As `_place`, by a value's name in a session; a value inside a task has the suffix of the task's microbatch."""
