@@ -21,10 +21,10 @@ from partc.compiler.emit.node_text import node_text
 from partc.compiler.emit.rank_text import RankTexts
 from partc.compiler.ir.program import Complete, Loaded, Lowered, Placed, Prepared, Sharded, Targeted, Typed
 from partc.compiler.ir.programs import Event, RankProgram
+from partc.compiler.ir.sharded import facts_of as group_facts
 from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.ir.value_info import bytes_text
 from partc.runtime.artifact.format import SEND
-from partc.runtime.artifact.ranks import order_text
 
 GRAMMAR = 4
 _NAMED = 8
@@ -142,7 +142,7 @@ def _dim_facts(program: Typed) -> list[str]:
 def _ranks(ranks: Sequence[int]) -> str:
     """`3`, `[0, 2]`, and more than eight as rows: `[0..511]`, `[0..504:8]`."""
     if len(ranks) > _NAMED:
-        return f"[{order_text(ranks).replace('-', '..').replace(',', ', ')}]"
+        return f"[{group_facts(tuple(ranks)).rows.replace('-', '..').replace(',', ', ')}]"
     return ", ".join(map(str, ranks)) if len(ranks) == 1 else f"[{', '.join(map(str, ranks))}]"
 
 

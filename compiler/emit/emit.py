@@ -23,7 +23,7 @@ from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.legal_sizes import wrong_batch
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.ranks import ranks_text
-from partc.runtime.artifact.replace_folder import obstacle, replacing_folder
+from partc.runtime.artifact.replace_folder import Obstacle, ObstacleError, obstacle, replacing_folder
 from partc.runtime.errors import printable
 from partc.runtime.files.writers import write_new
 
@@ -43,17 +43,23 @@ def emit(
     `out` is replaced only if it is empty or an artifact and nothing else, and only by a whole one, at which `prove` has looked.
     `bare`: without dumps, and with files of weights that are holes of the right size, for a simulation.
     """
-    refuse_to_replace(out)
-    with replacing_folder(out) as folder:
-        manifest = _write_all([program, *inner], folder, sources, texts or {}, bare)
-        prove(folder)
-        return manifest
+    try:
+        with replacing_folder(out) as folder:
+            manifest = _write_all([program, *inner], folder, sources, texts or {}, bare)
+            prove(folder)
+            return manifest
+    except ObstacleError as error:
+        raise _in_the_way(out, error.found) from error
 
 
 def refuse_to_replace(out: Path) -> None:
     """Raises CompileError where something else than an artifact, or something in one that partc did not write, is in the place."""
     if (found := obstacle(out)) is not None:
-        raise CompileError(Problem(str(out), found.fact, help=found.help))
+        raise _in_the_way(out, found)
+
+
+def _in_the_way(out: Path, found: Obstacle) -> CompileError:
+    return CompileError(Problem(str(out), found.fact, help=found.help))
 
 
 def _write_all(

@@ -23,7 +23,7 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.plan.rules import Plan
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
-from partc.runtime.artifact.ranks import Grid, order_text
+from partc.runtime.artifact.ranks import Grid, SharedRanks, order_text
 from partc.runtime.artifact.release import release
 
 
@@ -186,9 +186,9 @@ def _lying(
 
 
 @functools.lru_cache(maxsize=1024)
-def _listed(facts: GroupFacts) -> list[int]:
+def _listed(facts: GroupFacts) -> SharedRanks:
     """One list for all that the ranks of a group hold."""
-    return list(facts.group)
+    return SharedRanks(facts.group)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.layout.layout import Layout
+from partc.runtime.artifact.ranks import order_text
 
 Group = tuple[int, ...]
 """Ranks in order that share values; a group of one is a rank."""
@@ -37,6 +38,11 @@ class GroupFacts:
     def places(self) -> dict[int, int]:
         """By rank its place in the group."""
         return {rank: place for place, rank in enumerate(self.group)}
+
+    @functools.cached_property
+    def rows(self) -> str:
+        """The ranks in order, as rows: `0-7`, `0-56:8`."""
+        return order_text(self.group)
 
     @functools.cached_property
     def text(self) -> str:
@@ -100,7 +106,7 @@ class NodePlacement:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that run the node."""
-        return _members(self.groups)
+        return self.groups[0] if len(self.groups) == 1 else _members(self.groups)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -36,7 +36,7 @@ from partc.compiler.ir.training import Training
 from partc.compiler.ir.values import ValueTable
 from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
-from partc.compiler.lower.kept import operand
+from partc.compiler.lower.kept import operand_as
 from partc.compiler.lower.local_view import Localized, LocalView
 from partc.compiler.lower.pulls import is_pulled, write_dense, write_push
 from partc.compiler.lower.written import is_written, write_backward
@@ -225,7 +225,7 @@ class Backward:
         node = instance.node
         around = {value: replicated_on(value, instance.group) for value in inner}
         read = {k: input_layout_of(self.program, instance, k) for k, flow in enumerate(flows) if flow}
-        operands = {k: one for k in read if (one := operand(self.comm, instance, k)) is not None}
+        operands = {k: operand_as(self.comm, instance, k, version) for k, version in read.items()}
         wanted = {*operands.values(), *(self.at[version] for version in around.values())}
         tables = {operands[k] for k, version in read.items() if version.value in self.row_terms}
         try:

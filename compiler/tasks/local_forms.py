@@ -19,7 +19,7 @@ from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import shards_along
 from partc.compiler.lower.by_place import by_place
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.lower.kept import operand
+from partc.compiler.lower.kept import operand_as
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
@@ -113,7 +113,7 @@ class _Operands:
 
         read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
         made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
-        inputs = [handle(operand(comm, instance, k)) for k in range(len(node.inputs))]
+        inputs = [handle(None if copy is None else operand_as(comm, instance, k, copy)) for k, copy in enumerate(read)]
         outputs = [handle(table.at[version]) if version.value.name else "" for version in made]
         captured = {
             name_of(value): handle(table.at[replicated_on(value, instance.group)]) for value in program.around[node]

@@ -27,7 +27,7 @@ from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, facts_of, rank
 from partc.compiler.ir.value_info import Array, Shape
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Placed
-from partc.compiler.lower.kept import operand
+from partc.compiler.lower.kept import operand, operand_as
 from partc.compiler.ops.registry import is_differentiable
 from partc.compiler.ops.rule import OWN
 from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
@@ -155,14 +155,11 @@ class NodeGradients:
     def _operands(self, instance: NodeOnGroup, form: LocalForm) -> list[ir.Value]:
         """What the node and its bodies read, as it is on the group; constants are shown where nothing changes them."""
         program, node = self.program, instance.node
-        operands = [
-            (input_layout_of(program, instance, k), operand(self.comm, instance, k))
-            for k, value in enumerate(node.inputs)
-            if value is not None
-        ]
+        read = [(k, input_layout_of(program, instance, k)) for k, value in enumerate(node.inputs) if value is not None]
+        operands = [(version, operand_as(self.comm, instance, k, version)) for k, version in read]
         inner = [replicated_on(one, instance.group) for one in program.around[node]]
         operands += [(version, self.at[version]) for version in inner]
-        return [self._operand(version, one, form.handle(one)) for version, one in operands if one is not None]
+        return [self._operand(version, one, form.handle(one)) for version, one in operands]
 
     def _operand(self, version: ShardedValue, one: Value, handle: str) -> ir.Value:
         value = version.value

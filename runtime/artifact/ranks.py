@@ -36,6 +36,15 @@ MOST_RANKS = 1 << 16
 _SPAN = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
 
 
+class SharedRanks(list[int]):
+    """The ranks of many records, known to be whole numbers and never changed: their text is made once."""
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The ranks as `order_text` writes them."""
+        return order_text(self)
+
+
 def lists_by_rank(groups: Mapping[str, Iterable[Sequence[int]]]) -> dict[int, dict[str, tuple[int, ...]]]:
     """By rank and group the list that holds the rank; groups without it are left out."""
     found: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -174,6 +183,8 @@ def _is_row(value: object, length: int | None = None) -> bool:
 def _read_ranks(value: Any, info: ValidationInfo) -> list[int]:
     if isinstance(value, str):
         return _listed(value, info.context)
+    if isinstance(value, SharedRanks):
+        return value
     if not _is_row(value):
         raise ValueError("it should be a list of ranks, or a text such as '0-3,8'")
     return value if isinstance(value, list) else list(value)
@@ -189,7 +200,9 @@ def _listed(text: str, budget: Budget | None) -> list[int]:
 
 
 def _write_ranks(ranks: Sequence[int]) -> list[int] | str:
-    return list(ranks) if len(ranks) <= _WRITTEN_OUT else order_text(ranks)
+    if len(ranks) <= _WRITTEN_OUT:
+        return list(ranks)
+    return ranks.text if isinstance(ranks, SharedRanks) else order_text(ranks)
 
 
 def _read_boxes(value: Any) -> Sequence[Box] | None:

@@ -48,11 +48,19 @@ class Obstacle:
     help: str
 
 
+class ObstacleError(UsageError):
+    """Something is in the way of a new artifact."""
+
+    def __init__(self, out: Path, found: Obstacle) -> None:
+        super().__init__(f"{out}: {found.fact}\n  help: {found.help}")
+        self.found = found
+
+
 @contextmanager
 def replacing_folder(out: Path) -> Iterator[Path]:
     """A new folder that becomes `out` when the block has ended, and is removed where it raises.
 
-    UsageError where `out` may not be replaced; WriteError where it cannot be written. In both cases it is as it was.
+    ObstacleError where `out` may not be replaced; WriteError where it cannot be written. In both cases it is as it was.
     """
     refuse_obstacle(out)
     place = Path(os.path.abspath(out))
@@ -102,9 +110,9 @@ def obstacle(out: Path) -> Obstacle | None:
 
 
 def refuse_obstacle(out: Path) -> None:
-    """Raises UsageError where something is in the way of a new artifact."""
+    """Raises ObstacleError where something is in the way of a new artifact."""
     if (found := obstacle(out)) is not None:
-        raise UsageError(f"{out}: {found.fact}\n  help: {found.help}")
+        raise ObstacleError(out, found)
 
 
 def listed_files(folder: Path) -> frozenset[str] | None:
@@ -143,7 +151,10 @@ def remove_own(folder: Path) -> None:
     """Removes a folder that partc wrote: the files that its manifest lists, the manifest last, or, where a writer died before
     it wrote one, all of it. What else came into an artifact stays, and the folders around it.
     """
-    listed = listed_files(folder)
+    _remove(folder, listed_files(folder))
+
+
+def _remove(folder: Path, listed: frozenset[str] | None) -> None:
     if listed is None:
         remove_hidden(folder)
         return
@@ -162,8 +173,9 @@ def _take_place(hidden: Path, place: Path, out: Path) -> Path | None:
 def _remove_old(old: Path, out: Path) -> None:
     """Removes the old folder; where that fails the next writer does it."""
     try:
-        found = _strangers(old, listed_files(old) or frozenset())
-        remove_own(old)
+        listed = listed_files(old)
+        found = _strangers(old, listed or frozenset())
+        _remove(old, listed)
     except OSError:
         return
     if found:

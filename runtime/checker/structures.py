@@ -8,15 +8,15 @@ program without its large weights, of nodes that are alike one, and without opti
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
-from partc.runtime.artifact.graph.onnx_graph import all_nodes, read_model, reads
+from partc.runtime.artifact.graph.onnx_graph import all_nodes, graph_bodies, read_model, reads
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.graph.targets import as_identity, is_copy
 from partc.runtime.artifact.tasks.calls import unrolled
@@ -54,22 +54,18 @@ class Structure:
 def structures(folder: Path) -> list[Structure]:
     """The programs of an artifact and of those inside of it, those of one structure once, with the nodes of each task once."""
     found: list[Structure] = []
-    seen = set[tuple[bytes, ...]]()
+    seen = _Kinds()
     for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
         artifact, _ = read_artifact(inside)
         for one in map(artifact.beside, artifact.programs) if artifact else ():
             manifest, known = one.manifest, set[bytes]()
             for file in dict.fromkeys(map(manifest.program, range(manifest.ranks))):
                 model = read_model(inside / file)
-                # equal for programs that differ in weights, constants and the ends of their messages only
-                digest = hashlib.sha256()
-                for text in _texts(model):
-                    digest.update(text)
-                if (structure := digest.digest()) not in known:
+                if (structure := _structure(model)) not in known:
                     known.add(structure)
                     name = (inside / file).relative_to(folder).as_posix()
                     model = unrolled(model, name, once=True)
-                    found.append(Structure(name, model, _unseen(model, seen), manifest, inside))
+                    found.append(Structure(name, model, _unseen(name, model, seen), manifest, inside))
     return found
 
 
@@ -104,30 +100,34 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
     return text if folder is None else can_load(_alone(model, model.graph.node), str(folder.resolve()), optimized=risky)
 
 
-def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
-    """The program without the nodes that a program before it had, over operands of these types; `known`, to which its own are added.
+def _unseen(file: str, model: ModelProto, known: _Kinds) -> ModelProto:
+    """The program without the nodes that it, or a program before it, had over operands of these types; `known`, to which its own are added.
 
-    What they make is an input then. A node stays where it reads integers, which may be a shape, that another one of the program makes,
-    and with it what makes such integers, or a value of unknown shape, which no input has.
+    Integers are told apart by what makes them as well, for they may be a shape. What the nodes left out make is an input then. A node
+    stays with those that make the integers that it reads, or a value of unknown shape, which no input has.
     """
     ports = _declared(model)
-    types = {name: port.SerializeToString() for name, port in ports.items()}
-    for tensor in model.graph.initializer:
-        if tensor.data_location != TensorProto.EXTERNAL:
-            types[tensor.name] = tensor.SerializeToString()
+    kinds: dict[str, Hashable] = {name: known.number(port.type.SerializeToString()) for name, port in ports.items()}
+    kinds |= {tensor.name: known.number(_content(tensor)) for tensor in model.graph.initializer}
+    integers = {name for name, port in ports.items() if _is_integer(port)}
     new = set[int]()
-    numbers = set[str]()
     for at, node in enumerate(model.graph.node):
-        read = [*reads(node)]
-        key = (node.SerializeToString(), *[types.get(name, b"") for name in (*read, *node.output)])
-        is_new = key not in known or is_rank_constant(node) or not numbers.isdisjoint(read)
-        if is_new or not all(name in ports for name in node.output if name):
-            known.add(key)
+        attributes = [one.SerializeToString() for one in node.attribute]
+        own = file if is_rank_constant(node) else ""
+        captured = reads(node) if graph_bodies(node) else ()
+        operands = [kinds.get(name, name) for name in (*node.input, *captured)]
+        results = [kinds.get(name, -1) if name else None for name in node.output]
+        key = (own, node.domain, node.op_type, node.overload, *attributes, None, *operands, None, *results)
+        count = len(known)
+        number = known.number(key)
+        if len(known) > count or -1 in results:
             new.add(at)
-            numbers.update(name for name in node.output if _is_integer(ports.get(name)))
+        for place, name in enumerate(node.output):
+            if name in integers or name not in ports:
+                kinds[name] = known.number((number, place))
     if len(new) == len(model.graph.node):
         return model
-    numbers = set()
+    numbers = set[str]()
     for at, node in reversed([*enumerate(model.graph.node)]):
         if at in new or not numbers.isdisjoint(node.output):
             new.add(at)
@@ -140,14 +140,42 @@ def _unseen(model: ModelProto, known: set[tuple[bytes, ...]]) -> ModelProto:
     del rest.graph.node[:], rest.graph.output[:]
     rest.graph.node.extend(kept)
     made = {name for node in kept for name in node.output}
+    read = {name for node in kept for name in reads(node)}
+    weights = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    inputs = [port for port in model.graph.input if port.name in read]
+    given = made | {port.name for port in inputs} | {tensor.name for tensor in weights}
+    del rest.graph.input[:], rest.graph.initializer[:], rest.graph.value_info[:]
+    rest.graph.initializer.extend(weights)
+    rest.graph.input.extend([*inputs, *(ports[name] for name in sorted(read - given) if name in ports)])
     rest.graph.output.extend(port for port in model.graph.output if port.name in made)
-    given = made | {port.name for port in model.graph.input} | {tensor.name for tensor in model.graph.initializer}
-    others = dict.fromkeys(name for node in kept for name in reads(node) if name not in given and name in ports)
-    rest.graph.input.extend(ports[name] for name in others)
-    values = [port for port in model.graph.value_info if port.name in made]
-    del rest.graph.value_info[:]
-    rest.graph.value_info.extend(values)
+    rest.graph.value_info.extend(port for port in model.graph.value_info if port.name in made)
     return rest
+
+
+class _Kinds:
+    """Numbers of whatever is alike: types, constants, and nodes over such operands."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, key: Hashable) -> int:
+        """The number of a key, the next one where it is new."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _content(tensor: TensorProto) -> Hashable:
+    """A weight by its type and shape, and, where the program itself has its numbers, by these."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return tensor.data_type, tuple(tensor.dims)
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    for field in ("name", "doc_string", "metadata_props"):
+        copy.ClearField(field)
+    data: bytes = copy.SerializeToString()
+    return data
 
 
 def _is_integer(port: ValueInfoProto | None) -> bool:
@@ -207,13 +235,15 @@ def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
     return data
 
 
-def _texts(model: ModelProto) -> Iterator[bytes]:
-    for node in model.graph.node:
+def _structure(model: ModelProto) -> bytes:
+    """Equal for programs that differ in weights, constants and the ends of their messages only."""
+    light = GraphProto()
+    light.CopyFrom(model.graph)
+    for node in light.node:
         if node.domain == DOMAIN:
-            yield "|".join([node.op_type, *node.input, ">", *node.output]).encode()
-        else:
-            yield node.SerializeToString()
-    for port in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        yield port.SerializeToString()
+            for field in ("name", "attribute", "metadata_props", "doc_string"):
+                node.ClearField(field)
+    light.ClearField("initializer")
     for tensor in model.graph.initializer:
-        yield f"{tensor.name} {tensor.data_type} {list(tensor.dims)}".encode()
+        light.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    return hashlib.sha256(light.SerializeToString()).digest()

@@ -73,6 +73,39 @@ def test_a_fault_of_one_rank_alone_is_found_in_a_node_that_all_have(
     assert "'y'" in str(error.value)
 
 
+ALIKE = f"""{HEAD} m (float[4, 6] x) => (float[2, 12] y, float[2, 12] z)
+  {{ [s] s = Constant <value_ints = [2, 12]> () [b] y = Reshape (x, s)
+     [t] t = Constant <value_ints = [2, 12]> () [c] z = Reshape (x, t) }}"""
+
+
+@pytest.mark.parametrize("planted", ["type", "numbers"])
+def test_a_fault_of_the_second_of_two_alike_nodes_is_found(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of nodes that a program has alike types are inferred once: alike are those over the same types, and of the same shapes' numbers."""
+    good = RankModels.of
+
+    def broken(self: RankModels, part: RankProgram) -> bytes:
+        made = onnx.load_from_string(good(self, part))
+        if planted == "type":
+            (result,) = (one for one in made.graph.output if one.name == "z")
+            result.type.tensor_type.shape.dim[1].dim_value = 13
+        else:
+            (last,) = (one for one in made.graph.node if "z" in one.output)
+            (shape,) = (one for one in made.graph.node if last.input[1] in one.output)
+            shape.attribute[0].ints[:] = [3, 8]
+        return made.SerializeToString()
+
+    compiled(model(ALIKE), "ranks: 1\n", tmp_path / "good")
+    (one,) = structures(tmp_path / "good")
+    assert len(one.rest.graph.node) < len(one.model.graph.node)
+    monkeypatch.setattr(RankModels, "of", broken)
+    with pytest.raises(CompileError) as error:
+        compiled(model(ALIKE), "ranks: 1\n", tmp_path / "build")
+    assert "rank_0000.onnx: " in str(error.value)
+    assert "'z'" in str(error.value)
+
+
 NO_KERNEL = f"{HEAD} m (int32[4, 6] x) => (int32[4, 6] y) {{ [a] h = Identity (x) [hard] y = HardSwish (h) }}"
 REFUSED = [
     NO_KERNEL.replace("int32", "bfloat16"),

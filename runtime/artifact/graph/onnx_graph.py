@@ -31,12 +31,15 @@ def read_model(file: Path) -> ModelProto:
     return onnx.load_model_from_string(read_regular(file, LARGEST_MODEL))
 
 
-def graph_bodies(node: NodeProto) -> Iterator[GraphProto]:
+def graph_bodies(node: NodeProto) -> list[GraphProto]:
     """The bodies of a node."""
+    found = []
     for attribute in node.attribute:
         if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
+            found.append(attribute.g)
+        if attribute.graphs:
+            found += attribute.graphs
+    return found
 
 
 def reads(node: NodeProto) -> Iterator[str]:

@@ -37,26 +37,27 @@ def _check_scope(file: str, graph: GraphProto, outer: set[str]) -> Iterator[Viol
 def _check_nodes(
     file: str,
     owner: str,
-    nodes: Iterable[NodeProto],
+    nodes: Sequence[NodeProto],
     made: set[str],
     results: Sequence[str],
     outer: set[str],
     lost: str,
 ) -> Iterator[Violation]:
     """`made` are the values that are there before the nodes, `results` those that must be there after them."""
-    later = {name for node in nodes for name in node.output if name}
+    later: set[str] | None = None
     for node in nodes:
-        for name in dict.fromkeys(node.input):
-            if name and name not in made and name not in outer:
-                fact = f"its input '{name}' {'is defined after it' if name in later else lost}"
-                yield Violation(file, fact, node_title(node), path_of(node))
+        missing = [name for name in node.input if name not in made and name and name not in outer]
+        if missing and later is None:
+            later = {name for each in nodes for name in each.output if name}
+        for name in dict.fromkeys(missing):
+            fact = f"its input '{name}' {'is defined after it' if later and name in later else lost}"
+            yield Violation(file, fact, node_title(node), path_of(node))
         for body in graph_bodies(node):
             yield from _check_scope(file, body, made | outer)
-        for name in node.output:
-            if name and name in made:
+        for name in filter(None, node.output):
+            if name in made:
                 yield Violation(file, f"its output '{name}' is defined twice", node_title(node), path_of(node))
-            if name:
-                made.add(name)
+            made.add(name)
     for name in results:
         if name not in made and name not in outer:
             yield Violation(file, f"its output '{name}' {lost}", owner)
@@ -69,25 +70,29 @@ def _check_ops(file: str, model: ModelProto) -> Iterator[Violation]:
         yield Violation(
             file, f"it uses version {imported[DOMAIN]} of {DOMAIN}; this partc knows version {DOMAIN_VERSION}"
         )
-    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+    everywhere = [*all_nodes(model.graph.node)]
+    splits = [node for node in everywhere if node.op_type == "Split"]
+    for nodes in (splits, *(function.node for function in model.functions)):
         for node, fact in short_splits(nodes):
             yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
-    for node in all_nodes(model.graph.node):
-        domain = node.domain or "ai.onnx"
+    for node in everywhere:
+        op = domain, op_type = node.domain or "ai.onnx", node.op_type
         if domain not in imported:
             yield Violation(file, f"its domain {domain} has no opset_import", node_title(node), path_of(node))
-        if (domain, node.op_type) not in known:
-            fact = (
-                f"neither ONNX nor onnxruntime knows {domain}.{node.op_type}, and no function of the file is called so"
-            )
+        if op not in known:
+            fact = f"neither ONNX nor onnxruntime knows {domain}.{op_type}, and no function of the file is called so"
             yield Violation(file, fact, node_title(node), path_of(node))
-    yield from check_calls(file, model)
+    yield from _check_calls(file, model, everywhere)
 
 
 def check_calls(file: str, model: ModelProto) -> Iterator[Violation]:
     """Calls of the model's functions with other inputs, outputs or attributes than they have."""
+    return _check_calls(file, model, all_nodes(model.graph.node))
+
+
+def _check_calls(file: str, model: ModelProto, nodes: Iterable[NodeProto]) -> Iterator[Violation]:
     functions = {(function.domain, function.name): function for function in model.functions}
-    for node in all_nodes(model.graph.node) if functions else ():
+    for node in nodes if functions else ():
         if (key := (node.domain, node.op_type)) in functions:
             for fact in _wrong_call(node, functions[key]):
                 yield Violation(file, fact, node_title(node), path_of(node), "compile the model again")
