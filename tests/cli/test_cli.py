@@ -197,7 +197,7 @@ def test_inspect_gives_the_same_to_machines(build: Path, capsys: pytest.CaptureF
     assert [rank["weights"] for rank in told["ranks"]] == [140, 84, 48]
     for rank in told["memory"]:
         (target,) = rank["targets"]
-        step = sum(target[part] for part in ("weights", "inputs_outputs", "between", "inside", "sessions"))
+        step = sum(target[part] for part in ("weights", "inputs_outputs", "between", "inside", "messages", "sessions"))
         assert (rank["peak"], target["peak"], target["unknown"]) == (step, step, 0)
     # h0 and the result of the first of two products, and h1, which is sent from where it is made
     assert (told["memory"][1]["segments"], told["memory"][1]["targets"][0]["between"]) == (2, 2560)
