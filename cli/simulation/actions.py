@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from partc.cli.simulation.sizes import FileSizes
 from partc.compiler.cost import play
-from partc.compiler.cost.machine import Machine
+from partc.compiler.cost.machine import Machine, Processor
 from partc.compiler.cost.play import Action
 from partc.compiler.cost.price import NodeCost, Operand, cost_of, function_costs, function_seconds
 from partc.runtime.artifact.format import CPU, OPTIMIZER
@@ -49,11 +49,12 @@ _ROWS = 8
 
 
 class Pricing:
-    """Prices the steps of rank files on a machine; nodes that are alike are priced once."""
+    """Prices the steps of rank files on a machine; nodes that are alike are priced once, and functions of operands that are."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._nodes: dict[object, NodeCost] = {}
+        self._functions: dict[object, float] = {}
 
     def node(self, node: NodeProto, given: Sequence[Operand | None], made: Sequence[Operand | None]) -> NodeCost:
         """What a node costs."""
@@ -71,7 +72,7 @@ class Pricing:
         for node in segment.formal.nodes:
             given, made = sizes.of_node(node, segment)
             if node.domain == OPTIMIZER and node.op_type in functions:
-                modules[path_of(node)] += function_seconds(functions[node.op_type], given, processor)
+                modules[path_of(node)] += self.function(functions[node.op_type], given, processor)
                 continue
             cost = self.node(node, given, made)
             modules[path_of(node)] += cost.seconds(processor)
@@ -84,7 +85,16 @@ class Pricing:
         """Seconds of an update, in shards."""
         processor = self.machine.processor(update.target or CPU)
         found = updated(update, functions, sizes).items()
-        return sum(function_seconds(functions[name], operands, processor, SHARD) for name, operands in found)
+        return sum(self.function(functions[name], operands, processor, SHARD) for name, operands in found)
+
+    def function(
+        self, function: FunctionProto, given: Sequence[Operand | None], processor: Processor, shard: int = 0
+    ) -> float:
+        """Seconds of a function, as `function_seconds`."""
+        key = function.SerializeToString(deterministic=True), tuple(given), id(processor), shard
+        if key not in self._functions:
+            self._functions[key] = function_seconds(function, given, processor, shard)
+        return self._functions[key]
 
     def least(self, step: Segment | Update, sizes: FileSizes) -> float:
         """Seconds that ranks take together at least for what a segment or an update of the unsharded model computes."""

@@ -4,8 +4,9 @@ First of all the model is compiled for one rank. No plan computes less than its 
 the machine is fastest, and evenly on all ranks, they are the bound. What its backward pass takes against the estimate is what that of all
 candidates takes.
 
-A candidate that cannot be faster than what is found, by the bound of the ranks that it uses, is not played. How many are played depends on
-the size of the model alone, so that the same input gives the same plan; a limit of time ends the search before.
+A candidate that cannot be faster than what is found, by the bound of the ranks that it uses, is not played; nor is one of a large model
+whose estimate is above what is found by more than any estimate was too high so far. How many are played does not depend on how fast
+this process is, so that the same input gives the same plan; a limit of time ends the search before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -48,8 +50,6 @@ _WHOLE = Candidate(Degrees())
 """The unsharded model."""
 _REFUSED = 3
 """Refused candidates of several microbatches behind which no others are tried, unless one was played."""
-_FAR = 1.2
-"""A baseline of a large model whose estimate is so many times what is found is not played."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Play:
     """A candidate that was played: the seconds of a step, the bytes that its ranks give, and the peak memory of the largest."""
 
     candidate: Candidate
+    estimate: Estimate
     seconds: float
     bytes: int
     peak: int
@@ -91,8 +92,12 @@ class Plays:
     @property
     def surplus(self) -> float:
         """The bytes by which peaks are above their estimates, in the median of what was played: sessions, inputs, code."""
-        above = [one.peak - self.search.estimate(one.candidate).bytes for one in self.played]
-        return median(above) if above else 0.0
+        return median(one.peak - one.estimate.bytes for one in self.played) if self.played else 0.0
+
+    @property
+    def overestimate(self) -> float:
+        """The largest share of an estimate by which it was above what was played; 0 where none was."""
+        return max((0.0, *(1 - one.seconds / one.estimate.seconds for one in self.played)))
 
     def of(self, candidate: Candidate) -> Play | None:
         """What was played of a candidate."""
@@ -122,7 +127,9 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
             peak = max(one.peak for one in step.memory.values())
             given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
-            found.played.append(Play(candidate, step.played.seconds, given, peak, proposal.with_head))
+            found.played.append(
+                Play(candidate, search.estimate(candidate), step.played.seconds, given, peak, proposal.with_head)
+            )
         longest = max(longest, time.monotonic() - begin)
     if found.cut_short and found.best is None:
         fact = f"--time {seconds(limit or 0)}: is over before a plan is found"
@@ -163,24 +170,32 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     begun = len(found.played)
     waiting = {one: search.estimate(one) for one in few}
 
-    def rank(pair: tuple[Candidate, Estimate]) -> tuple[bool, bool, float, float]:
+    def is_behind(one: Candidate, estimate: Estimate) -> bool:
+        """Whether it cannot be faster than what was found: by the bound of its ranks; for a large model by its estimate, too."""
+        least = found.bound(one.degrees.ranks)
+        if is_large:
+            least = max(least, estimate.seconds * (1 - found.overestimate))
+        return found.best is not None and least >= found.best.seconds
+
+    def rank(pair: tuple[Candidate, Estimate], surplus: float) -> tuple[bool, bool, float, float]:
         one, estimate = pair
-        bytes = estimate.bytes + found.surplus
+        bytes = estimate.bytes + surplus
         over = found.memory is not None and bytes > found.memory
         return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
 
-    while waiting and len(found.played) - begun < (most if found.best is not None else 2 * most):
-        candidate = min(waiting.items(), key=rank)[0]
+    while len(found.played) - begun < (most if found.best is not None else 2 * most):
+        waiting = {one: estimate for one, estimate in waiting.items() if not is_behind(one, estimate)}
+        if not waiting:
+            break
+        candidate = min(waiting.items(), key=partial(rank, surplus=found.surplus))[0]
         del waiting[candidate]
-        if not _is_behind(found, candidate) and not _is_refused(found, candidate):
+        if not _is_refused(found, candidate):
             tried.add(candidate)
             turns[candidate.degrees] += 1
             yield candidate
     near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
-        best = found.best
-        is_far = is_large and best is not None and estimate.seconds > _FAR * search.estimate(best.candidate).seconds
-        if is_far or _is_behind(found, candidate):
+        if is_behind(candidate, estimate):
             continue
         if not _is_refused(found, candidate):
             yield candidate
@@ -193,8 +208,3 @@ def _is_refused(found: Plays, candidate: Candidate) -> bool:
     """Whether the model is known not to run by microbatches: several such candidates were refused, and none was played."""
     played = any(one.candidate.microbatches > 1 for one in found.played)
     return candidate.microbatches > 1 and not played and sum(one.microbatches > 1 for one in found.refused) >= _REFUSED
-
-
-def _is_behind(found: Plays, candidate: Candidate) -> bool:
-    """Whether a candidate cannot be faster than what was found, by the bound of its ranks."""
-    return found.best is not None and found.bound(candidate.degrees.ranks) >= found.best.seconds

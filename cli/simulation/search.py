@@ -12,6 +12,7 @@ from partc.cli.simulation.plays import Play, Plays, played
 from partc.compiler.cost.default_machine import default_machine
 from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.frontend.source import Source
+from partc.compiler.garbage_collection import uncollected
 from partc.compiler.proposal.batch import batch_of
 from partc.compiler.search.candidate import Candidate, Fixed
 from partc.compiler.search.search import Request, Search
@@ -44,6 +45,7 @@ class Found:
     warnings: tuple[str, ...]
 
 
+@uncollected()
 def searched(source: Source, name: str, options: Options) -> Found:
     """Searches for a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory."""
     least = options.fixed.least.ranks

@@ -11,16 +11,15 @@ from partc.compiler.cost.price import Operand
 from partc.runtime.artifact.format import OPTIMIZER, Shape
 from partc.runtime.artifact.graph.onnx_graph import reads
 from partc.runtime.artifact.graph.row_function import MERGE
-from partc.runtime.artifact.tasks.calls import bodies_of, declared
 from partc.runtime.artifact.tasks.task import parse
-from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
+from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.rank_file import RankFile
 from partc.runtime.program.steps import Segment
 from partc.runtime.program.value_table import declared_shapes
 
 if TYPE_CHECKING:
-    from onnx import NodeProto, TensorProto
+    from onnx import NodeProto
 
 _SOME = 4.0
 """The bytes of an element whose type is not known."""
@@ -31,10 +30,7 @@ class FileSizes:
 
     def __init__(self, file: RankFile, sizes: Mapping[str, int]) -> None:
         self.file, self.sizes = file, sizes
-        self.tensors: dict[str, TensorProto] = {tensor.name: tensor for tensor in file.model.graph.initializer}
-        for body in bodies_of(file.model).values():
-            self.tensors |= body.constants
-        self.shapes: dict[str, Shape] = {name: list(one.dims) for name, one in self.tensors.items()}
+        self.shapes: dict[str, Shape] = {name: list(one.dims) for name, one in file.tensors.items()}
         self.shapes |= declared_shapes(file)
         segments = [step for step in file.steps if isinstance(step, Segment)]
         nodes = [node for one in segments for node in one.nodes if (node.domain, node.op_type) == (OPTIMIZER, MERGE)]
@@ -43,15 +39,12 @@ class FileSizes:
         self.unknown = set[str]()
         self._known: dict[str, Operand] = {}
         self._names: dict[int, dict[str, str]] = {}
+        self._fixed: dict[int, frozenset[str]] = {}
 
     @cached_property
     def types(self) -> dict[str, str]:
         """By value its type."""
-        found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
-        found |= {
-            name: text for name, one in declared(self.file.model, self.file.where) if (text := type_text(one.type))
-        }
-        return found | {record.value: record.type for record in self.file.state}
+        return self.file.declared_types | {record.value: record.type for record in self.file.state}
 
     def operand(self, name: str) -> Operand:
         """The sizes and the element's bytes of a value."""
@@ -76,12 +69,18 @@ class FileSizes:
             [self.operand(names.get(name, name + suffix)) if name else None for name in some]
             for some in (node.input, node.output)
         )
-        fixed = segment.formal.initializers
+        fixed = self.fixed(segment)
         given = [
             replace(one, constant=True) if one is not None and name in fixed else one
             for name, one in zip(node.input, given, strict=True)
         ]
         return given, made
+
+    def fixed(self, segment: Segment) -> frozenset[str]:
+        """The initializers of a segment's body."""
+        if (known := self._fixed.get(id(segment.formal))) is None:
+            known = self._fixed[id(segment.formal)] = frozenset(segment.formal.initializers)
+        return known
 
     def names(self, segment: Segment) -> Mapping[str, str]:
         """By name in a segment's body the name in the program; what is read of the file as it is stays as it is."""
@@ -89,6 +88,6 @@ class FileSizes:
             return known
         names = dict([*segment.operands, *segment.results])
         names.update((name, name) for name in segment.formal.initializers)
-        names.update((name, name) for node in segment.formal.nodes for name in reads(node) if name in self.tensors)
+        names.update((name, name) for node in segment.formal.nodes for name in reads(node) if name in self.file.tensors)
         self._names[id(segment)] = names
         return names

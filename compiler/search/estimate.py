@@ -52,11 +52,9 @@ class Sharding:
         """What the dims at these places shard: a node that reads one and makes none of them is summed over."""
         cut = {value for value, _ in places}
         nodes, forward, backward = set(), [], dict[ir.Value, float]()
-        for node, own in work.nodes():
+        for node, own in work.around(cut):
             reads = [value for value in node.inputs if value in cut]
             makes = any(value in cut for value in node.outputs)
-            if not (reads or makes):
-                continue
             nodes.add(node)
             if reads and not makes:
                 forward.append(work.bytes(node.outputs[0]))

@@ -8,7 +8,7 @@ twice, for both operands, and any other node once more.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -63,6 +63,7 @@ class ModelWork:
                 bytes = sum(one.bytes for one in made if one is not None)
                 known[key] = Work(cost_of(node, given, made), weights, bytes)
             self.of[node] = known[key]
+        self._order = {node: k for k, node in enumerate(self.of)}
 
     def _operand(self, value: ir.Value | None) -> Operand | None:
         info = self.program.values.get(value) if value is not None else None
@@ -79,6 +80,12 @@ class ModelWork:
     def counted(self, sharded: frozenset[ir.Node] = frozenset()) -> collections.Counter[tuple[Work, bool]]:
         """How many nodes have which work, and whether they are among the `sharded`; views are left out."""
         return collections.Counter((work, node in sharded) for node, work in self.nodes())
+
+    def around(self, values: Collection[ir.Value]) -> list[tuple[ir.Node, Work]]:
+        """The same of the nodes that read or make one of these values."""
+        found = {node for value in values for node in (value.producer(), *(use.node for use in value.uses()))}
+        own = [node for node in found if node is not None and node in self.of and self.of[node].cost.kernel != VIEW]
+        return [(node, self.of[node]) for node in sorted(own, key=self._order.__getitem__)]
 
     def nodes(self) -> Iterator[tuple[ir.Node, Work]]:
         """The nodes that compute or move anything, in order."""

@@ -8,7 +8,8 @@ before the previous step are taken, so that a send has had time to go while some
 
 from __future__ import annotations
 
-import bisect
+import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,11 +36,47 @@ class Arena:
     waits: dict[int, list[int]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Holder:
     offset: int
     size: int
     life: Lifetime
+
+
+def _last_read(one: _Holder) -> int:
+    return one.life.died
+
+
+@dataclass
+class _Gaps:
+    """What is free, as begins and ends in rising order, of which no two touch; the last has no end."""
+
+    begins: list[int] = field(default_factory=lambda: [0])
+    ends: list[float] = field(default_factory=lambda: [math.inf])
+
+    def lowest(self, size: int) -> int:
+        """The lowest offset at which so many bytes are free."""
+        return next(begin for begin, end in zip(self.begins, self.ends, strict=True) if begin + size <= end)
+
+    def take(self, offset: int, size: int) -> None:
+        """Takes bytes at the begin of a gap."""
+        at = bisect_left(self.begins, offset)
+        if offset + size < self.ends[at]:
+            self.begins[at] = offset + size
+        else:
+            del self.begins[at], self.ends[at]
+
+    def free(self, holder: _Holder) -> None:
+        """Gives the place of a holder back."""
+        begin, end = holder.offset, holder.offset + holder.size
+        at = bisect_left(self.begins, begin)
+        if self.begins[at] == end:
+            self.begins[at] = begin
+        else:
+            self.begins.insert(at, begin)
+            self.ends.insert(at, end)
+        if at and self.ends[at - 1] == begin:
+            del self.ends[at - 1], self.begins[at]
 
 
 @dataclass
@@ -48,8 +85,11 @@ class _Plan:
     offsets: dict[str, int] = field(default_factory=dict)
     waits: dict[int, list[int]] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
-    held: list[_Holder] = field(default_factory=list)
-    """By rising offsets."""
+    gaps: _Gaps = field(default_factory=_Gaps)
+    needed: list[_Holder] = field(default_factory=list)
+    """What is read in this step or later, by rising last reads."""
+    sent: list[_Holder] = field(default_factory=list)
+    """What is read no more, with a send in flight."""
     cleared: int | None = None
     """The step at which those that had ended were last left out."""
 
@@ -58,23 +98,31 @@ class _Plan:
 
     def place(self, life: Lifetime) -> None:
         if self.cleared != life.born:
-            self.held = [one for one in self.held if one.life.died >= life.born or self.in_flight(one.life)]
+            ended = bisect_left(self.needed, life.born, key=_last_read)
+            self.sent += self.needed[:ended]
+            del self.needed[:ended]
+            for one in self.sent:
+                if not self.in_flight(one.life):
+                    self.gaps.free(one)
+            self.sent = [one for one in self.sent if self.in_flight(one.life)]
             self.cleared = life.born
         size = -(-life.bytes // ALIGNMENT) * ALIGNMENT
-        offset = _lowest(self.held, size)
+        offset = self.gaps.lowest(size)
         if offset + size > self.size:
             offset = self._taken(life, size, offset)
         self.offsets[life.name] = offset
         self.size = max(self.size, offset + size)
-        bisect.insort(self.held, _Holder(offset, size, life), key=lambda one: one.offset)
+        self.gaps.take(offset, size)
+        insort(self.needed, _Holder(offset, size, life), key=_last_read)
 
     def _taken(self, life: Lifetime, size: int, otherwise: int) -> int:
         """A place within the arena that waiting for the fewest, oldest sends gives; else `otherwise`."""
-        idle = [one for one in self.held if one.life.died < life.born and max(one.life.sends) < life.born - 1]
-        idle.sort(key=lambda one: max(one.life.sends))
-        for count in range(1, len(idle) + 1):
-            gone = [id(one) for one in idle[:count]]
-            offset = _lowest([one for one in self.held if id(one) not in gone], size)
+        idle = [one for one in self.sent if max(one.life.sends) < life.born - 1]
+        idle.sort(key=lambda one: (max(one.life.sends), one.offset))
+        gaps = _Gaps([*self.gaps.begins], [*self.gaps.ends])
+        for count, last in enumerate(idle, 1):
+            gaps.free(last)
+            offset = gaps.lowest(size)
             if offset + size <= self.size:
                 overlapped = [
                     one for one in idle[:count] if one.offset < offset + size and offset < one.offset + one.size
@@ -82,7 +130,9 @@ class _Plan:
                 sends = sorted({send for one in overlapped for send in self.in_flight(one.life)})
                 self.waits.setdefault(life.born, []).extend(sends)
                 self.waited.update(sends)
-                self.held = [one for one in self.held if one not in overlapped]
+                self.sent = [one for one in self.sent if one not in overlapped]
+                for one in overlapped:
+                    self.gaps.free(one)
                 self.cleared = None  # what waits for these sends has ended, too
                 return offset
         return otherwise
@@ -97,13 +147,3 @@ def assign(lives: Sequence[Lifetime]) -> Arena:
         else:
             plan.offsets[life.name] = 0
     return Arena(plan.size, plan.offsets, plan.waits)
-
-
-def _lowest(held: Sequence[_Holder], size: int) -> int:
-    """The lowest offset at which `size` bytes are free between holders in order of offsets."""
-    offset = 0
-    for one in held:
-        if offset + size <= one.offset:
-            break
-        offset = max(offset, one.offset + one.size)
-    return offset

@@ -15,9 +15,9 @@ from partc.runtime.artifact.comm.collective_node import AnyCall, CollectiveCall,
 from partc.runtime.artifact.comm.lookup_node import LookupCall
 from partc.runtime.artifact.graph.cache_append import appended
 from partc.runtime.artifact.graph.onnx_graph import read_for_sizes_alone
-from partc.runtime.artifact.tasks.calls import declared
+from partc.runtime.artifact.tasks.calls import bodies_of, declared
 from partc.runtime.artifact.tasks.microbatches import refuse_left_out
-from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.artifact.tensors.dtypes import dense, element, type_text
 
 from ..artifact.format import CACHE, EXCHANGE, SCALE, Collective, Dim, Manifest, Shape, StateRecord, Transfer
 from ..artifact.manifest import Artifact
@@ -26,7 +26,7 @@ from .segmentation import segmented
 from .steps import Copy, LookUp, PostRecv, Segment, Send, StartCollective, Step, Update
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, TensorProto, ValueInfoProto
 
 _CHANGED = "  help: the file was changed; compile again"
 
@@ -128,15 +128,40 @@ class RankFile:
         return [(one.value, one.next) for one in self.state if one.next and one.kind == SCALE]
 
     @cached_property
+    def tensors(self) -> dict[str, TensorProto]:
+        """The weights by name, those of tasks included."""
+        found = {tensor.name: tensor for tensor in self.model.graph.initializer}
+        for body in bodies_of(self.model).values():
+            found |= body.constants
+        return found
+
+    @cached_property
     def declared_shapes(self) -> dict[str, Shape]:
         """The shapes that the file declares; None for a value with a dim that is left open."""
         found: dict[str, Shape] = {}
-        for name, value in declared(self.model, self.where):
+        for value, names in self._declared:
             if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
                 dims = value.type.tensor_type.shape.dim
                 stated: list[Dim] = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims]
-                found[name] = stated if all(dim != "" for dim in stated) else None
+                found |= dict.fromkeys(names, stated if all(dim != "" for dim in stated) else None)
         return found
+
+    @cached_property
+    def declared_types(self) -> dict[str, str]:
+        """The types of weights, and those that the file declares of other values."""
+        found = {name: f"tensor({element(tensor.data_type)})" for name, tensor in self.tensors.items()}
+        for value, names in self._declared:
+            if text := type_text(value.type):
+                found |= dict.fromkeys(names, text)
+        return found
+
+    @cached_property
+    def _declared(self) -> list[tuple[ValueInfoProto, list[str]]]:
+        """What the file declares, each with the names of its values: of a body's value one for each call."""
+        found: dict[int, tuple[ValueInfoProto, list[str]]] = {}
+        for name, value in declared(self.model, self.where):
+            found.setdefault(id(value), (value, []))[1].append(name)
+        return list(found.values())
 
     @cached_property
     def _updated(self) -> list[str]:

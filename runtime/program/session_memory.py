@@ -9,9 +9,11 @@ an arena each.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,25 +84,38 @@ def _scratch(node: NodeProto, place_of: Callable[[str], Place | None]) -> list[i
     return [side[0].bytes_of(np.broadcast_shapes(side[1], condition[1])) for side in sides if side and condition]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Chunk:
+    """Bytes of a block from an offset on, with the chunks beside it; `number` is that of its block."""
+
+    number: int
+    offset: int
     size: int
     free: bool = False
+    before: _Chunk | None = None
+    behind: _Chunk | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Orders free chunks: the smallest first, of equals the one in the block that was asked for first, then the one that begins it."""
+        return self.size, self.number, self.offset
 
 
 @dataclass
 class _Block:
-    """What was asked for at once, and how much of it, from its begin, has been used."""
+    """How much was asked for at once, and how much of it, from its begin, has been used."""
 
-    chunks: list[_Chunk]
+    size: int
     used: int = 0
 
 
 @dataclass
 class SharedArena:
-    """onnxruntime's arena as all sessions of a process share it: a list of chunks for each block that it has asked for."""
+    """onnxruntime's arena as all sessions of a process share it: for each block that it has asked for chunks beside each other."""
 
     blocks: list[_Block] = field(default_factory=list)
+    _free: list[_Chunk] = field(default_factory=list)
+    """In the order of their keys; no two of them lie beside each other."""
 
     @property
     def bytes(self) -> int:
@@ -114,56 +129,66 @@ class SharedArena:
             if one.bytes:
                 begins.setdefault(one.first, []).append(one)
         held: list[tuple[int, _Chunk]] = []
+        """By rising last uses."""
         for at in sorted(begins):
-            for _, chunk in [one for one in held if one[0] < at]:
+            ended = bisect_left(held, at, key=itemgetter(0))
+            for _, chunk in held[:ended]:
                 self._give_back(chunk)
-            held = [one for one in held if one[0] >= at]
-            held += [(one.last, self._take(one.bytes or 0)) for one in begins[at]]
+            del held[:ended]
+            for one in begins[at]:
+                insort(held, (one.last, self._take(one.bytes or 0)), key=itemgetter(0))
         for _, chunk in held:
             self._give_back(chunk)
 
     def grow(self, size: int) -> None:
         """Asks for a block in which there is room for so many bytes: for no more."""
-        self.blocks.append(_Block([_Chunk(size, free=True)]))
+        self._add(_Block(size))
+
+    def _add(self, block: _Block) -> None:
+        self._set_free(_Chunk(len(self.blocks), 0, block.size))
+        self.blocks.append(block)
 
     def _take(self, bytes: int) -> _Chunk:
         """The smallest free chunk that is large enough, cut where twice as large; else one of a new block."""
         size = -(-bytes // _ALIGNED) * _ALIGNED
-        if (place := self._fitting(size)) is None:
+        if self._fitting(size) == len(self._free):
             self.grow(size)
-            place = self._fitting(size)
-        assert place is not None
-        block, k = place
-        chunk = block.chunks[k]
-        if chunk.size >= 2 * size or chunk.size - size >= _LARGEST_REST:
-            block.chunks.insert(k + 1, _Chunk(chunk.size - size, free=True))
-            chunk.size = size
+        chunk = self._free.pop(self._fitting(size))
         chunk.free = False
-        block.used = max(block.used, sum(one.size for one in block.chunks[: k + 1]))
+        if (rest := chunk.size - size) >= size or rest >= _LARGEST_REST:
+            left = _Chunk(chunk.number, chunk.offset + size, rest, before=chunk, behind=chunk.behind)
+            if chunk.behind is not None:
+                chunk.behind.before = left
+            chunk.behind, chunk.size = left, size
+            self._set_free(left)
+        block = self.blocks[chunk.number]
+        block.used = max(block.used, chunk.offset + chunk.size)
         return chunk
 
-    def _fitting(self, size: int) -> tuple[_Block, int] | None:
-        """The block and the place of the smallest free chunk of at least this size."""
-        fitting = [
-            (chunk.size, block, k)
-            for block in self.blocks
-            for k, chunk in enumerate(block.chunks)
-            if chunk.free and chunk.size >= size
-        ]
-        return min(fitting, key=lambda one: one[0])[1:] if fitting else None
+    def _fitting(self, size: int) -> int:
+        """The place of the first free chunk of at least this size."""
+        return bisect_left(self._free, size, key=lambda one: one.size)
+
+    def _set_free(self, chunk: _Chunk) -> None:
+        chunk.free = True
+        insort(self._free, chunk, key=lambda one: one.key)
 
     def _give_back(self, chunk: _Chunk) -> None:
         """Frees a chunk, and joins it with its free neighbours."""
-        chunk.free = True
-        for block in self.blocks:
-            if any(one is chunk for one in block.chunks):
-                joined: list[_Chunk] = []
-                for one in block.chunks:
-                    if joined and joined[-1].free and one.free:
-                        joined[-1].size += one.size
-                    else:
-                        joined.append(one)
-                block.chunks[:] = joined
+        if (behind := chunk.behind) is not None and behind.free:
+            self._join(chunk, behind, behind)
+        if (before := chunk.before) is not None and before.free:
+            self._join(before, chunk, before)
+            chunk = before
+        self._set_free(chunk)
+
+    def _join(self, left: _Chunk, right: _Chunk, free: _Chunk) -> None:
+        """Makes two neighbours one, `left`; the one of them that is `free` is taken from the free ones."""
+        del self._free[bisect_left(self._free, free.key, key=lambda one: one.key)]
+        left.size += right.size
+        left.behind = right.behind
+        if left.behind is not None:
+            left.behind.before = left
 
 
 class OwnArena(SharedArena):
@@ -175,7 +200,9 @@ class OwnArena(SharedArena):
     def grow(self, size: int) -> None:
         """Asks for blocks, each twice the one before, until there is room for so many bytes."""
         for block in self.blocks:
-            block.used = sum(one.size for one in block.chunks)
-        while (next := _FIRST_BLOCK << len(self.blocks)) < size:
-            self.blocks.append(_Block([_Chunk(next, free=True)], next))
-        self.blocks.append(_Block([_Chunk(next, free=True)]))
+            block.used = block.size
+        first = len(self.blocks)
+        last = max(first, (-(-size // _FIRST_BLOCK) - 1).bit_length())
+        for doubled in range(first, last):
+            self._add(_Block(_FIRST_BLOCK << doubled, _FIRST_BLOCK << doubled))
+        self._add(_Block(_FIRST_BLOCK << last))

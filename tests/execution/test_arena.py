@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -84,6 +85,19 @@ def test_a_slot_in_flight_is_taken_only_after_waiting_for_its_send() -> None:
 def test_a_gap_is_filled_before_the_arena_grows() -> None:
     lives = [Lifetime("a", 64, 0, 9), Lifetime("b", 64, 1, 2), Lifetime("c", 64, 2, 9), Lifetime("d", 64, 4, 9)]
     assert assign(lives).offsets == {"a": 0, "b": 64, "c": 128, "d": 64}
+
+
+@given(many_lives())
+def test_a_value_without_sends_lies_at_the_lowest_place_that_is_free(lives: list[Lifetime]) -> None:
+    lives = [replace(life, sends=()) for life in lives]
+    offsets = assign(lives).offsets
+    there: list[tuple[int, int, Lifetime]] = []
+    for life in sorted((one for one in lives if one.bytes), key=lambda one: one.born):
+        size = -(-life.bytes // ALIGNMENT) * ALIGNMENT
+        held = [(begin, end) for begin, end, one in there if one.died >= life.born]
+        free = (at for at in (0, *(end for _, end in held)) if all(e <= at or at + size <= b for b, e in held))
+        assert offsets[life.name] == min(free)
+        there.append((offsets[life.name], offsets[life.name] + size, life))
 
 
 class Lazy(LocalTransport):

@@ -13,6 +13,7 @@ from equivalence import same_as_whole
 from machines import curve, machine
 from onnx import TensorProto, helper
 from partc.cli.main import invoke
+from partc.cli.simulation import plays
 from partc.cli.simulation.plays import play_program, played
 from partc.cli.simulation.search import Found, Options, searched
 from partc.compiler.cost.machine import Curve, Machine
@@ -142,12 +143,29 @@ def test_no_candidate_is_below_the_bound(train: str, tmp_path: Path) -> None:
         (tmp_path / "train.yaml").write_text(train)
         base, one = base_of(tmp_path / "train.yaml", one)
     search = Search.of(one, "model.onnx", Request(2, Fixed(), base, on, {} if train else {"batch": 4}))
-    plays = played(search, None, time.monotonic(), None)
+    found = played(search, None, time.monotonic(), None)
     assert len(search.candidates) >= (12 if train else 5)
     least = {one: play_program(search, search.proposal(one).done).played.seconds for one in search.candidates}
-    assert all(seconds >= plays.bound(one.degrees.ranks) for one, seconds in least.items())
-    assert plays.best is not None
-    assert plays.best.seconds == min(least.values())
+    assert all(seconds >= found.bound(one.degrees.ranks) for one, seconds in least.items())
+    assert found.best is not None
+    assert found.best.seconds == min(least.values())
+
+
+def test_a_large_model_is_searched_with_fewer_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is by its estimate behind what is found, and slower where it is played."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    base, one = base_of(tmp_path / "train.yaml", source(layers(16, 1)))
+    search = Search.of(one, "model.onnx", Request(2, Fixed(), base, links(1e-6, 1e10), {}))
+    every = played(search, None, time.monotonic(), None)
+    monkeypatch.setattr(plays, "_LARGE", 0)
+    few = played(search, None, time.monotonic(), None)
+    assert few.best is not None
+    assert every.best is not None
+    assert few.best.candidate == every.best.candidate
+    left = [one for one in every.played if few.of(one.candidate) is None]
+    assert left
+    for other in left:
+        assert other.estimate.seconds * (1 - few.overestimate) >= few.best.seconds
 
 
 def test_a_small_model_is_data_parallel(tmp_path: Path) -> None:

@@ -131,11 +131,14 @@ def declared(model: ModelProto, where: str = "") -> Iterator[tuple[str, ValueInf
     bodies = bodies_of(model)
     if not bodies:
         return
+    inside = {
+        name: [(value.name, value) for value in body.function.value_info if value.name in body.inside]
+        for name, body in bodies.items()
+    }
     for call in calls_of(list(graph.node), bodies, where).values():
         names = call.names
-        for value in call.body.function.value_info:
-            if (value.name in call.body.inside) and value.name in names:
-                yield names[value.name], value
+        for name, value in inside[call.node.op_type]:
+            yield names[name], value
 
 
 def unrolled(model: ModelProto, where: str = "", once: bool = False) -> ModelProto:

@@ -43,7 +43,7 @@ def lay_out(
 
 def at_sizes(shape: Shape, symbols: Mapping[str, SymbolRecord], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """A known shape with the symbols bound."""
-    return tuple(expression.parse(dim, symbols)(sizes) for dim in shape or ())
+    return tuple(dim if isinstance(dim, int) else expression.parse(dim, symbols)(sizes) for dim in shape or ())
 
 
 def arenas(lives: Sequence[Lifetime], targets: Mapping[str, str], others: Iterable[str]) -> dict[str, Arena]:

@@ -18,9 +18,8 @@ from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OF_SLOTS
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span, alive, peak
 from ...artifact.manifest import Artifact
-from ...artifact.tasks.calls import bodies_of, declared
 from ...artifact.tasks.task import parse
-from ...artifact.tensors.dtypes import BY_NAME, dense, element, type_text
+from ...artifact.tensors.dtypes import BY_NAME, dense
 from ...communication.in_process import LocalWorld
 from ...devices.devices import Devices
 from ...program.lifetimes import in_place_aliases
@@ -39,8 +38,6 @@ from .parts import RankMemory, TargetMemory
 from .shared import shared_bytes
 
 if TYPE_CHECKING:
-    from onnx import TensorProto
-
     from ...artifact.generation import GenerationRecord
 
 _UNSTATED = "tensor(float)"
@@ -172,27 +169,19 @@ class _Program:
         shapes = known_shapes(file, bound, promises)
         begins = file.manifest.is_main
         self.types = self._types()
-        self.values, _ = lay_out(file, self.types, shapes, promises, self._tensors(), self.targets, begins)
+        self.values, _ = lay_out(file, self.types, shapes, promises, file.tensors, self.targets, begins)
         self.promises = {tag: at_sizes(shape, self.symbols, sizes) for tag, shape in promises.items()}
         self.shapes = declared_shapes(file)
         self.bounds: dict[str, Place] = {}
         self._bound_rows()
         if generation is not None:
-            self.bounds |= longest(file, generation, self._tensors(), self._place)
-
-    def _tensors(self) -> dict[str, TensorProto]:
-        """The weights by name, those of tasks included."""
-        found = {tensor.name: tensor for tensor in self.file.model.graph.initializer}
-        for body in bodies_of(self.file.model).values():
-            found |= body.constants
-        return found
+            self.bounds |= longest(file, generation, file.tensors, self._place)
 
     def _types(self) -> dict[str, str]:
         """By value its type, as the file and the manifest say it without sessions."""
         file = self.file
         found = {**dict.fromkeys((*file.computed, *file.results), _UNSTATED), **types_from_manifest(file)}
-        found |= {name: f"tensor({element(tensor.data_type)})" for name, tensor in self._tensors().items()}
-        found |= {name: text for name, value in declared(file.model, file.where) if (text := type_text(value.type))}
+        found |= file.declared_types
         for copy in file.copies:
             found[copy.result] = found.get(copy.source, _UNSTATED)
         return found
@@ -207,7 +196,7 @@ class _Program:
                     readers.setdefault(name, set()).add(self.devices.target(step.target))
         found: dict[str, int] = {}
         kept = {record.value for record in self.file.state}
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.file.tensors.items():
             for target in readers.get(name, {CPU}) if name not in kept else ():
                 found[target] = found.get(target, 0) + of_tensor(tensor)
         return found
@@ -255,7 +244,7 @@ class _Program:
 
     def loading(self, target: str) -> int:
         """The bytes beside weights that making the largest session takes, of those that have convolutions of constant weights."""
-        most, sizes = 0, {name: of_tensor(tensor) for name, tensor in self._tensors().items()}
+        most, sizes = 0, {name: of_tensor(tensor) for name, tensor in self.file.tensors.items()}
         for segment in self.distinct():
             read = {node.input[1] for node in segment.nodes if node.op_type == "Conv"} & {*segment.initializers}
             if self.devices.target(segment.target) == target:
