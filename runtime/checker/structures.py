@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, Manifest
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import all_nodes, graph_bodies, read_model, reads
@@ -237,13 +237,13 @@ def _alone(model: ModelProto, nodes: Iterable[NodeProto]) -> bytes:
 
 def _structure(model: ModelProto) -> bytes:
     """Equal for programs that differ in weights, constants and the ends of their messages only."""
-    light = GraphProto()
-    light.CopyFrom(model.graph)
-    for node in light.node:
+    light = ModelProto(functions=model.functions)
+    light.graph.CopyFrom(model.graph)
+    for node in (*light.graph.node, *(node for function in light.functions for node in function.node)):
         if node.domain == DOMAIN:
             for field in ("name", "attribute", "metadata_props", "doc_string"):
                 node.ClearField(field)
-    light.ClearField("initializer")
+    light.graph.ClearField("initializer")
     for tensor in model.graph.initializer:
-        light.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        light.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     return hashlib.sha256(light.SerializeToString()).digest()

@@ -106,6 +106,38 @@ def test_a_fault_of_the_second_of_two_alike_nodes_is_found(
     assert "'z'" in str(error.value)
 
 
+TASKS = f"""{HEAD} m (float[batch, 6] x) => (float[batch, 4] y) <float[6, 4] w>
+  {{ [a] h = MatMul (x, w) [b] r = Relu (h) [c] y = Neg (r) }}"""
+
+
+def test_a_fault_of_one_ranks_task_alone_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose rows call the same tasks are looked at once if these do the same, too."""
+    proto = onnx.parser.parse_model(TASKS)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(24, dtype=np.float32).reshape(6, 4), "w"))
+    del proto.graph.value_info[:]
+    good = RankModels.of
+
+    def broken(self: RankModels, part: RankProgram) -> bytes:
+        made = onnx.load_from_string(good(self, part))
+        for node in (node for function in made.functions for node in function.node):
+            if part.rank == 1 and node.op_type == "Relu":
+                node.op_type = "Nonsense"
+        return made.SerializeToString()
+
+    text = """ranks: 4
+symbols: {batch: {divisor: 2}}
+placement: {a: [0, 1], b: [0, 1], c: [2, 3]}
+sharding: {a: {in: [null, [1, 2]]}}
+outputs: cut
+pipeline: {microbatches: 2}
+"""
+    compiled(proto, text, tmp_path / "good")
+    assert len(structures(tmp_path / "good")) == 2
+    monkeypatch.setattr(RankModels, "of", broken)
+    with pytest.raises(CompileError, match=r"rank_0001\.onnx: .*Nonsense"):
+        compiled(proto, text, tmp_path / "build")
+
+
 NO_KERNEL = f"{HEAD} m (int32[4, 6] x) => (int32[4, 6] y) {{ [a] h = Identity (x) [hard] y = HardSwish (h) }}"
 REFUSED = [
     NO_KERNEL.replace("int32", "bfloat16"),
