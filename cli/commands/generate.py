@@ -29,14 +29,14 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
     "--features",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What an encoder is given as an array, a .npy file; may be repeated.",
+    help="An encoder's input, a .npy file; may be repeated.",
 )
 @click.option(
     "--decoder-ids",
     multiple=True,
     callback=_ids,
     metavar="3,5,...",
-    help="With which tokens a decoder behind an encoder begins; by default as the model says.",
+    help="Tokens with which a decoder behind an encoder begins; by default the model's.",
 )
 @click.option(
     "--prompts",
@@ -51,7 +51,7 @@ def _ids(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...])
     "--max-tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="The most tokens of an answer; by default what fits behind the prompt, at most 128.",
+    help="The most tokens of an answer; by default what fits, at most 128.",
 )
 @click.option(
     "--temperature",
