@@ -1,4 +1,5 @@
-"""Checks what a manifest says of making tokens (`artifact/generation.py`) against the inputs, outputs and caches of its two programs.
+"""Checks what a manifest says of making tokens (`artifact/generation.py`) against the inputs, outputs and caches of
+decode and prefill; what it says of an encoder is not looked at.
 
 slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run
 ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are inputs of integers, each another one; next [rows] is an output,
