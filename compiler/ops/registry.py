@@ -45,6 +45,7 @@ Kernel: TypeAlias = Literal[
     "product",
     "convolution",
     "reduction",
+    "sort",
     "normalization",
     "layout",
     "lookup",
