@@ -75,6 +75,7 @@ class Picture {
     this.lit = shape("g", { class: "lit" });
     this.world.replaceChildren(...boxesOf, ...linesOf, this.lit);
     this.mark();
+    this.move();
   }
 
   drawInside(item, x, y, boxesOf, linesOf) {
@@ -337,6 +338,7 @@ class Picture {
       else return;
       event.preventDefault();
     });
+    new ResizeObserver(() => this.move()).observe(canvas);
     whenRecoloured(canvas, () => this.draw());
   }
 }

@@ -206,6 +206,17 @@ def test_sizes_and_colours(browser: Browser, pages: Path) -> None:
     assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
     assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc1.Gemm"
     browser.resize(1280, 800)
+    browser.evaluate("shown.picture.zoom(3, 0, 0)")
+    away = "document.querySelectorAll('.box.away').length"
+    assert browser.evaluate(away) > 0  # those out of sight have no texts
+    browser.evaluate("shown.picture.fit()")
+    assert browser.evaluate(away) == 0
+    browser.resize(1280, 560)
+    browser.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+    assert browser.evaluate(away) > 0
+    browser.resize(1280, 800)
+    browser.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+    assert browser.evaluate(away) == 0
     assert browser.errors == []
 
 
