@@ -158,19 +158,15 @@ def function_seconds(
     """Seconds of a function's nodes; with a `shard` those of flat operands go through so many elements at a time, a session's run each."""
     counts = [math.prod(one.sizes) for one in operands if one is not None and one.sizes is not None]
     shards = max(1, -(-max(counts, default=0) // shard)) if shard else 1
-    given = [
-        one if one is None or shards == 1 or math.prod(one.sizes or ()) == 1 else _flat(one, shards) for one in operands
-    ]
+    given: list[Operand | None] = []
+    for one in operands:  # of flat operands one of so many shards
+        elements = 1 if one is None else math.prod(one.sizes or ())
+        given.append(one if one is None or 1 in (shards, elements) else Operand((-(-elements // shards),), one.item))
     total = shards * processor.session if shard else 0.0
     if shards > 1:  # what no cache holds comes from memory once, and what is made goes there
         read = [one.bytes for one in given if one is not None]
         total += processor.kernel(FALLBACK)(shards * (sum(read) + len(function.output) * max(read)))
     return total + sum(shards * one.seconds(processor) for one in function_costs(function, given))
-
-
-def _flat(one: Operand, shards: int) -> Operand:
-    """One of so many shards of an operand."""
-    return Operand((-(-math.prod(one.sizes or ()) // shards),), one.item)
 
 
 def function_costs(function: FunctionProto, operands: Sequence[Operand | None]) -> Iterator[NodeCost]:

@@ -30,7 +30,7 @@ class StepPorts(BaseModel):
     [runs, n] tokens, n at most `chunk`. Where slots take turns, those of a decode are the slots of one group.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     tokens: str
     position: str
@@ -47,7 +47,7 @@ class EncoderRecord(BaseModel):
     `length` entries are meant; empty where all are. `start`: the tokens with which a decoder begins, where a request has none.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     input: str
     type: str
