@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exported_once() -> Iterator[None]:
+    """torch exports the model once: a folder that is compiled and `partc export --cache` ask it for the same, for four seconds each."""
+    export, known = torch.onnx.export, {}
+
+    def remembered(module: Any, **how: Any) -> Any:
+        shapes = {name: tuple(tensor.shape) for name, tensor in how["kwargs"].items()}
+        key = repr((type(module), shapes, how["dynamic_shapes"], how["opset_version"]))
+        if key not in known:
+            known[key] = export(module, **how)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", remembered)
+        yield
 
 
 def test_a_folder_generates_as_transformers_does(llama: Path, tmp_path: Path) -> None:
