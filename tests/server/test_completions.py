@@ -120,6 +120,7 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "asks for 0 tokens"),
         ({"prompt": PROMPT, "max_tokens": 124}, 400, "129"),
         ({"prompt": PROMPT, "temperature": -0.5}, 400, "temperature is -0.5"),
+        ({"prompt": PROMPT, "temperature": 1e-320}, 400, "which takes the likeliest token, or at least 1e-30"),
         ({"prompt": PROMPT, "top_p": 1.5}, 400, "top_p is 1.5"),
         ({"prompt": PROMPT, "top_k": -1}, 400, "top_k is -1"),
         ({"prompt": PROMPT, "seed": -1}, 400, "seed is -1"),
