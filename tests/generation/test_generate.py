@@ -228,8 +228,10 @@ def test_logits_of_a_request_are_the_same_bits_in_any_company(
     bits: dict[tuple[int, int], bytes] = {}
     recording(monkeypatch, lambda request, number, logits: bits.update({(request.seed, number): logits}))
     some = [Request(prompt, max_tokens=12, temperature=1.0, seed=seed) for seed, prompt in enumerate(PROMPTS)]
-    # alone; all at once; in reversed order; behind others, in another slot that is not empty
-    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some]]
+    greedy = [Request(prompt, max_tokens=5) for prompt in PROMPTS]
+    mixed = [one for pair in zip(greedy, some, strict=True) for one in pair]
+    # alone; all at once; in reversed order; behind others, in another slot that is not empty; beside greedy ones
+    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some], mixed]
     found: dict[tuple[int, int], set[bytes]] = {}
     with load_local_generator(compiled(layout, "slots: 4, length: 64, chunk: 8", fused=True)) as generator:
         for company in companies:

@@ -96,7 +96,7 @@ def test_logits_are_the_same_bits_in_any_company(stages: Path, monkeypatch: pyte
     bits: dict[tuple[int, int], set[bytes]] = {}
     recording(monkeypatch, lambda request, number, logits: bits.setdefault((request.seed, number), set()).add(logits))
     some = [Request(prompt, max_tokens=12, temperature=1.0, seed=seed) for seed, prompt in enumerate(PROMPTS)]
-    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some]]
+    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some], [*requests(), *some]]
 
     def work(_: int, generator: Generator) -> None:
         for company in companies:

@@ -65,7 +65,6 @@ def in_company(generator: Generator) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     ("layout", "groups"),
     [
-        ("tensor parallel", 1),
         ("data parallel", 1),
         ("replicas", 1),
         ("stages", 2),
