@@ -46,6 +46,7 @@ Kernel: TypeAlias = Literal[
     "product",
     "convolution",
     "reduction",
+    "sort",
     "normalization",
     "layout",
     "lookup",
