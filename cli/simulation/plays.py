@@ -25,7 +25,6 @@ from partc.cli.simulation.least import Least
 from partc.cli.simulation.step import Simulation, simulated
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
-from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
@@ -34,6 +33,7 @@ from partc.compiler.search.search import Search
 from partc.runtime.artifact.format import SourceRecord
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
+from partc.runtime.garbage_collection import uncollected
 from partc.runtime.units import seconds
 
 _NODES, _FEWEST, _MOST = 4000, 2, 8

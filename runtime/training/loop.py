@@ -16,7 +16,8 @@ from typing import Any, Literal
 from partc.runtime.artifact.training.train_settings import CheckpointSettings, LoopSettings
 from pydantic import JsonValue
 
-from ..data import Loader, Position
+from ..data.loader import Loader
+from ..data.sampler import Position
 from ..errors import InputError, UsageError
 from .best import EARLY_STOP, Judged
 from .finite import STOP, WARN, is_finite
