@@ -266,7 +266,7 @@ def _reduced(update: Update, sizes: FileSizes) -> float:
     """The bytes of gradients that ranks of a batch reduce before an update; of rows none."""
     functions = {one.name: one for one in sizes.file.model.functions}
     total = 0.0
-    for name, operands in updated(update, functions, sizes).items():
+    for name, operands in updated(update, functions, sizes):
         if ROWS not in functions[name].input:
             most = max(math.prod(one.sizes or ()) for one in operands)
             total += min(one.bytes for one in operands if math.prod(one.sizes or ()) == most)
