@@ -1,17 +1,17 @@
 """The candidates of a search that are compiled, and played as by `partc simulate`: the best by their estimates, and baselines.
 
-First of all the model is compiled for one rank: what its nodes take at the sizes of a candidate's ranks that candidate takes at least
-(`Least`), and its estimate begins with it. The least of what was played, and of what all others take at least, is the bound.
+First of all the model is compiled for one rank. No plan computes less than its nodes, forward, backward and update: at the amounts at which
+the machine is fastest, and evenly on all ranks, they are the bound. What its backward pass takes against the estimate is what that of all
+candidates takes.
 
-A candidate that cannot be faster than what is found is not played; nor is one of a large model whose estimate is above what is found by
-more than estimates were too high so far, and differ among each other. How many are played does not depend on how fast this process is, so
-that the same input gives the same plan; a limit of time ends the search before, and more are played within it.
+A candidate that cannot be faster than what is found, by the bound of the ranks that it uses, is not played; nor is one of a large model
+whose estimate is above what is found by more than any estimate was too high so far. How many are played does not depend on how fast
+this process is, so that the same input gives the same plan; a limit of time ends the search before.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 import time
 from collections import Counter
@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from partc.cli.simulation.least import Least
+from partc.cli.simulation.actions import Pricing
 from partc.cli.simulation.step import Simulation, simulated
+from partc.compiler.cost.machine import Machine
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
@@ -30,10 +31,11 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search
-from partc.runtime.artifact.format import SourceRecord
+from partc.runtime.artifact.format import CPU, SourceRecord
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.garbage_collection import uncollected
+from partc.runtime.program.steps import Segment, Update
 from partc.runtime.units import seconds
 
 _NODES, _FEWEST, _MOST = 4000, 2, 8
@@ -42,8 +44,6 @@ _OF_TRAINING = 2.5
 """How many nodes a training has for one of its model."""
 _LARGE, _TASKS = 500, 64
 """The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
-_ERROR = 0.1
-"""By how much of itself the estimate of a candidate may be too high against that of another."""
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
 _WHOLE = Candidate(Degrees())
@@ -74,22 +74,14 @@ class Plays:
     played: list[Play] = field(default_factory=list)
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
-    least: Least | None = None
+    work: float = 0.0
+    """Seconds that all ranks together take at least."""
 
-    def bound(self) -> float:
-        """Seconds that no candidate takes less than, of those that are within the memory: what was played takes as long as it does."""
-        known = {*self.refused, *(one.candidate for one in self.played)}
-        least = self.least
-        if least is None:
-            return 0.0
-        best = math.inf if self.best is None else self.best.seconds
-        for quick, one in sorted(
-            ((least.quick(one), one) for one in self.search.candidates if one not in known), key=lambda pair: pair[0]
-        ):
-            if quick >= best:
-                break
-            best = min(best, least(one))
-        return best
+    def bound(self, ranks: int) -> float:
+        """Seconds that no plan on these ranks is below."""
+        machine, hosts = self.search.request.machine, self.search.request.hosts
+        working = min(ranks, machine.cores * hosts) if machine.cores else ranks
+        return machine.processor(CPU).step + self.work / working
 
     @property
     def best(self) -> Play | None:
@@ -117,7 +109,7 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
     """Plays candidates; UsageError where the limit of time, in seconds since it `began`, is over before one is within the memory."""
     found = Plays(search, memory)
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
-    most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else _MOST
+    most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes))))
     for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
         begin = time.monotonic()
         if limit is not None and begin - began + longest > limit:
@@ -130,11 +122,8 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             continue
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
-            found.least = Least(search, step)
+            found.work = least_work(step, search.request.machine)
             search.estimates.calibrate(step.played.busy[0])
-            search.estimates.computed, search.estimates.updates = found.least.computed, found.least.updates
-        elif found.least is not None:
-            found.least.learn(candidate, step)
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
             peak = max(one.peak for one in step.memory.values())
             given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
@@ -159,6 +148,19 @@ def play_program(search: Search, done: Complete) -> Simulation:
         return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts, alike=True)
 
 
+def least_work(whole: Simulation, machine: Machine) -> float:
+    """The seconds that ranks take together at least for the nodes of the unsharded model, however these are sharded."""
+    (sizes,), pricing, known = whole.files.values(), Pricing(machine), dict[int, float]()
+    total = 0.0
+    for step in sizes.file.steps:
+        if isinstance(step, Segment | Update):
+            key = id(step.formal if isinstance(step, Segment) else step)
+            if key not in known:
+                known[key] = pricing.least(step, sizes)
+            total += known[key]
+    return total
+
+
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
     search, tried, turns = found.search, {_WHOLE}, Counter[Degrees]()
@@ -169,12 +171,11 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     waiting = {one: search.estimate(one) for one in few}
 
     def is_behind(one: Candidate, estimate: Estimate) -> bool:
-        """Whether it cannot be faster than what was found; of a large model whether it is not, by its estimate and the error of others."""
-        if found.best is None or found.least is None:
-            return False
-        likely = estimate.seconds * (1 - found.overestimate) * (1 - _ERROR)
-        is_slower = is_large and likely >= found.best.seconds
-        return is_slower or found.least.quick(one) >= found.best.seconds or found.least(one) >= found.best.seconds
+        """Whether it cannot be faster than what was found: by the bound of its ranks; for a large model by its estimate, too."""
+        least = found.bound(one.degrees.ranks)
+        if is_large:
+            least = max(least, estimate.seconds * (1 - found.overestimate))
+        return found.best is not None and least >= found.best.seconds
 
     def rank(pair: tuple[Candidate, Estimate], surplus: float) -> tuple[bool, bool, float, float]:
         one, estimate = pair
@@ -182,9 +183,13 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
         over = found.memory is not None and bytes > found.memory
         return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
 
-    while waiting and len(found.played) - begun < (most if found.best is not None else 2 * most):
+    while len(found.played) - begun < (most if found.best is not None else 2 * most):
+        waiting = {one: estimate for one, estimate in waiting.items() if not is_behind(one, estimate)}
+        if not waiting:
+            break
         candidate = min(waiting.items(), key=partial(rank, surplus=found.surplus))[0]
-        if not is_behind(candidate, waiting.pop(candidate)) and not _is_refused(found, candidate):
+        del waiting[candidate]
+        if not _is_refused(found, candidate):
             tried.add(candidate)
             turns[candidate.degrees] += 1
             yield candidate

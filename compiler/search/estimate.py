@@ -1,19 +1,17 @@
 """What a candidate takes, without compiling it: the work of its nodes, its collectives and messages, and what a rank keeps.
 
-    step        microbatches * task of the heaviest stage + bubble + gradients + update
+    step        microbatches * task + bubble + gradients + update
     task        F and B of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward
     bubble      (stages - 1) tasks, of zb_h1 a third of that
-    gradients   an AllReduce over dp of a rank's gradients; of ZeRO a ReduceScatter, and an AllGather of parameters: what of that does
-                not go on beside the backward pass of the last microbatch and the update
+    gradients   an AllReduce over dp of a rank's gradients; of ZeRO a ReduceScatter, and an AllGather of parameters
 
-It ranks candidates: the best of them are compiled, and played as they are.
+Stages are taken as equal. It ranks candidates: the best of them are compiled, and played as they are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import onnx_ir as ir
@@ -30,8 +28,6 @@ _FORWARD_ACTIVATIONS = 0.1
 _OF_NODE, _OF_VALUE = 16_500, 2_400
 """About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
 _OPERANDS = 3
-_BUCKET = 64e6
-"""About the bytes of gradients that are reduced together."""
 
 
 @dataclass(frozen=True)
@@ -80,52 +76,33 @@ class Estimates:
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
         self.backward = 1.0
         """How many times its estimate a backward pass takes."""
-        self.computed: Callable[[Candidate], float | None] = lambda one: None
-        """What a rank computes of a microbatch, forward and backward, by the programs that are known; None for other shards of a layer."""
-        self.updates: Callable[[Candidate], float] = lambda one: 0.0
-        """What the updates of all stages of a candidate take at least."""
         self._tasks: dict[object, tuple[float, float]] = {}
-        self._all_sums: dict[object, float] = {}
         self._activations: dict[object, float] = {}
         self._counted: dict[frozenset[ir.Node], Counter[tuple[Work, bool]]] = {}
 
-    def of(self, one: Candidate, sharding: Sharding, heaviest: float = 1.0) -> Estimate:
-        """The estimate of a candidate with this sharding over `tp`; `heaviest`: what the heaviest stage takes for the mean of all."""
-        return Estimate(self.seconds(one, sharding, heaviest), self.bytes(one, sharding))
+    def of(self, one: Candidate, sharding: Sharding) -> Estimate:
+        """The estimate of a candidate with this sharding over `tp`."""
+        return Estimate(self.seconds(one, sharding), self.bytes(one, sharding))
 
-    def seconds(self, one: Candidate, sharding: Sharding, heaviest: float = 1.0) -> float:
+    def seconds(self, one: Candidate, sharding: Sharding) -> float:
         degrees, count = one.degrees, one.microbatches
-        forward, backward = self._passes(one, sharding)
-        again = forward if self.slots is not None and one.recompute else 0.0
+        forward, backward = self.task(sharding, degrees.dp * count, degrees.tp)
+        backward = 0.0 if self.slots is None else self.backward * backward + (forward if one.recompute else 0.0)
         shared = self.turns(degrees.ranks)
-        session = self.processor.session
         sums = self._sums(sharding, one)
-        task = shared * ((forward + again + backward) / degrees.stages + 2 * session) + sums / degrees.stages
+        session = self.processor.session
+        task = shared * ((forward + backward) / degrees.stages + 2 * session) + sums / degrees.stages
         turns = (degrees.stages - 1) * (1 / 3 if one.schedule == "zb_h1" else 1)
         message = 0.0
         if degrees.stages > 1:
             crossing = self.crossing / degrees.dp / one.microbatches
             message = self.link(degrees.tp * degrees.dp, 2).send(crossing)
-        update, reduced = self._after(one, self._own(sharding, one))
-        if one.zero and degrees.dp > 1:
-            update = max(update, shared * self.updates(one) / degrees.stages)
-        overlap = self.link(degrees.tp, degrees.dp).overlap
-        beside = overlap * reduced, shared * backward / degrees.stages + update
-        step = self.processor.step + (count * heaviest + turns) * task + 2 * turns * message
-        return step + update + reduced - min(beside)
-
-    def _passes(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
-        """Seconds forward and backward of a microbatch, of all stages."""
-        parts, shards = one.degrees.dp * one.microbatches, one.degrees.tp
-        forward, backward = self.task(sharding, parts, shards)
-        if self.slots is None:
-            return forward, 0.0
-        if (both := self.computed(one)) is not None:
-            return forward, max(0.0, both - forward)
-        if (whole := self.computed(replace(one, degrees=replace(one.degrees, tp=1)))) is not None:
-            plain = sum(self.task(Sharding(), parts, 1))
-            return forward, max(0.0, whole * (forward + backward) / plain - forward)
-        return forward, self.backward * backward
+        return (
+            self.processor.step
+            + (count + turns) * task
+            + 2 * turns * message
+            + self.after(one, self._own(sharding, one))
+        )
 
     def calibrate(self, seconds: float) -> None:
         """Takes what one rank computes in a step of the unsharded model: what its estimate lacks is of the backward pass."""
@@ -197,12 +174,7 @@ class Estimates:
         given = [*sharding.forward]
         if self.slots is not None:
             given += [*sharding.backward, *(sharding.forward if one.recompute else ())]
-        key = sharding.nodes, degrees.tp, records, one.recompute
-        if key not in self._all_sums:
-            sizes = Counter(given)
-            some = (many * link.collective(ALL_REDUCE, degrees.tp, size / records) for size, many in sizes.items())
-            self._all_sums[key] = sum(some)
-        return self._all_sums[key]
+        return sum(link.collective(ALL_REDUCE, degrees.tp, size / records) for size in given)
 
     @cached_property
     def crossing(self) -> float:
@@ -212,21 +184,16 @@ class Estimates:
 
     def after(self, one: Candidate, own: float, beside: int = 1) -> float:
         """The reduction of the gradients of so many bytes of parameters, and their update; `beside`: how many ranks of tp have the same."""
-        return sum(self._after(one, own, beside))
-
-    def _after(self, one: Candidate, own: float, beside: int = 1) -> tuple[float, float]:
-        """The seconds of the update, and of the reduction."""
         if self.slots is None:
-            return 0.0, 0.0
+            return 0.0
         degrees, count = one.degrees, one.degrees.dp * beside
         link, shared = self.link(1 if beside > 1 else degrees.tp, count), self.turns(degrees.ranks)
         updated = own / (degrees.dp if one.zero else 1)
         nodes = 4 + 5 * self.slots  # about: Adam has 14, momentum 9
         update = shared * nodes * self.processor.kernel(FALLBACK)(_OPERANDS * updated)
         if count == 1:
-            return update, 0.0
-        many = max(1.0, own / _BUCKET)
+            return update
         if one.zero:
-            ops = (REDUCE_SCATTER, own / many), (ALL_GATHER, own / many / count)
-            return update, many * sum(link.collective(op, count, given) for op, given in ops)
-        return update, many * link.collective(ALL_REDUCE, count, own / many)
+            scattered = link.collective(REDUCE_SCATTER, count, own)
+            return update + scattered + link.collective(ALL_GATHER, count, own / count)
+        return update + link.collective(ALL_REDUCE, count, own)
