@@ -48,8 +48,10 @@ def convolutions() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-def search(proto: onnx.ModelProto, on: Machine, sizes: dict[str, int], base: Base | None = None) -> Search:
-    return Search.of(source(proto), "model.onnx", Request(4, Fixed(), base or Base(), on, sizes))
+def search(
+    proto: onnx.ModelProto, on: Machine, sizes: dict[str, int], base: Base | None = None, ranks: int = 4
+) -> Search:
+    return Search.of(source(proto), "model.onnx", Request(ranks, Fixed(), base or Base(), on, sizes))
 
 
 def test_a_transformer_on_fast_links_is_sharded_as_megatron_does() -> None:
@@ -63,6 +65,25 @@ def test_a_transformer_on_fast_links_is_sharded_as_megatron_does() -> None:
     assert "; saves about" in proposal.text
     assert sum(event.op_type == "AllReduce" for event in proposal.done.events) == 2 * 2 + 1
     same_as_whole(transformer(2), proposal.text, ids(6, 5), rtol=1e-4, atol=1e-5)
+
+
+def test_perceptrons_on_fast_links_have_megatrons_cut() -> None:
+    """Columns of the first layer, then rows of the second, and one sum behind it; the plan equals the model."""
+    g = Graph()
+    hidden = g.node("act", "Gelu", g.linear("up", "x", 10, 42))
+    out = g.linear("down", hidden, 42, 10)
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 10]) for name in ("x", out)]
+    graph = helper.make_graph(g.nodes, "g", ports[:1], ports[1:], g.weights)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    found = search(proto, links(1e-9, 1e12), {"batch": 1}, ranks=2)
+    best = min(found.candidates, key=lambda one: found.estimate(one).seconds)
+    assert best.degrees == Degrees(tp=2)
+    proposal = found.proposal(best)
+    assert "up: colwise" in proposal.text
+    assert "down: rowwise" in proposal.text
+    assert [event.op_type for event in proposal.done.events] == ["AllReduce"]
+    given = {"x": np.random.default_rng(3).standard_normal((5, 10), np.float32)}
+    same_as_whole(proto, proposal.text, given, rtol=1e-5, atol=1e-5)
 
 
 def test_on_slow_links_no_module_is_sharded() -> None:
