@@ -24,7 +24,6 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG
 from partc.compiler.frontend.source import Known, Source
-from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.graph import is_inside
 from partc.compiler.ir.program import Complete, Loaded, Lowered, Scheduled
 from partc.compiler.ir.training import ProgramKind
@@ -54,6 +53,7 @@ from partc.compiler.verify import is_asked_for, verify
 from partc.runtime.artifact.format import Manifest, SourceRecord
 from partc.runtime.errors import merged
 from partc.runtime.files.regular import open_regular
+from partc.runtime.garbage_collection import uncollected
 
 P = TypeVar("P", bound=Loaded)
 Pass = Callable[[Any], Loaded]

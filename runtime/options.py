@@ -72,7 +72,7 @@ class Remedy:
 class Options(BaseModel):
     """A mapping with known keys. Nothing changes it; what differs is a copy."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -18,12 +18,13 @@ FOR_THE_COMPILER = (
     "partc.runtime.program.ort",
     "partc.runtime.data.npy",
     "partc.runtime.files",
+    "partc.runtime.garbage_collection",
     "partc.runtime.options",
     "partc.runtime.spellings",
     "partc.runtime.units",
 )
 """What the compiler knows of the runtime: the contract, the checker of what was written, how
-files are opened and replaced, and models of keys."""
+files are opened and replaced, models of keys, and when garbage is collected."""
 SUBSYSTEMS = ("compiler", "runtime", "cli")
 MOST_LINES, MOST_FILES = 400, 16
 LARGER = {

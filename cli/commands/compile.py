@@ -66,7 +66,7 @@ def command(
     """
     import time
 
-    from partc.compiler.garbage_collection import uncollected
+    from partc.runtime.garbage_collection import uncollected
 
     with uncollected():
         from partc.cli.output.compile_progress import CompileWatch

@@ -7,6 +7,7 @@ printed once: an error that all ranks find alike by rank 0, an error of one rank
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ from partc.runtime.errors import (
     printable,
 )
 from partc.runtime.files.replace import refuse_other
+from partc.runtime.garbage_collection import uncollected
 from partc.runtime.job.place import Place, surrounding_job
 from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
 from partc.runtime.units import count, size_text
@@ -136,8 +138,9 @@ def _join(job: Job, rank: int) -> tuple[MPI.Intracomm, Watch]:
         import mpi4py
 
         mpi4py.rc.initialize = False
-        from partc.runtime.communication.mpi_calls import begin
-        from partc.runtime.communication.mpi_watch import Watch
+        with uncollected():
+            from partc.runtime.communication.mpi_calls import begin
+            from partc.runtime.communication.mpi_watch import Watch
     except (ImportError, RuntimeError) as error:
         help = 'help: install one with pip install "partc[mpi]", or run with --in-process'
         raise UsageError(f"no MPI library can be loaded: {error}\n{help}") from None
@@ -198,7 +201,8 @@ def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
         console.echo(f"ranks of one host share no memory and use MPI: {transport.mpi_alone}", err=True)
     try:
         if job.generation is not None:
-            from partc.cli.job.generation import run_generation
+            with uncollected():
+                from partc.cli.job.generation import run_generation
 
             requests = _on_all_ranks(transport, lambda: _requests(job, transport.rank))
             return run_generation(job, transport, requests, begin)
@@ -208,7 +212,8 @@ def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
             return run_server(job, transport)
         if job.training is None:
             return _infer(job, transport, begin)
-        from partc.cli.job.training import run_training
+        with uncollected():
+            from partc.cli.job.training import run_training
 
         return run_training(job, transport, signals=signals)
     except BaseException as error:
@@ -218,8 +223,9 @@ def _run(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> int:
 
 
 def _infer(job: Job, transport: Transport, begin: float) -> int:
-    from partc.cli.job.outputs import gather
-    from partc.runtime import load
+    with uncollected():
+        from partc.cli.job.outputs import gather
+        from partc.runtime import load
 
     inputs = _on_all_ranks(transport, lambda: _open(job, transport))
     on_error: Literal["raise", "abort"] = "abort" if job.run_dir is None else "raise"
@@ -363,4 +369,6 @@ def _print_failure(job: Job, rank: int, code: int, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(Job.loads(sys.argv[1])))
+    code = run_rank(Job.loads(sys.argv[1]))
+    gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
+    sys.exit(code)

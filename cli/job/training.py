@@ -30,7 +30,7 @@ from partc.runtime.training.stopping import NAMES, StopSignals, reason_text
 
 if TYPE_CHECKING:
     from partc.runtime.communication.transport import Transport
-    from partc.runtime.data import Loader
+    from partc.runtime.data.loader import Loader
     from partc.runtime.execution.times.profiler import Profiler
     from partc.runtime.execution.times.recording import Recording
     from partc.runtime.training.progress import Listener

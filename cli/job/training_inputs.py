@@ -15,8 +15,9 @@ from partc.runtime.artifact.format import Manifest
 from partc.runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from partc.runtime.artifact.training.data_spec import Spec
     from partc.runtime.artifact.training.lr_schedule import Rate
-    from partc.runtime.data import Loader, Spec
+    from partc.runtime.data.loader import Loader
     from partc.runtime.training.callbacks import Callbacks
     from partc.runtime.training.trainer import Trainer
 
@@ -164,7 +165,7 @@ class TrainingInputs:
         return self._spec("test")
 
     def _spec(self, name: str) -> Spec | None:
-        from partc.runtime.data import Spec
+        from partc.runtime.artifact.training.data_spec import Spec
 
         found = getattr(self.settings, name)
         where = f"--{name}" if name in self.options.said else f"train: {name}"
@@ -184,7 +185,7 @@ class TrainingInputs:
 
     def loader(self, trainer: Trainer) -> Loader:
         """This rank's batches."""
-        from partc.runtime.data import open_loader
+        from partc.runtime.data.loader import open_loader
 
         data, settings = self.data, self.settings
         assert data is not None
@@ -204,7 +205,7 @@ class TrainingInputs:
 
     def batches(self, trainer: Trainer) -> Iterator[tuple[dict[str, Any], int]]:
         """One pass over the evaluation records: this rank's batches, each with its number of records on all ranks."""
-        from partc.runtime.data import Position
+        from partc.runtime.data.sampler import Position
 
         loader = self.evaluation_loader(trainer)
         loader.seek(Position())
@@ -219,7 +220,7 @@ class TrainingInputs:
 
     def _open_test(self, trainer: Trainer) -> Loader:
         """A loader of all records; a smaller last batch that ranks cannot share is left out, with a message."""
-        from partc.runtime.data import open_loader
+        from partc.runtime.data.loader import open_loader
 
         data = self.test
         assert data is not None

@@ -24,7 +24,7 @@ _TELLS = 1e-4
 """Seconds from which on the clock of a thread is exact enough."""
 _CHAIN = 33
 _MIXED = ("Neg", "Add", "Greater", "Where", "Mul", "Greater", "Cast", "Exp")
-_ELEMENT = 4
+_ELEMENT, _ID = 4, 8
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes that a node moves."""
 _MEMORY = 1 << 26
@@ -79,16 +79,14 @@ def timed(action: Callable[[], object], threads: int) -> float:
 
 def session_run(sample: Sample, threads: int) -> Callable[[], object]:
     """What runs a sample's model once, its operands bound."""
-    from onnx import TensorProto, helper
+    from onnx import helper
 
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
         for name, array in sample.inputs.items()
     ]
     last = sample.nodes[-1].output[0]
-    graph = helper.make_graph(
-        sample.nodes, "sample", inputs, [helper.make_tensor_value_info(last, TensorProto.FLOAT, None)]
-    )
+    graph = helper.make_graph(sample.nodes, "sample", inputs, [helper.make_empty_tensor_value_info(last)])
     model = helper.make_model(graph, ir_version=_IR_VERSION, opset_imports=[helper.make_opsetid("", _OPSET)])
     session = new_session(model.SerializeToString(), threads, HOST, {"session.intra_op.allow_spinning": "0"})
     (found,) = session.run([last], sample.inputs)
@@ -98,9 +96,9 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
         tensor = Tensor.of(array, BY_CODE[helper.np_dtype_to_tensor_dtype(array.dtype)])
         held.append(tensor)
         binding.bind_input(name, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
-    made = Tensor.empty(BY_CODE[TensorProto.FLOAT], found.shape)
+    made = Tensor.empty(BY_CODE[helper.np_dtype_to_tensor_dtype(found.dtype)], found.shape)
     held.append(made)
-    binding.bind_output(last, "cpu", 0, TensorProto.FLOAT, made.shape, made.pointer)
+    binding.bind_output(last, "cpu", 0, made.dtype.code, made.shape, made.pointer)
 
     def run() -> list[Tensor]:
         session.run_with_iobinding(binding)
@@ -151,10 +149,19 @@ def kernels() -> Iterator[tuple[str, Sample]]:
         yield "layout", _of("Transpose", 2 * rows * 64, {"x": _floats(rows, 64)}, perm=[1, 0])
         ids = np.random.default_rng(0).integers(0, 4 * rows, rows)
         yield "lookup", _of("Gather", 2 * rows * 64, {"x": _floats(4 * rows, 64), "ids": ids})
+        yield "sort", _sort(size // _ID)
         few = max(1, elements // (2 * 64 + 64 + 128))
         places = np.tile(np.random.default_rng(0).permutation(few)[:, None], (1, 64))
         given = {"x": _floats(few, 64), "ids": places, "y": _floats(few, 64)}
         yield "scatter", _of("ScatterElements", few * 64 * 5, given, axis=0)
+
+
+def _sort(count: int) -> Sample:
+    """So many ids in their order, by the bytes of them."""
+    from onnx import helper
+
+    given = {"x": np.random.default_rng(0).integers(0, count, count), "k": np.array([count])}
+    return Sample([helper.make_node("TopK", ["x", "k"], ["y", "z"], axis=0, largest=0)], given, float(count * _ID))
 
 
 def products() -> Iterator[tuple[str, Sample]]:

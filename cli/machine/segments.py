@@ -1,6 +1,8 @@
-"""What the segments of artifacts take by themselves: each run on its rank's sessions, on values that no kernel is slow with.
+"""What the segments of artifacts take by themselves: each run on its rank's sessions, on values as a step has them.
 
-A step's segments run in their order, time and again, so that each finds the caches as it does in a step.
+A step's segments run in their order, time and again, so that each finds the caches as it does in a step. Inputs are random, as those of
+`partc run --random`; what comes from other ranks is small floats, and integers as large as those that the rank gives, since sorting and
+looking up take longer for ids than for zeros.
 """
 
 from __future__ import annotations
@@ -12,21 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from partc.cli.job.inputs import open_inputs
 from partc.cli.machine.kernels import clock_of, undisturbed
 from partc.cli.simulation.actions import digest
 from partc.cli.simulation.sizes import FileSizes
-from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.manifest import Artifact, open_artifact
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.artifact.tensors.tensor import Tensor
 from partc.runtime.communication.transport import Transport
+from partc.runtime.execution.inputs import shard
 from partc.runtime.execution.program import settings_for
 from partc.runtime.execution.rank_program import lower_rank_program
 from partc.runtime.program.rank_file import read_rank_file
 from partc.runtime.program.sessions import Runner
-from partc.runtime.program.steps import Segment
+from partc.runtime.program.steps import Segment, StartCollective
 
 _SECONDS, _MOST, _WARM = 4.0, 30, 2
 """Seconds of the passes over one file, how many at most, and how many of them are not counted."""
+_SEED = 7
 
 
 def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, threads: int) -> dict[str, float]:
@@ -43,9 +48,13 @@ def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, thr
             sizes = FileSizes(read_rank_file(artifact, rank), one["sizes"])
             program = lower_rank_program(artifact, rank, settings_for(transport, threads, None))
             runs: dict[str, Callable[[], object]] = {}
-            cells: dict[str, Tensor] = {}
+            cells = _inputs(artifact, rank, sizes)
             for index, step in enumerate(program.steps):
-                if isinstance(step, Segment):
+                if isinstance(step, StartCollective):
+                    source, result = step.call.source or "", step.call.result or ""
+                    if (made := received(cells.get(source), _value(result, sizes))) is not None:
+                        cells[result] = made
+                elif isinstance(step, Segment):
                     run, key = _bound(program.runners[index], sizes, cells), digest(step, sizes)
                     runs |= {key: run} if run is not None and key not in runs else {}
             found |= dict(_timed(runs, threads))
@@ -96,6 +105,30 @@ def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callab
     except Exception:
         return None
     return run
+
+
+def _inputs(artifact: Artifact, rank: int, sizes: FileSizes) -> dict[str, Tensor]:
+    """The shards of random inputs that are tensors of known sizes."""
+    found, reader = dict[str, Tensor](), open_inputs(artifact.manifest, [], _SEED, sizes.sizes)
+    for port in artifact.manifest.inputs:
+        if rank not in port.ranks or (tensor := _value(port.name, sizes)) is None:
+            continue
+        array = shard(port, rank, reader.read([port.name])[port.name])
+        if isinstance(array, np.ndarray) and array.shape == tensor.shape:
+            tensor.array()[...] = array
+            found[port.name] = tensor
+    return found
+
+
+def received(given: Tensor | None, result: Tensor | None) -> Tensor | None:
+    """The result of a collective on integers: any between the least and the greatest that this rank gives; None of others."""
+    if given is None or result is None or given.dtype != result.dtype:
+        return None
+    some, array = given.array(), result.array()
+    if not some.size or some.dtype.kind not in "iu":
+        return None
+    array[...] = np.random.default_rng(0).integers(some.min(), some.max(), array.shape, some.dtype, endpoint=True)
+    return result
 
 
 def _value(name: str, sizes: FileSizes) -> Tensor | None:

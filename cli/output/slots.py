@@ -1,10 +1,11 @@
-"""Lines about the slots of an artifact that makes tokens: what their caches take of a rank, and how many fit."""
+"""Lines about the slots of an artifact that makes tokens: what their caches take of a rank, how many fit, and what ranks tell to draw."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from partc.runtime.artifact.format import CACHE, Manifest
+from partc.runtime.generation.sampling import LogitShards
 from partc.runtime.units import count, size_text
 
 
@@ -27,3 +28,10 @@ def slot_lines(manifest: Manifest) -> Iterator[str]:
     if record.memory is not None and record.room is not None:
         text += f"; 'memory' of {size_text(record.memory)} has room for {count(record.room, 'slot')}"
     yield text
+    if record.logits and manifest.ranks > 1:
+        shards = LogitShards.of(next(port for port in manifest.outputs if port.name == record.logits))
+        text = f"a token that is drawn: {size_text(shards.told)} more of each rank"
+        if shards.is_sharded:
+            text += f", {shards.first} candidates of each of {shards.count} shards of its logits"
+            text += "; more where these have too little weight"
+        yield text

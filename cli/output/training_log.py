@@ -25,7 +25,7 @@ from partc.runtime.units import count, size_text
 
 if TYPE_CHECKING:
     from partc.runtime.artifact.training.train_settings import EarlyStop, LoopSettings
-    from partc.runtime.data import Loader
+    from partc.runtime.data.loader import Loader
     from partc.runtime.training.progress import Metrics, Progress
     from partc.runtime.training.trainer import Trainer
 

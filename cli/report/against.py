@@ -22,12 +22,10 @@ def report_data(artifact: Artifact, before: Artifact | None, asked: Request) -> 
         return {"artifacts": [document_of(artifact, asked)], "difference": None}
     sizes = common_sizes(before, artifact, asked.sizes)
     machine = read_machine(asked.machine) if asked.machine is not None else None
+    after = document_of(artifact, replace(asked, sizes=sizes), asked.sizes)  # first, since its trace may be refused
+    documents = [after, document_of(before, Request(sizes), asked.sizes)]
     found, _ = differences(before, artifact, sizes, machine)
     found.sort(key=lambda one: one.program != artifact.manifest.name)
-    documents = [
-        document_of(artifact, replace(asked, sizes=sizes), asked.sizes),
-        document_of(before, Request(sizes), asked.sizes),
-    ]
     difference = {"before": str(before.folder), "after": str(artifact.folder), "programs": [*map(_program, found)]}
     return {"artifacts": documents, "difference": difference}
 

@@ -43,6 +43,9 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
     manifest = artifact.manifest
     sizes = {**typical_sizes(manifest), **{k: v for k, v in asked.sizes.items() if k in manifest.symbols}}
     own = {name: size for name, size in given.items() if name in manifest.symbols}
+    timeline = None
+    if asked.machine is not None or asked.trace is not None:  # first, since it may be refused
+        timeline = timeline_of(artifact, asked.machine, asked.trace, own)
     classes = rank_classes(artifact)
     memory = memory_of_ranks(artifact, sizes, [one.ranks[0] for one in classes])
     pipeline = pipeline_of(artifact)
@@ -71,8 +74,8 @@ def document_of(artifact: Artifact, asked: Request, given: Mapping[str, int] | N
     }
     if pipeline is not None:
         document["schedule"] = schedule_of(pipeline, sizes)
-    if asked.machine is not None or asked.trace is not None:
-        document["timeline"] = timeline_of(artifact, asked.machine, asked.trace, own)
+    if timeline is not None:
+        document["timeline"] = timeline
     return document
 
 

@@ -34,6 +34,11 @@ function whenShownOtherwise(node, action) {
     width = node.clientWidth;
     action();
   }).observe(node);
+  whenRecoloured(node, action);
+}
+
+/** Tells an action when the page's colours change, as long as the node is in the page. */
+function whenRecoloured(node, action) {
   const recoloured = () => {
     if (node.isConnected) action();
     else document.removeEventListener("colours", recoloured);

@@ -12,6 +12,10 @@ function drawMemory(report, place, chosen = 0) {
     element("div", { class: "title" }, element("h2", {}, "Memory over a step"), choice,
       element("span", { class: "about" }, `peak ${bytesText(one.memory.peak)}, as partc inspect says: what arenas keep is counted, which the curve leaves out`)),
     element("div", { class: "columns wide" }, element("div", {}, chart, under), element("div", {}, memoryParts(one), largestValues(report, curve))));
+  const atMost = (plotted) => {  // without a cursor, the action where the memory is most
+    plotted.setLegend({ idx: curve.most });
+    under.textContent = mostText(curve);
+  };
   const plot = () => {
     const width = chart.clientWidth;
     if (!width || !curve.what.length) return;
@@ -30,9 +34,15 @@ function drawMemory(report, place, chosen = 0) {
         series("inside segments", colour("inside"), colour("inside-soft")),
         series("between segments", colour("between"), colour("between-soft")),
         series("kept", colour("kept"), colour("kept-soft"))],
-      hooks: { setCursor: [(plotted) => { const at = plotted.cursor.idx; under.textContent = at === null || at === undefined ? mostText(curve) : `${at}: ${curve.what[at]}`; }] },
-    }, [x, all, between, kept], chart);
-    under.textContent = mostText(curve);
+      hooks: { setCursor: [(plotted) => {
+        const at = plotted.cursor.idx;
+        if (at === null || at === undefined) atMost(plotted);
+        else under.textContent = `${at}: ${curve.what[at]}`;
+      }] },
+    }, [x, all, between, kept], chart, (plotted, ready) => {
+      ready();
+      atMost(plotted);
+    });
   };
   whenShownOtherwise(chart, plot);
 }

@@ -2,6 +2,7 @@
 // The picture of the graph: boxes that open and close, drawn as SVG; it moves by dragging, the wheel and the keys.
 
 const READABLE = 0.72;
+const LEGIBLE = 0.3;  // below it texts have less than 4 pixels, and would cost more than all else
 
 /** The graph view. `onchoose` is called with what is chosen: an item of the tree, or null. */
 class Picture {
@@ -59,6 +60,7 @@ class Picture {
       element("i", { style: `background:${hue(k)}` }), one.size > 1 ? `ranks ${one.ranks}` : `rank ${one.ranks}`));
     if (classes.length > 12) shown.push(element("span", { class: "key" }, `and ${classes.length - 12} more`));
     shown.push(element("span", { class: "key" }, element("i", { class: "message" }), "message between ranks"));
+    if (this.report.difference) shown.push(element("span", { class: "key" }, element("i", { class: "changed" }), "changed"));
     this.legend.replaceChildren(...shown);
   }
 
@@ -73,6 +75,7 @@ class Picture {
     this.lit = shape("g", { class: "lit" });
     this.world.replaceChildren(...boxesOf, ...linesOf, this.lit);
     this.mark();
+    this.move();
   }
 
   drawInside(item, x, y, boxesOf, linesOf) {
@@ -251,9 +254,17 @@ class Picture {
     this.move();
   }
 
+  /** Puts the picture where `view` says. Boxes out of sight have no texts, whose layout would be most of the time of a zoom. */
   move() {
     const { x, y, scale } = this.view;
+    const { width, height } = this.canvas.getBoundingClientRect();
+    for (const [item, made] of this.elements) {
+      const at = this.at.get(item);
+      const isAway = x + (at.x + at.width) * scale < 0 || x + at.x * scale > width || y + (at.y + at.height) * scale < 0 || y + at.y * scale > height;
+      made.classList.toggle("away", isAway);
+    }
     this.world.setAttribute("transform", `translate(${x} ${y}) scale(${scale})`);
+    this.canvas.classList.toggle("far", scale < LEGIBLE);
   }
 
   /** Moves the picture so that a box which the keys have reached is in sight. */
@@ -302,7 +313,7 @@ class Picture {
     });
     for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { from = null; });
     canvas.addEventListener("pointerleave", () => { if (!this.dragged) from = null; });
-    canvas.addEventListener("focusin", (event) => this.bringIntoSight(event.target));
+    canvas.addEventListener("focusin", (event) => { if (!from) this.bringIntoSight(event.target); });  // what the pointer presses stays under it
     canvas.addEventListener("click", () => { if (!this.dragged) this.choose(null); });
     canvas.addEventListener("wheel", (event) => {
       if (!(event.ctrlKey || event.metaKey || canvas.contains(document.activeElement))) {
@@ -327,7 +338,8 @@ class Picture {
       else return;
       event.preventDefault();
     });
-    whenShownOtherwise(canvas, () => this.draw());
+    new ResizeObserver(() => this.move()).observe(canvas);
+    whenRecoloured(canvas, () => this.draw());
   }
 }
 

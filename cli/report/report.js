@@ -196,25 +196,33 @@ function follow(hash) {
   if (hash.startsWith("#node=")) shown.showPath(decodeURIComponent(hash.slice(6)));
 }
 
+function drawArtifact(artifact, difference, sides) {
+  shown = new Report(artifact, difference, sides);
+  const name = document.getElementById("name");
+  name.textContent = artifact.folder.replace(/[/\\]+$/, "").split(/[/\\]/).pop();
+  name.title = artifact.folder;
+  shown.draw();
+}
+
+/** Shows the other artifact of two, 0 after and 1 before the change, with what was open and chosen; gives its report. */
+function showSide(at) {
+  const { sides, difference, picture } = shown;
+  document.getElementById("side").value = at;
+  drawArtifact(sides[at], difference, sides);
+  shown.showAs(picture);
+  return shown;
+}
+
 function start() {
   const { artifacts, difference } = JSON.parse(document.getElementById("data").textContent);
   listenForTheme();
   listenForSearch(() => shown);
-  const draw = (at) => {
-    const before = shown && shown.picture;
-    shown = new Report(artifacts[at], difference, artifacts);
-    const name = document.getElementById("name");
-    name.textContent = artifacts[at].folder.replace(/[/\\]+$/, "").split(/[/\\]/).pop();
-    name.title = artifacts[at].folder;
-    shown.draw();
-    if (before) shown.showAs(before);
-  };
   const side = document.getElementById("side");
   side.hidden = artifacts.length < 2;
   side.replaceChildren(...artifacts.map((one, k) => element("option", { value: k }, `${k ? "before" : "after"}: ${one.folder}`)));
-  side.addEventListener("change", () => draw(Number(side.value)));
+  side.addEventListener("change", () => showSide(Number(side.value)));
   const wanted = location.hash;
-  draw(0);
+  drawArtifact(artifacts[0], difference, artifacts);
   follow(wanted);
   window.addEventListener("hashchange", () => follow(location.hash));
   document.documentElement.dataset.drawn = "yes";

@@ -6,16 +6,16 @@ const FEW_ROWS = 60;
 
 /**
  * A table of `rows`. A column is {title, text: row => shown, sort: row => number or text, right, wide, cell: row => element}.
- * `onrow` is called with a row that is clicked or chosen by Enter. The element has `show(rows)` to replace them.
+ * A table of few rows has whole texts where it `wraps`. `onrow` is called with a row that is clicked or chosen by Enter. The element has `show(rows)` to replace them.
  */
-function table(columns, rows, { onrow = null, height = 420, label = "", sorted = null } = {}) {
+function table(columns, rows, { onrow = null, height = 420, label = "", sorted = null, wraps = false } = {}) {
   let order = sorted;
   let shown = rows;
   let filter = () => true;
   const head = element("div", { class: "row head", role: "row" });
   const inside = element("div", { class: "rows", role: "rowgroup" });
   const scroller = element("div", { class: "scroller", tabindex: "0", "aria-label": label, style: `max-height:${height}px` }, inside);
-  const whole = element("div", { class: "table", role: "table", "aria-label": label, "aria-rowcount": rows.length }, head, scroller);
+  const whole = element("div", { class: wraps ? "table wraps" : "table", role: "table", "aria-label": label, "aria-rowcount": rows.length }, head, scroller);
   const widths = columns.map((one) => one.width || (one.wide ? "minmax(12rem, 3fr)" : "minmax(4.5rem, 1fr)"));
   whole.style.setProperty("--columns", widths.join(" "));
   whole.style.setProperty("--least", `${widths.reduce((sum, one) => sum + parseFloat(one.replace("minmax(", "")) + 0.8, 1)}rem`);

@@ -119,7 +119,7 @@ function drawTimeline(report, place) {
   const key = ["compute", "update", "communication", "copy"].map((kind) => element("span", { class: "key" }, element("i", { style: `background:var(--${KIND_COLOURS[kind]})` }), kind));
   place.replaceChildren(...[
     element("div", { class: "title" }, element("h2", {}, "Timeline"), element("span", { class: "about" }, timelineText(timeline))),
-    element("div", { class: "legend still" }, ...key, leftOut(timeline)), element("div", { class: "lanes" }, canvas), under,
+    element("div", { class: "legend" }, ...key, leftOut(timeline)), element("div", { class: "lanes" }, canvas), under,
     measured ? shareTable(lanes) : null,
     element("div", { class: "columns" }, comparedTable(report, lanes, !!measured), criticalTable(report, simulated)),
   ].filter(Boolean));

@@ -23,6 +23,8 @@ def timeline_of(
 ) -> dict[str, object]:
     """The step on a machine, or with a trace alone by its medians; UsageError where the trace is of another artifact, or has no step."""
     traced = read_traced(trace) if trace is not None else None
+    if traced is not None:
+        traced.refuse_other(artifact.manifest.ranks)
     calibrated = machine is None
     found = simulated(
         artifact,

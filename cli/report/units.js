@@ -28,6 +28,17 @@ function countText(number, name) {
   return `${number.toLocaleString("en")} ${name}${number === 1 ? "" : name.endsWith("ss") ? "es" : "s"}`;
 }
 
+/** Ranks in ascending order as partc writes them: 0-2,5. */
+function ranksInRuns(ranks) {
+  const runs = [];
+  for (const rank of ranks) {
+    const last = runs[runs.length - 1];
+    if (last && last[1] === rank - 1) last[1] = rank;
+    else runs.push([rank, rank]);
+  }
+  return runs.map(([from, to]) => (from === to ? `${from}` : `${from}-${to}`)).join(",");
+}
+
 /** How much larger the second is: +5.0 %, =, new. */
 function changeText(before, after) {
   if (before === after) return "=";

@@ -20,7 +20,7 @@ from partc.compiler.cost.play import Action
 from partc.compiler.cost.price import NodeCost, Operand, cost_of, function_costs, function_seconds
 from partc.runtime.artifact.format import CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
-from partc.runtime.artifact.graph.row_function import ROWS
+from partc.runtime.artifact.graph.row_function import NEXT, ROWS, is_rowwise
 from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.execution.memory.layout import at_sizes
@@ -84,7 +84,7 @@ class Pricing:
     def update(self, update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> float:
         """Seconds of an update, in shards."""
         processor = self.machine.processor(update.target or CPU)
-        found = updated(update, functions, sizes).items()
+        found = updated(update, functions, sizes)
         return sum(self.function(functions[name], operands, processor, SHARD) for name, operands in found)
 
     def function(
@@ -101,7 +101,7 @@ class Pricing:
         processor = self.machine.processor(step.target or CPU)
         functions = {one.name: one for one in sizes.file.model.functions}
         if isinstance(step, Update):
-            found = updated(step, functions, sizes).items()
+            found = updated(step, functions, sizes)
             costs = [cost for name, operands in found for cost in function_costs(functions[name], operands)]
             return sum(cost.least(processor) for cost in costs)
         total = 0.0
@@ -114,19 +114,27 @@ class Pricing:
         return total
 
 
-def updated(update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> dict[str, list[Operand]]:
-    """By function the operands of all that it updates side by side; of rows those that are looked up."""
-    found = dict[str, list[Operand]]()
+def updated(
+    update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes
+) -> list[tuple[str, list[Operand]]]:
+    """The functions that an update calls, with their operands: once on all that it updates side by side, and once on the rows of a table,
+    where the rows that are looked up stand for the table."""
+    flat, by_rows = dict[str, list[Operand]](), list[tuple[str, list[Operand]]]()
     for node in update.nodes:
+        if (function := functions.get(node.op_type)) is None:
+            continue
         given = [sizes.operand(name) for name in node.input]
-        if node.op_type in functions and ROWS in functions[node.op_type].input:
-            rows = given[[*functions[node.op_type].input].index(ROWS)]
-            given = [rows if one.sizes is None or math.prod(one.sizes) > 1 else one for one in given]
-        flat = found.setdefault(node.op_type, [Operand((0,), one.item) for one in given])
+        if is_rowwise(function):
+            tables = {name.removesuffix(NEXT) for name in function.output}
+            rows = given[[*function.input].index(ROWS)]
+            of = zip(function.input, given, strict=True)
+            by_rows.append((node.op_type, [rows if formal in tables else one for formal, one in of]))
+            continue
+        operands = flat.setdefault(node.op_type, [Operand((0,), one.item) for one in given])
         for k, one in enumerate(given):
-            count, before = math.prod(one.sizes or ()), math.prod(flat[k].sizes or ())
-            flat[k] = Operand((count if count == 1 else before + count,), one.item)
-    return {name: operands for name, operands in found.items() if name in functions}
+            count, before = math.prod(one.sizes or ()), math.prod(operands[k].sizes or ())
+            operands[k] = Operand((count if count == 1 else before + count,), one.item)
+    return [*flat.items(), *by_rows]
 
 
 def shown(node: NodeProto) -> ir.Node:

@@ -26,7 +26,6 @@ from partc.cli.simulation.step import Simulation, simulated
 from partc.compiler.cost.machine import Machine
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
-from partc.compiler.garbage_collection import uncollected
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
@@ -35,6 +34,7 @@ from partc.compiler.search.search import Search
 from partc.runtime.artifact.format import CPU, SourceRecord
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
+from partc.runtime.garbage_collection import uncollected
 from partc.runtime.program.steps import Segment, Update
 from partc.runtime.units import seconds
 

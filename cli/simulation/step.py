@@ -109,6 +109,8 @@ def simulated(
     `alike`: ranks that do as much in as many actions have the memory of the first of them, which saves to lay it out for each.
     """
     manifest, sizes = artifact.manifest, chosen_sizes(artifact, given)
+    if traced is not None:
+        traced.refuse_other(manifest.ranks)
     pricing, unknown = Pricing(machine), set[str]()
     actions, files = {}, {}
     for ranks in manifest.by_file(range(manifest.ranks)).values():

@@ -39,18 +39,23 @@ class Traced:
     step: float
     share: float = 0.5
 
+    def refuse_other(self, ranks: int) -> None:
+        """UsageError where the trace is of an artifact of another number of ranks, which is known before any rank file is read."""
+        if ranks != self.ranks:
+            raise self._other(f"it has {count(self.ranks, 'rank')}, and this artifact {ranks}")
+
+    def _other(self, fact: str) -> UsageError:
+        help = "give the trace of a run of this very artifact, by `partc run build/ --profile x.trace.json`"
+        return UsageError(f"{self.where}: is the trace of another artifact: {fact}\n  help: {help}")
+
     def calibrated(self, classes: Sequence[Class]) -> list[Class]:
         """The classes with what was measured; UsageError where the trace is of another artifact."""
-        total = sum(len(one.ranks) for one in classes)
+        self.refuse_other(sum(len(one.ranks) for one in classes))
         wanted = {(one.ranks[0], action.what) for one in classes for action in one.actions if _is_of_program(action)}
         missing = sorted({what for rank, what in wanted if (rank, what) not in self.spans})
-        if total != self.ranks or missing:
+        if missing:
             more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            fact = f"actions of this artifact are not in it: {'; '.join(missing[:_NAMED])}{more}"
-            if total != self.ranks:
-                fact = f"it has {count(self.ranks, 'rank')}, and this artifact {total}"
-            help = "give the trace of a run of this very artifact, by `partc run build/ --profile x.trace.json`"
-            raise UsageError(f"{self.where}: is the trace of another artifact: {fact}\n  help: {help}")
+            raise self._other(f"actions of this artifact are not in it: {'; '.join(missing[:_NAMED])}{more}")
         begins: dict[int, list[Mapping[int, Span]]] = defaultdict(list)
         for one in classes:
             for action in one.actions:

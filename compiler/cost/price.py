@@ -6,6 +6,7 @@
     convolution    that, a matrix for each image and group, and behind it `unfold`: the places of its windows written out as columns
     lookup         twice what it makes, in rows of up to 256 bytes; the rest of longer rows is copied
     scatter        what it moves, element by element; of one that writes rows its data are copied, and the rows are a lookup
+    sort           the first that it makes, such as the values of TopK, and what it reads
     others         what it moves
 
 What a node moves are its operands and what it makes. Nothing is faster than an elementwise op that moves as much, nor is a copy.
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from onnx import FunctionProto
 
 CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
-LOOKUP, SCATTER, LAYOUT, NORMALIZATION = "lookup", "scatter", "layout", "normalization"
+LOOKUP, SCATTER, LAYOUT, NORMALIZATION, SORT = "lookup", "scatter", "layout", "normalization", "sort"
 ROW = 256
 """Bytes of the rows by which lookups are measured."""
 _PER_MULTIPLY_ADD = 2
@@ -59,7 +60,7 @@ class NodeCost:
     """The kernel of a node; its operations, two for each multiply-add, in so many matrices; the bytes that it moves.
 
     `padding`: the columns that are computed for each column that is wanted. `laid_out`: of a product the bytes that are laid out first.
-    `copied`: of a lookup and of a scatter the bytes that are moved side by side, beside the others.
+    `copied`: of a lookup, a scatter and a sort the bytes that are moved side by side, beside the others.
     """
 
     kernel: str
@@ -117,6 +118,9 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
         return NodeCost(
             kernel if rows is None else LOOKUP, operations, 1, moved if rows is None else rows, copied=copied
         )
+    if kernel == SORT:
+        first = outputs[0] if outputs else None
+        return NodeCost(kernel, operations, 1, 0.0 if first is None else first.bytes, copied=given)
     by_factors = entry is not None and entry.multiply_adds is None
     of_input = entry is not None and entry.columns_of_input
     columns = sizes[0] if of_input else sizes[1]
@@ -154,19 +158,15 @@ def function_seconds(
     """Seconds of a function's nodes; with a `shard` those of flat operands go through so many elements at a time, a session's run each."""
     counts = [math.prod(one.sizes) for one in operands if one is not None and one.sizes is not None]
     shards = max(1, -(-max(counts, default=0) // shard)) if shard else 1
-    given = [
-        one if one is None or shards == 1 or math.prod(one.sizes or ()) == 1 else _flat(one, shards) for one in operands
-    ]
+    given: list[Operand | None] = []
+    for one in operands:  # of flat operands one of so many shards
+        elements = 1 if one is None else math.prod(one.sizes or ())
+        given.append(one if one is None or 1 in (shards, elements) else Operand((-(-elements // shards),), one.item))
     total = shards * processor.session if shard else 0.0
     if shards > 1:  # what no cache holds comes from memory once, and what is made goes there
         read = [one.bytes for one in given if one is not None]
         total += processor.kernel(FALLBACK)(shards * (sum(read) + len(function.output) * max(read)))
     return total + sum(shards * one.seconds(processor) for one in function_costs(function, given))
-
-
-def _flat(one: Operand, shards: int) -> Operand:
-    """One of so many shards of an operand."""
-    return Operand((-(-math.prod(one.sizes or ()) // shards),), one.item)
 
 
 def function_costs(function: FunctionProto, operands: Sequence[Operand | None]) -> Iterator[NodeCost]:

@@ -41,12 +41,14 @@ def begin_text(program: Loaded, title: str = "step_parallel_begin") -> str:
     symbols = program.symbols if isinstance(program, Typed) else {}
     lines += _listing("Symbols", [f"{name} : {info.facts}   {info.where}" for name, info in sorted(symbols.items())])
     lines += _listing("Dims", _dim_facts(program) if isinstance(program, Typed) else [])
+    values = program.values if isinstance(program, Typed) else {}
     readers, holders = _holders(program) if isinstance(program, Lowered) else ({}, {})
     lines += _listing("Inputs", [f"{_typed(program, v)}   ranks: {_ranks(readers.get(v, []))}" for v in graph.inputs])
     lines += _listing(
         "Parameters",
         [
-            f"{_typed(program, value)}   {_bytes(program, value)} bytes   ranks: {_ranks(holders.get(value, []))}"
+            f"{_typed(program, value)}   {bytes_text(values[value], values[value].shape) if value in values else 'unknown'} bytes"
+            f"   ranks: {_ranks(holders.get(value, []))}"
             for value in graph.initializers.values()
         ],
     )
@@ -152,11 +154,6 @@ def _signature(program: Loaded, values: Sequence[ir.Value | None]) -> str:
 
 def _typed(program: Loaded, value: ir.Value) -> str:
     return f"%{value.name} : {_type(program, value)}"
-
-
-def _bytes(program: Loaded, value: ir.Value) -> str:
-    info = program.values.get(value) if isinstance(program, Typed) else None
-    return "unknown" if info is None else bytes_text(info, info.shape)
 
 
 def _type(program: Loaded, value: ir.Value | None) -> str:

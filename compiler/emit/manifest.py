@@ -20,7 +20,6 @@ from partc.compiler.ir.sized import sized_inputs
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import Layout
-from partc.compiler.plan.rules import Plan
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
 from partc.runtime.artifact.ranks import Grid, SharedRanks, order_text
@@ -38,13 +37,15 @@ def manifest_of(
     """What the index of an artifact says of a program; `files` are the artifact's, `rank_files` the program's by rank."""
     model = sources["model"]
     assert model is not None
-    given, sized = _given(program, names), sized_inputs(program)
+    given, sized, mesh = _given(program, names), sized_inputs(program), dict(program.plan.mesh)
     return fmt.Manifest(
         name=program_name(program),
         is_main=is_main,
         partc=release(),
         ranks=program.plan.ranks,
-        mesh=_mesh(program.plan),
+        mesh=mesh
+        if math.prod(mesh.values()) == program.plan.ranks
+        else {},  # not that of each group, or of the workers alone
         symbols={name: _law(program.symbols[name].facts) for name in sorted(program.symbols)},
         inputs=[
             *(
@@ -84,12 +85,6 @@ def manifest_of(
         model=model,
         plan=sources["plan"],
     )
-
-
-def _mesh(plan: Plan) -> dict[str, int]:
-    """The plan's mesh by axis; none where it is that of each group, or of the workers alone."""
-    mesh = dict(plan.mesh)
-    return mesh if math.prod(mesh.values()) == plan.ranks else {}
 
 
 def program_name(program: Complete) -> str:

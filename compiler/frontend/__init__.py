@@ -6,7 +6,7 @@ from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Known, Source, nothing
-from partc.compiler.garbage_collection import uncollected
+from partc.runtime.garbage_collection import uncollected
 
 
 def load(path: Path, known: Known = nothing, *, cache: bool = False) -> Source:

@@ -43,7 +43,8 @@ def preserving_operands(model: ir.Model, where: str) -> Iterator[None]:
             replace(
                 entry,
                 sharding_specs=tuple(
-                    _again(one.node, spec, at) for spec, at in zip(entry.sharding_specs, places, strict=True)
+                    spec if at is None else replace(spec, value=(one.node.inputs if at[0] else one.node.outputs)[at[1]])
+                    for spec, at in zip(entry.sharding_specs, places, strict=True)
                 ),
             )
             for entry, places in zip(one.entries, one.places, strict=True)
@@ -113,10 +114,3 @@ def _place(node: ir.Node, value: ir.Value | None) -> tuple[bool, int] | None:
             if operand is not None and operand is value:
                 return is_input, k
     return None
-
-
-def _again(node: ir.Node, spec: ir.ShardingSpec, place: tuple[bool, int] | None) -> ir.ShardingSpec:
-    if place is None:
-        return spec
-    is_input, k = place
-    return replace(spec, value=(node.inputs if is_input else node.outputs)[k])

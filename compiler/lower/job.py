@@ -62,14 +62,20 @@ class Transfer:
             (self.targets, fmt.RECV, (), (self.moved,), self.sources),
         )
         return [
-            Comm(op, given, made, self._other(peers), self.tag, self.value, self.cause, self.bytes, self.task)
+            Comm(
+                op,
+                given,
+                made,
+                {fmt.GROUP: self.group} if self.group else {fmt.PEER: peers[0]},
+                self.tag,
+                self.value,
+                self.cause,
+                self.bytes,
+                self.task,
+            )
             for own, op, given, made, peers in ends
             if ranks_of(own) & ranks
         ]
-
-    def _other(self, peers: Group) -> dict[str, int | str | tuple[int, ...]]:
-        """The attribute that tells the other end."""
-        return {fmt.GROUP: self.group} if self.group else {fmt.PEER: peers[0]}
 
 
 JobOp: TypeAlias = Compute | Comm | Transfer

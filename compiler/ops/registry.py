@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -45,6 +46,7 @@ Kernel: TypeAlias = Literal[
     "product",
     "convolution",
     "reduction",
+    "sort",
     "normalization",
     "layout",
     "lookup",
@@ -57,6 +59,7 @@ Products = Callable[["ir.Node", Sequence[Dims], Dims], Sequence[Dims]]
 """Takes a node, the dims of its operands, () where these are absent, and those of its first output; gives terms, each a product of dims."""
 RowOf = Callable[["ir.Node", Sequence[Dims]], Dims]
 """Takes a node and the dims of its operands, () where these are absent; gives the dims of what one index takes."""
+_ELEMENTWISE = re.compile(r"\*(,\*)*(,\.\.\.)?(,_)*->\*")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -162,6 +165,11 @@ class Entry:
     def differentiable(self) -> bool:
         """Whether a gradient flows back through the op."""
         return self.gradients.rule is not None or self.gradients.body is not None
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether an element of the output is computed from those at its place in operands that broadcast, and from scalars: `*,*,_->*`."""
+        return self.kernel != "product" and _ELEMENTWISE.fullmatch(self.notation.factors) is not None
 
     def rule(self, node: ir.Node) -> Rule:
         """The rule of a node of the op; nothing is sharded where the operands have other ranks than the op asks for."""

@@ -151,12 +151,11 @@ class _Measured:
             Use(reads, [*some], step.node.op_type if isinstance(step, Compute) and not step.node.domain else "")
             for step, reads, some in steps
         ]
-        return {_text(span.value): span.bytes or 0 for span in peak(spans(uses, sizes.get, held))[1]}
-
-
-def _text(value: Hashable) -> str:
-    """A value, or one of a call's body."""
-    return f"{value[0]}.{value[1].microbatch}" if isinstance(value, tuple) else str(value)
+        alive = {span.value: span.bytes or 0 for span in peak(spans(uses, sizes.get, held))[1]}
+        return {
+            f"{value[0]}.{value[1].microbatch}" if isinstance(value, tuple) else str(value): size
+            for value, size in alive.items()
+        }
 
 
 def _runs_on(step: Op) -> str:

@@ -36,7 +36,9 @@ def straighten(program: Typed) -> Typed:
         if is_cut and (found := _detour(node)):
             _straight(work, *found)
         elif program.generation is not None and (first := _there(node)):
-            _stay(work, first, node)
+            assert first.inputs[0] is not None
+            work.take_place(first.inputs[0], node.outputs[0], node)
+            work.drop([first, node])
     return work.done()
 
 
@@ -50,14 +52,6 @@ def _there(back: ir.Node) -> ir.Node | None:
         return None  # what an annotation says, it says of these nodes
     dims, made = source.shape, back.outputs[0].shape
     return first if len(dims) == len(made) and all(map(same, dims, made)) else None
-
-
-def _stay(work: Rewriting[Typed], first: ir.Node, back: ir.Node) -> None:
-    """Lets the readers of what `back` makes read what `first` reads, and drops the two where they are read no more."""
-    source = first.inputs[0]
-    assert source is not None
-    work.take_place(source, back.outputs[0], back)
-    work.drop([first, back])
 
 
 def _detour(last: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:

@@ -199,7 +199,7 @@ def inside(path: str) -> str:
 class Record(BaseModel):
     """A part of the manifest, or of a checkpoint's index: no field is unknown, and none changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
 
 class SymbolRecord(Record):

@@ -8,7 +8,7 @@ An encoder before a decoder is a third program, `encode`, of one slot of each ru
 values that the decoder's layers make of its output; the other two read them, up to the slot's number of entries, and never write there.
 
 Where slots take turns in several `groups`, each group has as many slots of every run, one behind the other: in the files of decode a cache
-has the slots of one group, and a step binds there the rows of the group that it is told. `next` and `logits` stay where they are made, so
+has the slots of one group, and a step binds there the rows of the group that it is told. `next` stays where it is made, too, so
 that the first of several stages goes on with another group, while the last one is at this.
 
 The law of rows: a row of a step reads and writes the row of its own slot alone. It writes from the slot's position on, and what lies there
@@ -26,11 +26,11 @@ class StepPorts(BaseModel):
 
     A step of decode is given `tokens` [slots, 1], of which the first `count` [slots] of each slot are meant, one or none, and `position`
     [slots], the number of tokens before these. It gives `next` [slots], the likeliest token behind them, on all ranks, and where `logits`
-    is not empty what each token of the vocabulary scores there, [slots, vocabulary], on rank 0. A step of prefill has [runs, n] tokens, n
-    at most `chunk`. Where slots take turns, those of a decode are the slots of one group.
+    is not empty what each token of the vocabulary scores there, [slots, vocabulary], in shards where it is made. A step of prefill has
+    [runs, n] tokens, n at most `chunk`. Where slots take turns, those of a decode are the slots of one group.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     tokens: str
     position: str
@@ -47,7 +47,7 @@ class EncoderRecord(BaseModel):
     `length` entries are meant; empty where all are. `start`: the tokens with which a decoder begins, where a request has none.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     input: str
     type: str

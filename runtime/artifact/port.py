@@ -20,7 +20,7 @@ class Port(BaseModel):
     holds records, where it holds some; in the file only where it is not the first.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     name: str
     type: str

@@ -19,7 +19,7 @@ class Transfer(BaseModel):
     `source` and `target` are the first.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     tag: int
     value: str

@@ -101,10 +101,16 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
 
 
 def _unseen(file: str, model: ModelProto, known: _Kinds) -> ModelProto:
-    """The program without the nodes that it, or a program before it, had over operands of these types; `known`, to which its own are added.
+    """The program without the nodes of kinds that it, or one before it, has had: those that are `known`, to which its own are added."""
+    new = _new_nodes(file, model, known)
+    return model if len(new) == len(model.graph.node) else _with_nodes(model, new)
 
-    Integers are told apart by what makes them as well, for they may be a shape. What the nodes left out make is an input then. A node
-    stays with those that make the integers that it reads, or a value of unknown shape, which no input has.
+
+def _new_nodes(file: str, model: ModelProto, known: _Kinds) -> set[int]:
+    """The places of the nodes of a kind that is not `known`, and of those that make a value of no declared type; their kinds are added.
+
+    A kind is a node's op and attributes, with the types of its operands and results. Integers are told apart by what makes them as well,
+    for they may be a shape.
     """
     ports = _declared(model)
     kinds: dict[str, Hashable] = {name: known.number(port.type.SerializeToString()) for name, port in ports.items()}
@@ -125,26 +131,34 @@ def _unseen(file: str, model: ModelProto, known: _Kinds) -> ModelProto:
         for place, name in enumerate(node.output):
             if name in integers or name not in ports:
                 kinds[name] = known.number((number, place))
-    if len(new) == len(model.graph.node):
-        return model
-    numbers = set[str]()
+    return new
+
+
+def _with_nodes(model: ModelProto, wanted: set[int]) -> ModelProto:
+    """The program of the nodes at these places alone, and of those that make the integers they read, or a value of unknown shape.
+
+    No input has either of these. What the other nodes make is an input where it is read.
+    """
+    ports = _declared(model)
+    kept: list[NodeProto] = []
+    needed = set[str]()
     for at, node in reversed([*enumerate(model.graph.node)]):
-        if at in new or not numbers.isdisjoint(node.output):
-            new.add(at)
+        if at in wanted or not needed.isdisjoint(node.output):
+            kept.append(node)
             for name in reads(node):
                 if _is_integer(ports.get(name)) or not ports[name].type.tensor_type.HasField("shape"):
-                    numbers.add(name)
-    kept = [node for at, node in enumerate(model.graph.node) if at in new]
-    rest = ModelProto()
-    rest.CopyFrom(model)
-    del rest.graph.node[:], rest.graph.output[:]
-    rest.graph.node.extend(kept)
+                    needed.add(name)
+    kept.reverse()
     made = {name for node in kept for name in node.output}
     read = {name for node in kept for name in reads(node)}
     weights = [tensor for tensor in model.graph.initializer if tensor.name in read]
     inputs = [port for port in model.graph.input if port.name in read]
     given = made | {port.name for port in inputs} | {tensor.name for tensor in weights}
-    del rest.graph.input[:], rest.graph.initializer[:], rest.graph.value_info[:]
+    rest = ModelProto()
+    rest.CopyFrom(model)
+    for field in ("node", "input", "output", "initializer", "value_info"):
+        rest.graph.ClearField(field)
+    rest.graph.node.extend(kept)
     rest.graph.initializer.extend(weights)
     rest.graph.input.extend([*inputs, *(ports[name] for name in sorted(read - given) if name in ports)])
     rest.graph.output.extend(port for port in model.graph.output if port.name in made)

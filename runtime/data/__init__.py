@@ -17,12 +17,3 @@ network, which computes a record in thirty. It is taken as it is, too, and then 
 
 What a plan says of data is `artifact/training/data_spec.py`.
 """
-
-from partc.runtime.artifact.training.data_spec import Spec
-
-from .dataset import Dataset, open_data
-from .loader import Loader, open_loader
-from .reader import Reader
-from .sampler import Order, Position
-
-__all__ = ["Dataset", "Loader", "Order", "Position", "Reader", "Spec", "open_data", "open_loader"]

@@ -78,10 +78,10 @@ class LocalProgram:
                     given[port.name] = Whole(given[port.name])
             return self._joined([partial(program, given) for program in self._ranks])
 
-    def step_of_all(self, inputs: Mapping[str, object]) -> Outputs:
-        """As a call, by `Program.step_of_all`."""
+    def step_of_all(self, inputs: Mapping[str, object]) -> list[Outputs]:
+        """By rank what its `Program.step_of_all` gives of these inputs."""
         with self.turn.taken(PROGRAM, "a step"):
-            return self._joined([partial(program.step_of_all, inputs) for program in self._ranks])
+            return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
 
     def _joined(self, jobs: Sequence[Callable[[], Outputs]]) -> Outputs:
         """The global outputs of what the ranks run."""

@@ -1,26 +1,154 @@
-"""Drawing a token from logits: what is drawn follows from the seed and the number of the token, not from the slot or its neighbours."""
+"""Drawing a token from its likeliest candidates: what is drawn follows from the seed and the number of the token, not from the slot or its
+neighbours.
+
+The law. Tokens are ordered by falling logits, of equal ones the lowest number first, and have the weights exp((logit - largest) /
+temperature). The first `top_k` of them are kept, and of these the first whose weights together reach `top_p` of the sum. A random number u
+in [0, 1) draws the first token whose weight and those before it together are above u times the sum of what is kept.
+
+A draw needs the first tokens of that order alone: as many as the nucleus, or u, reaches. So logits that lie in shards give their first
+candidates, each a whole number, its key, and the sum of their weights:
+
+    key    the bits of the logit as a float32, as a whole number of the same order, in the upper half; 2**32 - 1 - token in the lower
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
 import numpy as np
+import numpy.typing as npt
 from partc.runtime.artifact.tensors.dtypes import Array
 
+from ..communication.transport import Vector
 from .request import Request
 
+FIRST, FURTHER = 64, 32
+"""So many candidates of a shard are looked at first, and so many times as many wherever these are too few."""
+NONE = np.iinfo(np.int64).min
+"""What is below every key: a place without a candidate."""
+_LOWER = (1 << 32) - 1
+T = TypeVar("T", bound=np.generic)
 
-def draw(logits: Array, request: Request, number: int) -> int:
-    """The `number`-th token of a request, of the logits [vocabulary] of all tokens there.
+
+@dataclass
+class Scratch:
+    """Memory that stays between draws, by its use: each time for as many elements as asked, and first for at least `least`."""
+
+    least: int = 0
+    known: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def of(self, use: str, size: int, kind: type[T]) -> npt.NDArray[T]:
+        """An array of as many elements; what the use had before is overwritten."""
+        there = self.known.get(use)
+        if there is None or there.size < size:
+            there = self.known[use] = np.empty(max(size, self.least), kind)
+        return there[:size]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The first tokens of a shard of the vocabulary: their keys, falling; and the sum of the weights of all of its tokens, where its
+    largest logit has the weight 1. `all`: whether it has no others.
+    """
+
+    keys: Vector
+    weight: float
+    all: bool
+
+
+def candidate_count(request: Request, further: int, size: int) -> int:
+    """How many candidates of a shard of this size a draw looks at, after they were too few `further` times."""
+    many: int = max(FIRST, request.top_k) * FURTHER**further
+    return min(many, size)
+
+
+def candidates(logits: Array, begin: int, count: int, request: Request, scratch: Scratch) -> Candidates:
+    """The first `count` tokens of a shard with the logits [tokens] from the token `begin` on; the keys stay until its next call."""
+    size = len(logits)
+    keys, weights = scratch.of(f"keys from {begin}", size, np.int64), scratch.of("weights", size, np.float64)
+    bits, signs = weights.view(np.int32)[:size], weights.view(np.int32)[size:]
+    np.copyto(bits.view(np.float32), logits, casting="same_kind")
+    np.right_shift(bits, 31, out=signs)  # 0, or -1 of what is negative
+    np.bitwise_and(bits, 0x7FFFFFFF, out=bits)
+    np.bitwise_xor(bits, signs, out=bits)
+    np.subtract(bits, signs, out=bits)
+    np.copyto(keys, bits)
+    np.left_shift(keys, 32, out=keys)
+    np.add(keys, _behind(begin, size, scratch), out=keys)
+    if count < size:
+        keys.partition(size - count)
+    first = keys[-count:]
+    first.sort()
+    weight = 0.0
+    if not request.top_k:
+        np.copyto(weights, logits)
+        np.divide(weights, request.temperature, out=weights)
+        if (top := float(weights.max())) != -np.inf:
+            np.subtract(weights, top, out=weights)
+            weight = float(np.exp(weights, out=weights).sum())
+    return Candidates(first[::-1], weight, count >= size)
+
+
+def draw(shards: Sequence[Candidates], request: Request, number: int, scratch: Scratch) -> int | None:
+    """The `number`-th token of a request, of the candidates of all shards of the vocabulary; None where they are too few.
 
     Philox keyed by the seed, with the token's number as its counter, gives the one random number that a token takes.
     """
-    scaled = logits.astype(np.float64) / request.temperature
-    order = np.argsort(-scaled, kind="stable")  # of equal ones the lowest number first
+    keys = scratch.of("drawn_keys", sum(one.keys.size for one in shards), np.int64)
+    np.concatenate([one.keys for one in shards], out=keys)
+    keys.sort()
+    least = max((int(one.keys[-1]) for one in shards if not one.all), default=NONE)
+    known = keys[np.searchsorted(keys, least) :][::-1]  # behind them there may be tokens that no shard gave
     if request.top_k:
-        order = order[: request.top_k]
-    weights = np.exp(scaled[order] - scaled[order[0]])
-    sums = np.cumsum(weights)
+        known = known[: request.top_k]
+    scaled = _logits(known, scratch)
+    np.divide(scaled, request.temperature, out=scaled)
+    largest = float(scaled[0])
+    np.subtract(scaled, largest, out=scaled)
+    sums = np.cumsum(np.exp(scaled, out=scaled), out=scratch.of("sums", known.size, np.float64))
+    every = least == NONE or 0 < request.top_k <= known.size
+    total = float(sums[-1]) if every else _total(shards, largest, request.temperature, scratch)
+    kept = known.size
     if request.top_p < 1:
-        kept = int(np.searchsorted(sums, request.top_p * sums[-1])) + 1
-        order, sums = order[:kept], sums[:kept]
+        reached = int(np.searchsorted(sums, request.top_p * total)) + 1
+        if reached > kept and not every:
+            return None
+        kept = min(reached, kept)
+        total = float(sums[kept - 1])
     uniform = np.random.Generator(np.random.Philox(key=request.seed, counter=number)).random()
-    return int(order[min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(order) - 1)])
+    place = int(np.searchsorted(sums[:kept], uniform * total, side="right"))
+    if place >= kept and not every and request.top_p == 1:
+        return None
+    return _LOWER - (int(known[min(place, kept - 1)]) & _LOWER)
+
+
+def _behind(begin: int, size: int, scratch: Scratch) -> Vector:
+    """The lower halves of the keys of tokens from `begin` on."""
+    known = scratch.known.get(use := f"lower halves from {begin}")
+    if known is None or known.size != size:
+        known = scratch.known[use] = _LOWER - np.arange(begin, begin + size, dtype=np.int64)
+    return known
+
+
+def _logits(keys: Vector, scratch: Scratch) -> Array:
+    """The logits of keys. Casts are copies of their own: within other operations they would take buffers."""
+    size = keys.size
+    upper, found = scratch.of("upper", size, np.int64), scratch.of("logits", size, np.float64)
+    bits, signs = scratch.of("bits", size, np.int32), scratch.of("signs", size, np.int32)
+    np.right_shift(keys, 32, out=upper)
+    np.copyto(bits, upper, casting="same_kind")
+    np.right_shift(bits, 31, out=signs)
+    np.bitwise_xor(bits, signs, out=bits)
+    np.subtract(bits, signs, out=bits)
+    np.left_shift(signs, 31, out=signs)
+    np.bitwise_or(bits, signs, out=bits)
+    np.copyto(found, bits.view(np.float32))
+    return found
+
+
+def _total(shards: Sequence[Candidates], largest: float, temperature: float, scratch: Scratch) -> float:
+    """The sum of all weights of all shards; `largest` is the largest logit of all, divided by the temperature."""
+    tops = [float(_logits(one.keys[:1], scratch)[0]) / temperature for one in shards]
+    return sum(one.weight * float(np.exp(top - largest)) for one, top in zip(shards, tops, strict=True))

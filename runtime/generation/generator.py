@@ -5,13 +5,13 @@
             ...
         answers = generator.run([Request([1, 306], max_tokens=50), Request([1, 15043], temperature=0.8, seed=7)])
 
-Every rank has the same requests and sees the same tokens, so each finds out by itself what the next step is given; only a token that rank 0
-draws is told to the others.
+Every rank has the same requests and sees the same tokens, so each finds out by itself what the next step is given; only a token that is
+drawn is told to the others (`sampling.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,10 +22,11 @@ from ..artifact.format import CACHE, ENCODE, PREFILL
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import Whole
-from ..execution.program import Program, load
+from ..execution.program import Outputs, Program, load
 from ..units import count
-from .draw import draw
+from .draw import Scratch
 from .request import Answer, Request, refuse_unfit
+from .sampling import Draws, LogitShards
 from .slots import NewToken, Slots, Step
 from .turns import Turns
 
@@ -52,9 +53,13 @@ class Generator:
         programs = [program, *self._beside]
         ports = [port for one in programs for port in one.manifest.inputs]
         self._cut = {port.name for port in ports if port.boxes is not None}
+        self._scratch = Scratch(self.record.vocabulary)
+        self._shards = [self._shards_of(one) for one in (program, self._prefill)] if self.record.logits else []
+        """Where the logits of a decode and of a prefill lie."""
+        self._several = isinstance(program, Program) and program.size > 1
         self._tokens: list[Agreements] = []
         """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
-        if self.record.groups > 1 and isinstance(program, Program) and program.size > 1:
+        if self.record.groups > 1 and isinstance(program, Program) and self._several:
             self._tokens = [program.agreements() for _ in range(self.record.groups)]
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
@@ -90,22 +95,39 @@ class Generator:
         outputs = self._outputs(step)
         if step.encoded is not None:
             return lambda: [*slots.take(step, [])]
-        made = outputs.get(self.record.next)  # where groups take turns the last stage has it
+        made = next((one[self.record.next] for one in outputs.values() if self.record.next in one), None)
+        # where groups take turns the last stage has it
         chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
-        drawn = self._draw(step, outputs, chosen)
-        agreed = self._tokens[step.group].begin(chosen) if self._tokens else None
+        draws = self._draws(step, outputs)
+        together = draws is not None and self._several and draws.shards.is_sharded
+        if draws is not None and not together:
+            draws.finish(chosen)  # each rank its own rows
+        agreed = None
+        if self._tokens:
+            told = [draws.told()] if draws is not None and together else []
+            agreed = self._tokens[step.group].begin(np.concatenate([chosen, *told]))
 
         def taken() -> list[NewToken]:
-            if agreed is not None:
-                np.copyto(chosen, agreed())
-            elif drawn and isinstance(self.program, Program):
-                np.copyto(chosen, self.program.maxima(chosen))
+            numbers = None if agreed is None else agreed()
+            if numbers is not None:
+                np.copyto(chosen, numbers[: chosen.size])
+            if draws is not None and together:
+                draws.finish(chosen, self._agree(step.group), None if numbers is None else numbers[chosen.size :])
+            elif draws is not None and self._several and numbers is None:
+                np.copyto(chosen, self._agree(step.group)(chosen))
             found = chosen.tolist()
             if broken := step.slots_of(found, self.record.vocabulary):
                 self._clear(broken)
             return [*slots.take(step, found)]
 
         return taken
+
+    def _agree(self, group: int) -> Callable[[Vector], Vector]:
+        """The maxima of all ranks' numbers, in the order of the steps of a group."""
+        if self._tokens:
+            return lambda numbers: self._tokens[group].begin(numbers)()
+        assert isinstance(self.program, Program)
+        return self.program.maxima
 
     def _clear(self, broken: Sequence[int]) -> None:
         """Makes the caches of slots zeros: of what is not finite also the masked entries would spoil the next sequence there."""
@@ -120,21 +142,30 @@ class Generator:
         for program in [self.program] if isinstance(self.program, Program) else self.program.ranks:
             program.state.fill(write, {one.tensor for one in program.state.records if one.kind == CACHE})
 
-    def _draw(self, step: Step, outputs: dict[str, Any], chosen: Vector) -> bool:
-        """Draws those tokens that are not the likeliest, where the logits are; -1 on the other ranks. Whether there are any."""
+    def _draws(self, step: Step, outputs: Mapping[int, Outputs]) -> Draws | None:
+        """The tokens of a step that are not the likeliest ones; None where there are none."""
         drawing = step.drawing()
         if not drawing:
-            return False
-        if (logits := outputs.get(self.record.logits)) is not None:
-            for row, (request, number) in drawing.items():
-                if chosen[row] < self.record.vocabulary:
-                    chosen[row] = draw(np.asarray(logits)[row], request, number)
-        elif isinstance(self.program, Program):
-            chosen[[*drawing]] = -1
-        return True
+            return None
+        shards = self._shards[step.slots is not None]
+        logits = {
+            rank: np.asarray(one[self.record.logits]) for rank, one in outputs.items() if self.record.logits in one
+        }
+        if self._tokens and shards.is_sharded:  # all is drawn when steps of other groups have begun
+            for rank, array in logits.items():
+                kept = self._scratch.of(f"logits of group {step.group}", array.size, array.dtype.type).reshape(
+                    array.shape
+                )
+                np.copyto(kept, array)
+                logits[rank] = kept
+        return Draws(shards, drawing, logits, self._scratch)
 
-    def _outputs(self, step: Step) -> dict[str, Any]:
-        """What one of the programs makes of a step."""
+    def _shards_of(self, program: Program | LocalProgram) -> LogitShards:
+        """Where the logits of a program's steps lie."""
+        return LogitShards.of(next(port for port in program.manifest.outputs if port.name == self.record.logits))
+
+    def _outputs(self, step: Step) -> dict[int, Outputs]:
+        """What one of the programs makes of a step, by rank of this process."""
         record, encoder = self.record, self.record.encoder
         named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
         program = self.program if step.slots is None else self._prefill
@@ -146,9 +177,10 @@ class Generator:
             program.at_slots(step.slots)
         elif record.groups > 1:
             program.at_slots(record.slots_of(step.group))
-        return program.step_of_all(
-            {name: Whole(array) if name in self._cut else array for name, array in named.items()}
-        )
+        given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        if isinstance(program, Program):
+            return {program.rank: program.step_of_all(given)}
+        return dict(enumerate(program.step_of_all(given)))
 
     @property
     def _beside(self) -> list[Program | LocalProgram]:

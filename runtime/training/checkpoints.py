@@ -107,9 +107,9 @@ class Checkpoints:
         if self.saving is not None:
             self.saving.give_up()
             self.saving = None
-        for lock in self._locks.values():
-            lock.release()
-        self._locks.clear()
+        for folder in [*self._locks]:  # another thread of the process may close the same trainer
+            if (lock := self._locks.pop(folder, None)) is not None:
+                lock.release()
         self._claimed.clear()
 
     def load(self, path: Path, option: str, averaged: bool = False) -> CheckpointIndex:

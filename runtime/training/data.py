@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from partc.runtime.artifact.training.data_spec import Spec
 
 from ..artifact.format import Port, TrainingRecord
-from ..data import Loader, open_loader
+from ..data.loader import Loader, open_loader
 from ..errors import UsageError
 
 

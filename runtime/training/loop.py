@@ -17,7 +17,8 @@ from partc.runtime.artifact.trace import CHECKPOINT, DATA, EVALUATION
 from partc.runtime.artifact.training.train_settings import CheckpointSettings, LoopSettings
 from pydantic import JsonValue
 
-from ..data import Loader, Position
+from ..data.loader import Loader
+from ..data.sampler import Position
 from ..errors import InputError, UsageError
 from ..execution.times.recording import Recording
 from .best import EARLY_STOP, Judged

@@ -23,7 +23,7 @@ from pydantic import JsonValue
 from ..artifact.format import Manifest, Port, TrainingRecord
 from ..checkpoint.early_verification import EarlyVerification
 from ..checkpoint.index import NONFINITE, SKIPPED
-from ..data import Loader
+from ..data.loader import Loader
 from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import Outputs, Program
 from ..execution.symbol_bindings import Halted

@@ -10,17 +10,12 @@ Prints seconds by the clock and of CPU, peak memory, distinct rank files and byt
 from __future__ import annotations
 
 import argparse
-import cProfile
-import json
-import pstats
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import onnx
+from one_compile import cost_of, header, print_cost, shown
 
 HEADS, STAGES, SLOTS = 8, 8, 512
 COLUMNS = ("seconds", "CPU", "peak MB", "rank files", "all MB")
@@ -57,25 +52,9 @@ def plan(kind: str, ranks: int, layers: int) -> str:
 
 def compile_once(folder: Path, ranks: int, kind: str, layers: int, profile: bool) -> None:
     """In a process of its own: compiles, and prints what it took and what was written."""
-    from partc.compiler.pipeline import compile_model
-
     generate(folder, layers)
     (folder / "plan.yaml").write_text(plan(kind, ranks, layers))
-    profiler = cProfile.Profile()
-    begin, computed = time.perf_counter(), time.process_time()
-    if profile:
-        profiler.enable()
-    compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
-    profiler.disable()
-    seconds, computed = time.perf_counter() - begin, time.process_time() - computed
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    if profile:
-        stats = pstats.Stats(profiler, stream=sys.stderr)
-        stats.sort_stats("tottime").print_stats(30)
-        stats.sort_stats("cumtime").print_stats(60)
-    sizes = {path.name: path.stat().st_size / 1e6 for path in (folder / "build").rglob("*") if path.is_file()}
-    files = sum(name.endswith(".onnx") for name in sizes)
-    print(json.dumps(dict(zip(COLUMNS, (seconds, computed, peak, files, sum(sizes.values())), strict=True))))
+    print_cost(folder / "model.onnx", folder / "plan.yaml", folder / "build", profile)
 
 
 def main() -> None:
@@ -84,22 +63,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--once", nargs=3, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--once", nargs=4, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        folder, ranks, kind = options.once
-        compile_once(Path(folder), int(ranks), kind, options.layers, options.profile)
+        folder, ranks, kind, layers = options.once
+        compile_once(Path(folder), int(ranks), kind, int(layers), options.profile)
         return
-    print(f"{'':18}" + "".join(f"{name:>12}" for name in COLUMNS))
+    print(header(COLUMNS))
     for kind in options.kinds.split(","):
         rows: dict[int, dict[str, float]] = {}
         for ranks in map(int, options.ranks.split(",")):
             with tempfile.TemporaryDirectory() as name:
-                script = [sys.executable, str(Path(__file__)), "--once", name, str(ranks), kind]
-                script += ["--layers", str(options.layers), *["--profile"] * options.profile]
-                done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
-            row = rows[ranks] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{kind:11}{ranks:>7}" + "".join(f"{row[name]:>12.4g}" for name in COLUMNS), flush=True)
+                rows[ranks] = cost_of(__file__, name, ranks, kind, options.layers, profile=options.profile)
+            print(shown(kind, ranks, rows[ranks], COLUMNS), flush=True)
         if {8, 512} <= rows.keys():
             print(f"{kind}: 512 ranks take {rows[512]['CPU'] / rows[8]['CPU']:.2f} times the CPU seconds of 8")
 

@@ -10,17 +10,11 @@ left out. Prints seconds by the clock and of CPU, peak memory, distinct rank fil
 """
 
 import argparse
-import cProfile
-import json
-import pstats
-import resource
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 from network import Sizes, generate, plan
+from one_compile import COLUMNS, cost_of, header, print_cost, shown
 
 TENSOR = 8
 TRAIN = """train:
@@ -32,7 +26,6 @@ OPTIMIZERS = {
     "replicated": "{type: adamw, lr: 0.001, weight_decay: 0.1}",
     "ZeRO": "{type: adamw, lr: 0.001, weight_decay: 0.1, shard: dp}",
 }
-COLUMNS = ("seconds", "CPU", "peak MB", "rank files", "rank file MB", "weights MB", "dumps MB", "manifest MB", "all MB")
 
 
 def in_stages(ranks: int, layers: int, stages: int) -> str:
@@ -47,36 +40,12 @@ def in_stages(ranks: int, layers: int, stages: int) -> str:
 
 def compile_once(folder: Path, ranks: int, kind: str, profile: bool, layers: int, stages: int) -> None:
     """In a process of its own: compiles, and prints what it took and what was written."""
-    from partc.compiler.pipeline import compile_model
-
     data = ranks // TENSOR
     text = plan(ranks, f"dp: {data}, tp: {TENSOR}", head=True).replace("divisor: 64", f"divisor: {data}")
     text = in_stages(ranks, layers, stages) if stages else text
     text = text.replace("dataset: data_parallel", "dataset: {ids: [dp, null], labels: [dp, null]}")
     (folder / f"{kind}.yaml").write_text(text + TRAIN.replace("OPTIMIZER", OPTIMIZERS[kind]))
-    profiler = cProfile.Profile()
-    begin, computed = time.perf_counter(), time.process_time()
-    out = folder / f"{kind}_{ranks}"
-    if profile:
-        profiler.enable()
-    compile_model(folder / "model.onnx", folder / f"{kind}.yaml", out)
-    profiler.disable()
-    seconds, computed = time.perf_counter() - begin, time.process_time() - computed
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    if profile:
-        stats = pstats.Stats(profiler, stream=sys.stderr)
-        stats.sort_stats("tottime").print_stats(30)
-        stats.sort_stats("cumtime").print_stats(60)
-    sizes = {str(path.relative_to(out)): path.stat().st_size / 1e6 for path in out.rglob("*") if path.is_file()}
-    kinds = {".onnx": 0.0, ".safetensors": 0.0, ".ir": 0.0, ".json": 0.0}
-    for path, size in sizes.items():
-        kinds[".ir" if path.startswith("ir") else Path(path).suffix] += size
-    files = sum(1 for path in sizes if path.startswith("rank_"))
-    print(
-        json.dumps(
-            dict(zip(COLUMNS, (seconds, computed, peak, files, *kinds.values(), sum(sizes.values())), strict=True))
-        )
-    )
+    print_cost(folder / "model.onnx", folder / f"{kind}.yaml", folder / f"{kind}_{ranks}", profile)
 
 
 def main() -> None:
@@ -86,24 +55,21 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(OPTIMIZERS))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--stages", type=int, default=0)
-    parser.add_argument("--once", nargs=3, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--once", nargs=5, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        folder, ranks, kind = options.once
-        compile_once(Path(folder), int(ranks), kind, options.profile, options.layers, options.stages)
+        folder, ranks, kind, layers, stages = options.once
+        compile_once(Path(folder), int(ranks), kind, options.profile, int(layers), int(stages))
         return
-    print(f"{'':18}" + "".join(f"{name:>14}" for name in COLUMNS))
+    print(header(COLUMNS))
     for kind in options.kinds.split(","):
         rows: dict[int, dict[str, float]] = {}
         for ranks in map(int, options.ranks.split(",")):
             with tempfile.TemporaryDirectory() as name:
                 generate(Path(name), Sizes(options.layers, 64, 8, 16, 64))
-                script = [sys.executable, str(Path(__file__)), "--once", name, str(ranks), kind]
-                script += ["--layers", str(options.layers), "--stages", str(options.stages)]
-                script += ["--profile"] * options.profile
-                done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
-            row = rows[ranks] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{kind:11}{ranks:>7}" + "".join(f"{row[name]:>14.4g}" for name in COLUMNS), flush=True)
+                arguments = (name, ranks, kind, options.layers, options.stages)
+                rows[ranks] = cost_of(__file__, *arguments, profile=options.profile)
+            print(shown(kind, ranks, rows[ranks], COLUMNS), flush=True)
         if {8, 4096} <= rows.keys():
             time_ratio, bytes_ratio = (rows[4096][name] / rows[8][name] for name in ("CPU", "all MB"))
             print(f"{kind}: 4,096 ranks take {time_ratio:.2f} times the CPU seconds of 8 (at most 2 wanted)", end="")

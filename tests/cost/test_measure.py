@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from partc.cli.main import invoke
 from partc.cli.simulation.step import simulated
@@ -12,6 +13,8 @@ from partc.compiler.cost.play import Compute
 from partc.compiler.ops.registry import entries
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.artifact.tensors.tensor import Tensor
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 
@@ -45,6 +48,17 @@ def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureF
     assert by_segments.seconds > sum(machine.segments.values()) / 4
     other = simulated(artifact, machine, {"batch": 2, "seq": 24}).played
     assert other.seconds > 0, "of other sizes by the curves"
+
+
+def test_segments_are_measured_on_ids_as_large_as_the_inputs() -> None:
+    """What other ranks gather of ids are ids, not zeros, which are sorted and looked up faster."""
+    from partc.cli.machine.segments import received
+
+    ids = Tensor.of(np.array([3, 9, 5], np.int64), BY_NAME["int64"])
+    made = received(ids, Tensor.empty(BY_NAME["int64"], (400,)))
+    assert made is not None
+    assert {*made.array()} == {*range(3, 10)}
+    assert received(ids, Tensor.empty(BY_NAME["float"], (400,))) is None
 
 
 def test_links_along_the_axes_of_a_mesh() -> None:

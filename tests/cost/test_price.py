@@ -65,6 +65,15 @@ def test_long_rows_are_copied(op: str, given: list[Shape], made: Shape, row: int
     assert found.copied == pytest.approx(copies + 2 * 4 * taken - in_rows)
 
 
+def test_a_sort_takes_what_it_makes() -> None:
+    """The few greatest of many are read as all are, and sorted as few."""
+    all_, few = (cost("TopK", [(50_000,), (1,)], (count,)) for count in (50_000, 50))
+    assert [(one.kernel, one.moved, one.copied) for one in (all_, few)] == [
+        ("sort", 4 * 50_000, 4 * 50_001),
+        ("sort", 4 * 50, 4 * 50_001),
+    ]
+
+
 def test_nothing_is_faster_than_memory() -> None:
     """A reduction that was measured in the caches alone takes what an elementwise op takes of as many bytes."""
     memory, cached = Curve(((1e3, 1e-7), (1e6, 1e-4), (1e8, 1.0))), Curve(((1e3, 1e-7), (1e6, 1e-4)))
@@ -92,6 +101,7 @@ def test_nothing_is_faster_than_memory() -> None:
             [([(900, 200), (30,)], (30, 200)), ([(900, 600), (10,)], (10, 600))],
         ),
         ("ScatterND", [(900, 600), (30, 1), (30, 600)], (900, 600), [([(900, 200), (30, 1), (30, 200)], (900, 200))]),
+        ("TopK", [(90, 600), (1,)], (90, 40), [([(30, 600), (1,)], (30, 40))]),
     ],
 )
 def test_three_shards_take_the_least_or_longer(
@@ -100,8 +110,8 @@ def test_three_shards_take_the_least_or_longer(
     """However speeds depend on the amount: each shard is one of three."""
     for seed in range(8):
         draw = random.Random(seed)
-        curves = [Curve(tuple((10.0**k, draw.uniform(1, 9) * 10.0 ** (k - 9)) for k in range(2, 8))) for _ in range(5)]
-        kernels = dict(zip(("elementwise", "lookup", "reduction", "pack", "unfold"), curves, strict=True))
+        curves = [Curve(tuple((10.0**k, draw.uniform(1, 9) * 10.0 ** (k - 9)) for k in range(2, 8))) for _ in range(6)]
+        kernels = dict(zip(("elementwise", "lookup", "reduction", "pack", "unfold", "sort"), curves, strict=True))
         processor = Processor(0.0, 0.0, {"matmul": curves[0], "convolution": curves[1]}, kernels)
         least = cost(op, given, made).least(processor)
         for some, out in [(given, made), *shards]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from data_case import sharded
-from partc.runtime.data import Spec, open_loader
+from partc.runtime.artifact.training.data_spec import Spec
+from partc.runtime.data.loader import open_loader
 
 torch = pytest.importorskip("torch", reason="torch is not installed: a DataLoader is its")
 SOURCE = """

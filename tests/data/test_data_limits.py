@@ -17,7 +17,8 @@ from artifact_edit import chain_manifest
 from partc.cli.commands.run import byte_count
 from partc.cli.job.inputs import open_inputs
 from partc.runtime.artifact.format import Manifest, Port
-from partc.runtime.data import Spec, open_data
+from partc.runtime.artifact.training.data_spec import Spec
+from partc.runtime.data.dataset import open_data
 from partc.runtime.data.files import open_field, open_fields, open_value
 from partc.runtime.data.memory import Memory, default_bytes
 from partc.runtime.errors import UsageError

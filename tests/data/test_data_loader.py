@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from data_case import port, whole
 from partc.runtime.artifact.format import Port
-from partc.runtime.data import Loader, Position, Spec, open_loader
+from partc.runtime.artifact.training.data_spec import Spec
+from partc.runtime.data.loader import Loader, open_loader
+from partc.runtime.data.sampler import Position
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from partc.runtime.artifact.format import Port
 from partc.runtime.artifact.tensors.boxes import merge
-from partc.runtime.data import Spec, open_loader
+from partc.runtime.artifact.training.data_spec import Spec
+from partc.runtime.data.loader import open_loader
 from partc.runtime.errors import UsageError
 from partc.runtime.user_code import UserCodeError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from partc.runtime import data
-from partc.runtime.artifact.training.data_spec import Data, data_of_words
-from partc.runtime.data import Spec
+from partc.runtime.artifact.training.data_spec import Data, Spec, data_of_words
 from partc.runtime.errors import UsageError
 
 BASE = Path("plans")

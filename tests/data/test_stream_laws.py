@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from data_case import joined, sharded
-from partc.runtime.data import Loader, Position, Spec, open_loader
+from partc.runtime.artifact.training.data_spec import Spec
+from partc.runtime.data.loader import Loader, open_loader
+from partc.runtime.data.sampler import Position
 from partc.runtime.data.streams.state import says_its_place
 
 RECORDS, BATCH, EPOCHS = 41, 6, 2
@@ -374,7 +376,8 @@ def test_neither_torch_nor_datasets_is_imported_for_others() -> None:
     import subprocess
 
     code = (
-        "import sys, numpy as np\nfrom data_case import sharded\nfrom partc.runtime.data import Spec, open_loader\n"
+        "import sys, numpy as np\nfrom data_case import sharded\n"
+        "from partc.runtime.artifact.training.data_spec import Spec\nfrom partc.runtime.data.loader import open_loader\n"
         "next(open_loader(Spec(), sharded(1), 0, 2, source=lambda: iter([((1., 2., 3., 4.), 1)] * 4)))\n"
         "print([name for name in ('torch', 'datasets', 'pyarrow', 'PIL') if name in sys.modules])"
     )

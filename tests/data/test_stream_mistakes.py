@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from data_case import port, sharded
-from partc.runtime.data import Loader, Spec, open_loader
+from partc.runtime.artifact.training.data_spec import Spec
+from partc.runtime.data.loader import Loader, open_loader
 from partc.runtime.errors import PartcError, UsageError
 from partc.runtime.user_code import UserCodeError
 

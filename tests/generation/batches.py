@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 from decoders import VOCABULARY, Unsharded, decoder
-from partc.runtime import ContinuousBatch, Generator, Request
+from partc.runtime import ContinuousBatch, Generator, Request, load
+from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.communication.in_process import LocalWorld
 
 
 def lead(batch: ContinuousBatch, requests: dict[int, Request], leaving: dict[int, int]) -> dict[int, list[int]]:
@@ -61,3 +67,27 @@ def check(
     for number, tokens in made.items():
         whole = model.tokens([*requests[number].prompt], requests[number].max_tokens)
         assert tokens == whole[: leaving.get(number, len(whole))], number
+
+
+def on_ranks(folder: Path, work: Callable[[int, Generator], object]) -> list[Any]:
+    """What the work returns on each rank, with a program of its own; the first error of any."""
+    size = open_artifact(folder).manifest.ranks
+    world, found = LocalWorld(size), list[Any]([None] * size)
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with Generator(load(folder, world.transport(rank))) as generator:
+                found[rank] = work(rank, generator)
+        except BaseException as error:
+            errors.append(error)
+            world.fail(str(error))
+
+    threads = [Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return found

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from decoders import VOCABULARY
 from partc.runtime import Request
+from partc.runtime.generation.draw import Candidates
 
 TENSOR = """sharding:
   "layers.*.[qkv]": colwise
@@ -36,3 +42,15 @@ COUNTS = [12, 20, 5, 9, 17]
 
 def requests() -> list[Request]:
     return [Request(prompt, max_tokens=count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+
+
+def recording(monkeypatch: pytest.MonkeyPatch, told: Callable[[Request, int, bytes], object]) -> None:
+    """Lets draws take the likeliest token, and tells by request and number of the token the bits of its logits."""
+
+    def likeliest(shards: Sequence[Candidates], request: Request, number: int, _: object) -> int:
+        keys = np.concatenate([one.keys for one in shards])
+        assert keys.size == VOCABULARY
+        told(request, number, keys.tobytes())
+        return 2**32 - 1 - int(keys.max()) % 2**32
+
+    monkeypatch.setattr("partc.runtime.generation.sampling.draw", likeliest)

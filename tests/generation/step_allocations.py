@@ -2,7 +2,7 @@
 
     python tests/generation/step_allocations.py [--steps 1000]
 
-Prints a row for each layout with 50 requests in eight slots. `largest` is the most bytes
+Prints a row for each layout with 50 requests in eight slots, of which three of five draw their tokens. `largest` is the most bytes
 beyond what was there before a step, at any moment of it, of all steps; `kept` is what all of them leave behind. Memory that onnxruntime
 takes inside of a session is not seen.
 """
@@ -30,10 +30,17 @@ from partc.runtime import ContinuousBatch, Request, load_local_generator
 from partc.runtime.execution.step_plan import StepPlan
 
 REQUESTS, VOCABULARY = 50, 20_000
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {},
+    {"temperature": 0.1, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.9},
+)
+"""How requests take their tokens."""
 PLANS = {
     "one rank": LAYOUTS["one rank"] + "generate: {slots: 8, length: 200, chunk: 16}\n",
-    # what threads send each other is copied, so no message may be as large as the scores of all tokens
-    "tensor parallel": LAYOUTS["tensor parallel"] + "generate: {slots: 8, length: 200, chunk: 16, sampling: false}\n",
+    "tensor parallel": LAYOUTS["tensor parallel"] + "generate: {slots: 8, length: 200, chunk: 16}\n",
     "stages": LAYOUTS["stages"] + "generate: {slots: 8, groups: 2, length: 200, chunk: 16}\n",
 }
 
@@ -95,7 +102,8 @@ def made_by_steps(folder: Path, steps: int) -> tuple[Made, Made]:
         most = min(160, steps // 2)
         for number in range(REQUESTS):
             prompt = rng.integers(0, VOCABULARY, int(rng.integers(1, 40))).tolist()
-            batch.admit(number, Request(prompt, max_tokens=int(rng.integers(most - most // 8, most))))
+            count, kind = int(rng.integers(most - most // 8, most)), KINDS[number % len(KINDS)]
+            batch.admit(number, Request(prompt, max_tokens=count, seed=number, **kind))
         for _ in range(10):
             batch.step()
         found = Made(plans=-before.plans, sessions=-before.sessions, bindings=-before.bindings)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from batches import cases, follow, lead
+from batches import cases, follow, lead, on_ranks
 from batches import check as check_tokens
-from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, requests
+from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, recording, requests
 from decoders import Unsharded, decoder
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
-from partc.runtime import ContinuousBatch, Generator, Request, load, load_local_generator
+from partc.runtime import ContinuousBatch, Generator, Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
-from partc.runtime.communication.in_process import LocalWorld
 
 GROUPS = "slots: 4, groups: 2, length: 64, chunk: 8"
 
@@ -43,30 +40,6 @@ def wanted() -> list[list[int]]:
     """The tokens of each prompt alone."""
     model = Unsharded(decoder(fused=True))
     return [model.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
-
-
-def on_ranks(folder: Path, work: Callable[[int, Generator], object]) -> list[Any]:
-    """What the work returns on each rank, with a program of its own; the first error of any."""
-    size = open_artifact(folder).manifest.ranks
-    world, found = LocalWorld(size), list[Any]([None] * size)
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            with Generator(load(folder, world.transport(rank))) as generator:
-                found[rank] = work(rank, generator)
-        except BaseException as error:
-            errors.append(error)
-            world.fail(str(error))
-
-    threads = [Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-    return found
 
 
 def tokens_of(generator: Generator, some: list[Request]) -> list[list[int]]:
@@ -121,14 +94,9 @@ def test_a_stage_goes_on_with_the_other_group(stages: Path, wanted: list[list[in
 
 def test_logits_are_the_same_bits_in_any_company(stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bits: dict[tuple[int, int], set[bytes]] = {}
-
-    def likeliest(logits: np.ndarray[Any, Any], request: Request, number: int) -> int:
-        bits.setdefault((request.seed, number), set()).add(logits.tobytes())
-        return int(logits.argmax())
-
-    monkeypatch.setattr("partc.runtime.generation.generator.draw", likeliest)
+    recording(monkeypatch, lambda request, number, logits: bits.setdefault((request.seed, number), set()).add(logits))
     some = [Request(prompt, max_tokens=12, temperature=1.0, seed=seed) for seed, prompt in enumerate(PROMPTS)]
-    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some]]
+    companies = [*([one] for one in some), some, some[::-1], [some[2], some[4], *some], [*requests(), *some]]
 
     def work(_: int, generator: Generator) -> None:
         for company in companies:

@@ -1,14 +1,10 @@
-"""Which sequences run in which slots: every request gets its tokens, whatever the others are; and which tokens are drawn."""
+"""Which sequences run in which slots: every request gets its tokens, whatever the others are."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partc.runtime.artifact.generation import GenerationRecord
-from partc.runtime.generation.draw import draw
 from partc.runtime.generation.request import Request
 from partc.runtime.generation.slots import Slots
 
@@ -122,28 +118,3 @@ def test_slots_that_are_dealt_out_are_read_at_once() -> None:
     step = running.next()
     assert step is not None
     assert (step.slots, step.tokens[:, 0].tolist()) == ([0, 2], [0, 2])
-
-
-def test_tokens_are_drawn_by_their_probabilities() -> None:
-    logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
-    count = 4000
-
-    def shares(**options: float) -> list[float]:
-        one = Request([0], **{"temperature": 1.0, "seed": 3, **options})  # type: ignore[arg-type]
-        found = Counter(draw(logits, one, number) for number in range(count))
-        return [found[token] / count for token in range(4)]
-
-    assert np.allclose(shares(), [0.5, 0.25, 0.15, 0.1], atol=0.03)
-    assert np.allclose(shares(temperature=0.5), np.array([0.25, 0.0625, 0.0225, 0.01]) / 0.345, atol=0.03)
-    assert np.allclose(shares(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.03)
-    assert np.allclose(shares(top_p=0.6), [2 / 3, 1 / 3, 0, 0], atol=0.03)  # the fewest that reach 0.6
-    assert shares(top_p=0.5) == [1.0, 0, 0, 0]
-    assert shares(top_k=1) == [1.0, 0, 0, 0]
-
-
-def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_token() -> None:
-    logits = np.zeros(1000, np.float32)
-    drawn = [draw(logits, Request([0], temperature=1.0, seed=7), number) for number in range(50)]
-    assert drawn == [draw(logits, Request([5, 6], temperature=1.0, seed=7), number) for number in range(50)]
-    assert drawn != [draw(logits, Request([0], temperature=1.0, seed=8), number) for number in range(50)]
-    assert len(set(drawn)) > 40

@@ -175,7 +175,7 @@ def test_bad_input_has_one_message(tmp_path: Path, capsys: Capture) -> None:
     assert not out.exists()
 
 
-def test_a_trace_is_beside_the_simulation(tmp_path: Path, capsys: Capture) -> None:
+def test_a_trace_is_beside_the_simulation(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     build = lenet(tmp_path, "build", ("fc3: 2", "fc3: 1"))  # rank 2 has nothing to do
     trace, out = tmp_path / "x.trace.json", tmp_path / "report.html"
     run = ["run", build, "--in-process", "--random", "7", "--set", "batch=2", "--repeat", "5", "--profile", trace]
@@ -195,7 +195,12 @@ def test_a_trace_is_beside_the_simulation(tmp_path: Path, capsys: Capture) -> No
             [one["dur"] / 1e6 for one in own if one["cat"] != "step"]
         )
     other = lenet(tmp_path, "other")
-    assert "is the trace of another artifact" in refused(capsys, 2, other, "-o", tmp_path / "z.html", *options)
+    with monkeypatch.context() as before_work:
+        for name in ("document.rank_classes", "against.differences"):
+            before_work.setattr(f"partc.cli.report.{name}", lambda *_: pytest.fail("a report is made"))
+        for more in ((), ("--against", build)):
+            said = refused(capsys, 2, other, "-o", tmp_path / "z.html", *options, *more)
+            assert "is the trace of another artifact" in said
     lines = trace.read_text().splitlines()
     trace.write_text("\n".join(lines[:-4]))
     found: dict[str, Any] = data_of(build, tmp_path, *options)["artifacts"][0]["timeline"]["measured"]

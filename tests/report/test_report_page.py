@@ -145,6 +145,17 @@ def test_two_artifacts_are_side_by_side(browser: Browser, pages: Path) -> None:
     assert browser.evaluate(sent) == "6.99 KiB"
     assert "placement: 2 became 1" in browser.evaluate("document.querySelector('.panel').innerText")
     assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc3.Gemm"
+    new, gone = "message logits: 1 to 0", "message relu.Relu_3: 1 to 2"
+    for name, side, shown in ((new, "0", "Send of logits"), (gone, "1", "Send of relu.Relu_3")):
+        row = f"[...document.querySelectorAll('#changes .row')].find((one) => one.innerText.includes('{name}'))"
+        browser.evaluate(f"{row}.click()")
+        assert browser.evaluate("document.getElementById('side').value") == side  # the artifact that has it
+        assert browser.evaluate("document.querySelector('.panel h3').innerText") == shown
+    legend, canvas = (
+        browser.evaluate(f"document.querySelector('#graph {name}').getBoundingClientRect().{edge}")
+        for name, edge in ((".legend", "top"), (".canvas", "bottom"))
+    )
+    assert legend >= canvas  # no box is under it
     assert browser.errors == []
 
 
@@ -195,6 +206,17 @@ def test_sizes_and_colours(browser: Browser, pages: Path) -> None:
     assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
     assert browser.evaluate("document.querySelector('.box.chosen').dataset.path") == "fc1.Gemm"
     browser.resize(1280, 800)
+    browser.evaluate("shown.picture.zoom(3, 0, 0)")
+    away = "document.querySelectorAll('.box.away').length"
+    assert browser.evaluate(away) > 0  # those out of sight have no texts
+    browser.evaluate("shown.picture.fit()")
+    assert browser.evaluate(away) == 0
+    browser.resize(1280, 560)
+    browser.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+    assert browser.evaluate(away) > 0
+    browser.resize(1280, 800)
+    browser.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))")
+    assert browser.evaluate(away) == 0
     assert browser.errors == []
 
 

@@ -189,7 +189,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(server: LocalServer,
         ranks = program.ranks  # type: ignore[union-attr]
 
         def step_of_all(self, given: Any) -> Any:
-            return {**program.step_of_all(given), "next_token": np.full(2, VOCABULARY)}
+            return [{**one, "next_token": np.full(2, VOCABULARY)} for one in program.step_of_all(given)]
 
     server.generator.program = Spoilt()  # type: ignore[assignment]
     try:

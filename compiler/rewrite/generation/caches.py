@@ -80,9 +80,10 @@ def caches_as_state(program: Loaded) -> Loaded:
         symbols[work.tokens] = SymbolRule(most, rules.where() if said is None else said.where)
     # where groups take turns nothing of a step comes back to the first stage, which would wait for it
     to = tuple(range(program.plan.ranks)) if rules.groups == 1 else None
-    given = [NEXT] if rules.groups == 1 or not rules.sampling else [NEXT, name_of(chosen.logits)]
-    outputs = (*program.plan.outputs, *(OutputRule(literal_pattern(name), to, rules.where()) for name in given))
-    plan = replace(program.plan, dims=replace(dims, symbols=symbols), outputs=outputs)
+    given = [OutputRule(literal_pattern(NEXT), to, rules.where())]
+    if rules.sampling:  # draws look at a few candidates of each shard
+        given.append(OutputRule(literal_pattern(name_of(chosen.logits)), None, rules.where(), sharded=True))
+    plan = replace(program.plan, dims=replace(dims, symbols=symbols), outputs=(*program.plan.outputs, *given))
     record = GenerationRecord(
         tokens=name_of(work.ids),
         position=POSITION,

@@ -13,14 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.ops.registry import entry_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 
-# fmt: off
-_ELEMENTWISE = frozenset((
-    "Abs", "Add", "And", "Cast", "Clip", "Div", "Equal", "Floor", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Log",
-    "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Sub", "Where",
-))
-# fmt: on
 _AS_ONE = ("Cast", "Expand", "Identity", "Unsqueeze")
 """Ops that keep the first dim of their first operand where it is 1."""
 
@@ -65,7 +60,7 @@ class Lifting:
         made, data = node.outputs[0], node.inputs[0]
         if made.is_graph_output():
             return None
-        if node.op_type in _ELEMENTWISE:
+        if (entry := entry_of(node)) is not None and entry.is_elementwise:
             operands = [value for value in node.inputs if value is not None]
             rank = max(self.lifted.get(value, self.ranks.get(value, 99)) for value in operands)
             if any(value in self.lifted and self.lifted[value] < rank for value in operands):
@@ -81,7 +76,8 @@ class Lifting:
         elif node.op_type == "Transpose" and data in self.lifted:
             order = node.attributes.get_ints("perm") or [*range(self.lifted[data])][::-1]
             self.lifted[made] = self.lifted[data]
-            self._later(node, perm=[0, *(dim + 1 for dim in order)])
+            perm = ir.AttrInt64s("perm", [0, *(dim + 1 for dim in order)])
+            self.edits.append(lambda: node.attributes.add(perm))
         elif node.op_type == "Unsqueeze" and data in self.lifted and (axes := constant_of(node.inputs[1])) is not None:
             rank = self.lifted[data] + len(axes)
             axes = [axis % rank for axis in axes]
@@ -93,10 +89,6 @@ class Lifting:
         else:
             return None
         return [made]
-
-    def _later(self, node: ir.Node, perm: list[int]) -> None:
-        attribute = ir.AttrInt64s("perm", perm)
-        self.edits.append(lambda: node.attributes.add(attribute))
 
     def _axes(self, node: ir.Node, axes: list[int]) -> None:
         word = f"lifted_{'_'.join(map(str, axes))}"

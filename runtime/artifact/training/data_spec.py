@@ -91,7 +91,7 @@ _Value: TypeAlias = str | bool | int | float | list[Any]
 class Data(Options):
     """Where records come from, and what is done to them. Other keys are inputs: a file, or one value for all records."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(defer_build=True, extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_input, json_schema_input_type=_Value)]]
 
     source: _Text | None = Field(

@@ -28,7 +28,7 @@ _SHARED = ("lr", "scale")
 class OptimizerRecord(BaseModel):
     """An optimizer with its numbers by name; `lr`: the rate before the schedule, which `others`, those of some parameters, follow."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     type: str
     lr: float = Field(0.0, ge=0)

@@ -15,7 +15,7 @@ class MetricsRecord(BaseModel):
     is divided by, where that does not follow from the records.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     loss: str
     metrics: list[str] = []

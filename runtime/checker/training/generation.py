@@ -3,7 +3,7 @@ decode and prefill; what it says of an encoder is not looked at.
 
 slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run
 ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are inputs of integers, each another one; next [rows] is an output,
-          and logits [rows, vocabulary] where they are named
+          and logits [rows, vocabulary] where they are named, of which ranks together have each token of each row
 caches    one row for each slot that a step computes, and room for a chunk behind the last token of the longest sequence
 stop      tokens of the vocabulary
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from partc.runtime.artifact.format import CACHE, DECODE, MANIFEST, PREFILL, Manifest, Port, Shape
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.graph.cache_append import entries_axis
+from partc.runtime.artifact.tensors.boxes import distinct, full_region, overlap, region, remaining
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
 
@@ -61,6 +62,7 @@ def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[
         yield f"the output '{record.next}' is not given to all {manifest.ranks} ranks"
     if record.logits:
         yield from _port("logits", "output", record.logits, made, [rows, record.vocabulary])
+        yield from _shards(record.logits, made, [rows, record.vocabulary])
 
 
 def _port(
@@ -73,6 +75,18 @@ def _port(
     elif not (port.shape == [*shape] if bound is None or shape[-1] == 1 else _is_within(port.shape, shape, bound)):
         dims = [*shape] if bound is None else [*shape[:-1], f"1 to {shape[-1]}"]
         yield f"{what}: the {side} '{name}' has the shape {port.shape}; it must be [{', '.join(map(str, dims))}]"
+
+
+def _shards(name: str, ports: dict[str, Port], shape: list[int]) -> Iterator[str]:
+    """What is wrong with the shards of logits, of which each rank tells candidates of its own tokens."""
+    port = ports.get(name)
+    if port is None or port.boxes is None or port.shape != shape:
+        return
+    regions = [region(box, shape) for _, box in distinct(port)]
+    if missing := remaining([full_region(shape)], regions):
+        yield f"logits: no rank has the part {missing[0]} of the output '{name}'"
+    if (twice := overlap(regions)) is not None:
+        yield f"logits: shards of the output '{name}' have {twice} in common; they are equal or disjoint"
 
 
 def _is_within(shape: Shape, most: Sequence[int], manifest: Manifest) -> bool:

@@ -25,13 +25,12 @@ def declared(first: Mapping[str, Array | Ragged], ragged: Collection[str], where
     flat = [name for name, value in first.items() if name in ragged and isinstance(value, np.ndarray)]
     if single := [name for name in flat if cast(Array, first[name]).ndim < 2]:
         raise UsageError(f"{where}: records of '{single[0]}' are single values and have no length")
-    return {name: _field(value, name in ragged) for name, value in first.items()}
-
-
-def _field(value: Array | Ragged, ragged: bool) -> Field:
-    if isinstance(value, Ragged):
-        return Field(value.flat.dtype, value.flat.shape[1:], ragged=True)
-    return Field(value.dtype, value.shape[2:] if ragged else value.shape[1:], ragged)
+    return {
+        name: Field(value.flat.dtype, value.flat.shape[1:], ragged=True)
+        if isinstance(value, Ragged)
+        else Field(value.dtype, value.shape[2 if name in ragged else 1 :], name in ragged)
+        for name, value in first.items()
+    }
 
 
 def as_declared(

@@ -90,12 +90,12 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
 
     training = artifact.manifest.training
     tests = training is not None and training.settings.test is not None
-    for program in beside.values():
+    for program in beside.values() if tests else ():  # else no step of theirs is run
         between = program.between()
         for target, one in found.items():
-            one.evaluation = program.session_bytes() if target == CPU else 0
-            if tests:  # else none of its steps is run
-                one.evaluation += between.get(target, 0) + program.inside(target, arenas[target]) - one.inside
+            needed = between.get(target, 0) + program.inside(target, arenas[target]) - one.inside
+            one.evaluation = max(one.evaluation, needed)
+    here.evaluation += sum(program.session_bytes() for program in beside.values())  # of both at once
     segments = [step for step in main.file.steps if isinstance(step, Segment)]
     return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
 

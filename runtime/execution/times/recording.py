@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .profiler import Profiler
     from ..program import Program
+    from .profiler import Profiler
 
 
 class Recording:

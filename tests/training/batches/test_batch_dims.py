@@ -21,8 +21,9 @@ from partc.compiler.pipeline import compile_source, run_passes, start
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.training.data_spec import Spec
 from partc.runtime.checker.check import check_artifact
-from partc.runtime.data import Spec, open_loader
+from partc.runtime.data.loader import open_loader
 from trainer_case import on_all
 from training_equivalence import run, run_whole
 

@@ -9,8 +9,8 @@ import pytest
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import Trainer, UsageError
-from partc.runtime.artifact.training.data_spec import data_of_words
-from partc.runtime.data import Spec, open_loader
+from partc.runtime.artifact.training.data_spec import Spec, data_of_words
+from partc.runtime.data.loader import open_loader
 from trainer_case import on_all
 from training_equivalence import from_text
 

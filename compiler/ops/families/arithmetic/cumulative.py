@@ -10,7 +10,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Rule
 
-top_k = op("TopK", factors="ax,_->a.,a.", replicated="x", precision="follow", host=(1,), kernel="reduction")
+top_k = op("TopK", factors="ax,_->a.,a.", replicated="x", precision="follow", host=(1,), kernel="sort")
 
 
 @top_k.sharding

@@ -55,7 +55,7 @@ def _(node: ir.Node) -> Rule | None:
     return Rule(scalars, ("n",))
 
 
-op("Unique", why="how many distinct elements there are needs all of them")
+op("Unique", why="how many distinct elements there are needs all of them", kernel="sort")
 op(
     "NonZero",
     why="how many elements there are, and where they stand, needs all of them",

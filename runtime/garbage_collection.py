@@ -1,4 +1,4 @@
-"""When Python's garbage collector looks for reference cycles: not while a program is compiled, nor while modules are imported for it.
+"""When Python's garbage collector looks for reference cycles: not while a program is compiled, nor while modules are imported.
 
 Both make objects that live until the end, and few cycles. The collector would look through all of them again and again, and
 free next to nothing.
