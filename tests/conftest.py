@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -28,9 +28,32 @@ def pytest_collection_finish() -> None:
     """What of the work around tests is done once, or less often."""
     if "torch" in sys.modules:
         _read_torch_ops_once()
+    _compute_with_one_thread()
     if sys.version_info < (3, 12):  # later ones keep the members of a protocol themselves
         typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)  # type: ignore[attr-defined]
     _collect_seldom()
+
+
+def _compute_with_one_thread() -> None:
+    """Workers of xdist share the cores: a second thread of a small tensor's op waits for its part in a loop, which was a tenth of the time.
+
+    It is the default that changes, for ranks in this process, other sessions and torch; a test that asks for threads has them.
+    """
+    if "onnxruntime" in sys.modules:
+        onnxruntime: Any = sys.modules["onnxruntime"]
+
+        class SessionOptions(onnxruntime.SessionOptions):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.intra_op_num_threads = 1
+
+        onnxruntime.SessionOptions = SessionOptions
+    if "partc.runtime.communication.in_process" in sys.modules:
+        in_process: Any = sys.modules["partc.runtime.communication.in_process"]
+        in_process.core_limit = lambda: 1
+    if "torch" in sys.modules:
+        torch: Any = sys.modules["torch"]
+        torch.set_num_threads(1)
 
 
 def _read_torch_ops_once() -> None:

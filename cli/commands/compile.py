@@ -103,7 +103,8 @@ def command(
         console.echo(trained_line(report))
         for line in (*shared_lines(report), *table_lines(report), *evaluation_lines(report.manifest)):
             console.echo(line)
-    for line in slot_lines(report.manifest):
+    unfused = report.program.generation.unfused if report.program.generation is not None else ()
+    for line in slot_lines(report.manifest, unfused):
         console.echo(line)
     if report.exported:
         cache = ["--cache"] if report.manifest.generation is not None else []

@@ -35,6 +35,8 @@ class RunDir:
         self.ranks = ranks
         self.memory: Path | None = None
         """A folder in memory, for what MPI's processes share; None where the system has none."""
+        self.ended: dict[int, tuple[str, str]] = {}
+        """By rank that partc itself killed how the message of the failure describes that, and its help."""
         self._locks: list[int] = []
         sweep(Path(tempfile.gettempdir()))
         self.folder = self._locked_folder(Path(tempfile.mkdtemp(prefix=_PREFIX)))

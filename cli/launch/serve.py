@@ -29,6 +29,9 @@ from partc.runtime.artifact.format import Manifest
 from partc.runtime.job.status_board import states
 
 _LINK = "link"
+_STOPPED_HELP = (
+    "\n  help: a stopped process runs again after `kill -CONT`; with a larger --stall the server waits longer for it"
+)
 _LAST_SECONDS = 5.0
 """How long the ranks may take to end once nothing is open."""
 
@@ -110,17 +113,16 @@ class _ServerJob:
             self._drained = self._drained or time.monotonic()
             if time.monotonic() - self._drained > _LAST_SECONDS:
                 self.signals.noted.append(signal.SIGTERM)
-        self._end_stopped(run_dir.pids())
+        self._end_stopped(run_dir)
 
-    def _end_stopped(self, pids: Sequence[int]) -> None:
+    def _end_stopped(self, run_dir: RunDir) -> None:
         """Kills a rank that has been stopped for too long: no request would ever be answered."""
-        now = time.monotonic()
+        now, pids = time.monotonic(), run_dir.pids()
         for rank, (pid, state) in enumerate(zip(pids, states(pids), strict=True)):
             if not pid or state not in ("T", "t"):
                 self._stopped.pop(rank, None)
             elif now - self._stopped.setdefault(rank, now) > self.job.stall:
-                console.echo(
-                    f"rank {rank} (process {pid}) has been stopped for {self.job.stall:.0f} s: it is killed", err=True
-                )
+                told = f"(process {pid}) was stopped for {self.job.stall:g} s and is killed,"
+                run_dir.ended[rank] = told, _STOPPED_HELP
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)

@@ -250,7 +250,8 @@ def _verdict(
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
-    failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{_advice(ended)}")
+    manner, advice = run_dir.ended.get(rank, (manner, _advice(ended)))
+    failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
     return 1
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from partc.runtime.artifact.format import CACHE, Manifest
 from partc.runtime.generation.sampling import LogitShards
 from partc.runtime.units import count, size_text
 
 
-def slot_lines(manifest: Manifest) -> Iterator[str]:
-    """Lines for the rank that keeps most; none for an artifact that makes no tokens, or for another program than its main one."""
+def slot_lines(manifest: Manifest, unfused: Sequence[str] = ()) -> Iterator[str]:
+    """Lines for the rank that keeps most; none for an artifact that makes no tokens, or for another program than its main one.
+
+    `unfused`: the nodes of attention that read the caches of all slots up to the longest sequence.
+    """
     record = manifest.generation
     if record is None:
         return
@@ -28,6 +31,10 @@ def slot_lines(manifest: Manifest) -> Iterator[str]:
     if record.memory is not None and record.room is not None:
         text += f"; 'memory' of {size_text(record.memory)} has room for {count(record.room, 'slot')}"
     yield text
+    if unfused:
+        more = f" and {len(unfused) - 1} more" if unfused[1:] else ""
+        fact = f"Attention '{unfused[0]}'{more}, whose mask is not causal or not proven so"
+        yield f"{fact}, {'read' if more else 'reads'} the entries of all slots up to the longest sequence"
     if record.logits and manifest.ranks > 1:
         shards = LogitShards.of(next(port for port in manifest.outputs if port.name == record.logits))
         text = f"a token that is drawn: {size_text(shards.told)} more of each rank"

@@ -17,7 +17,7 @@ from partc.cli.server.refusals import RefusedError, error_body
 from partc.runtime.files import counted
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -149,7 +149,7 @@ class _ended_when_left:
 
 
 async def _body(request: Request) -> bytes:
-    """The request's body; RefusedError where it is too long, or takes too long."""
+    """The request's body; RefusedError where it is too long, takes too long, or ends within."""
     found = bytearray()
     if int(request.headers.get("content-length") or 0) > MOST_BYTES:
         raise _too_long()
@@ -161,6 +161,8 @@ async def _body(request: Request) -> bytes:
                     raise _too_long()
     except TimeoutError:
         raise RefusedError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
+    except ClientDisconnect:
+        raise RefusedError(400, f"the client left after {len(found):,} bytes of its body") from None
     return bytes(found)
 
 

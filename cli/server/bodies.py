@@ -17,7 +17,8 @@ from partc.cli.text.chat_template import ChatTemplate
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.errors import InputError
 from partc.runtime.generation.request import Request, faults_of
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 MOST_BYTES = 1_000_000
 """The longest body."""
@@ -39,7 +40,22 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields of the API that ask for what this server does not do, and the values that ask for nothing."""
 
-Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LETTERS)]
+
+def _stops(given: object) -> object:
+    """The texts of `stop` as a list; ValueError where they are not texts, too many or too long."""
+    found = [given] if isinstance(given, str) else given
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError("is a text, or a list of texts")
+    if len(found) > MOST_STOPS:
+        raise ValueError(f"has {len(found):,} texts; at most {MOST_STOPS}")
+    if sizes := [len(one) for one in found if not 1 <= len(one) <= MOST_STOP_LETTERS]:
+        raise ValueError(f"has a text of {sizes[0]:,} letters; each has 1 to {MOST_STOP_LETTERS}")
+    return found
+
+
+Stops = Annotated[list[str] | None, BeforeValidator(_stops)]
 
 
 class _StreamOptions(BaseModel):
@@ -55,7 +71,7 @@ class _Body(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stops = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
@@ -147,7 +163,7 @@ class Reader:
             body = validate(found)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False)
-            texts = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults[:8]]
+            texts = [f"'{'.'.join(map(str, one['loc']))}' {_fact_of(one)}" for one in faults[:8]]
             raise RefusedError(400, "; ".join(texts), str(faults[0]["loc"][0]) if faults[0]["loc"] else None) from None
         if body.model not in (None, self.model):
             raise RefusedError(
@@ -170,7 +186,7 @@ class Reader:
         if room < 1:
             fact = f"the prompt has {len(ids)} tokens; of the {self.record.length} of a sequence at least one is the answer's"
             raise RefusedError(400, fact, "prompt", "context_length_exceeded")
-        stops = () if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        stops = tuple(body.stop or ())
         if stops and self.tokenizer is None:
             raise RefusedError(
                 400, "a text that ends the answer needs a tokenizer: start the server with --tokenizer", "stop"
@@ -189,6 +205,15 @@ class Reader:
             raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))
         counts = body.stream_options is not None and body.stream_options.include_usage
         return Completion(request, stops, bool(body.stream), counts, body.timeout, chat)
+
+
+def _fact_of(fault: ErrorDetails) -> str:
+    """What is wrong with a field, behind its name."""
+    if fault["type"] == "extra_forbidden":
+        return "is not a field that this server knows; leave it out"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"is wrong: {fault['msg']}"
 
 
 def _plain(message: _Message) -> dict[str, str]:

@@ -41,11 +41,12 @@ Phase = TypeVar("Phase", bound="Loaded")
 @dataclass(frozen=True)
 class Generation:
     """A decoder that makes tokens: by cache that ranks keep what takes its place after a step, None where nothing does, and what the
-    manifest says of it.
+    manifest says of it. `unfused`: the nodes of attention that keep the model's form, since their mask is not causal, or not proven so.
     """
 
     caches: Mapping[ir.Value, ir.Value | None]
     record: GenerationRecord
+    unfused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

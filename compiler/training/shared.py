@@ -17,11 +17,10 @@ from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import nn
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of, operand_name
-from partc.compiler.training.trainable import TRAINABLE, trainable_names
+from partc.compiler.training.trainable import TRAINABLE, is_parameter, trainable_names
 from partc.runtime.spellings import first_free, numbered
 from partc.runtime.units import first_of
 
@@ -52,7 +51,7 @@ def shared_weights(model: ir.Model, names: Iterable[str], paths: Mapping[ir.Node
     """The named weights that nodes of several modules read."""
     paths = paths if paths is not None else node_paths(model)
     weights = model.graph.initializers
-    of_file = not any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights.values())
+    of_file = not any(is_parameter(value) or TRAINABLE in value.meta for value in weights.values())
     taken = {*weights, *(name_of(value) for value in model.graph.inputs)}
     taken |= {operand_name(value) for node in model.graph for value in node.outputs}
     order = {node: place for place, node in enumerate(paths)}

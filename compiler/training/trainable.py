@@ -16,10 +16,10 @@ makes it trainable.
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import nn
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.registry import stops_gradient
@@ -55,6 +55,12 @@ _SETTINGS: dict[str, range] = {
 _LARGE, _BEGINNING = 1e4, 4096
 
 
+def is_parameter(value: ir.Value) -> bool:
+    """Whether the weight is a parameter of a module of onnxscript, which a model in a file does without and this does not import."""
+    modules = sys.modules.get("onnxscript.nn")
+    return modules is not None and isinstance(value, modules.Parameter)
+
+
 def trainable_names(model: ir.Model) -> list[str]:
     """The weights that training changes: what the model's modules say is trainable; of a file, what the law above says."""
     weights = candidates(model)
@@ -65,7 +71,7 @@ def trainable_names(model: ir.Model) -> list[str]:
 def declares_trainable(model: ir.Model) -> bool:
     """Whether the model's modules say which weights are trainable."""
     weights = model.graph.initializers.values()
-    return any(isinstance(value, nn.Parameter) or TRAINABLE in value.meta for value in weights)
+    return any(is_parameter(value) or TRAINABLE in value.meta for value in weights)
 
 
 def candidates(model: ir.Model) -> list[ir.Value]:
@@ -83,9 +89,7 @@ def running_statistics(graph: ir.Graph) -> list[ir.Value]:
 
 def _is_declared(value: ir.Value) -> bool:
     known = value.meta.get(TRAINABLE)
-    return (
-        bool(known) if known is not None else isinstance(value, nn.Parameter) and bool(getattr(value, "learned", True))
-    )
+    return bool(known) if known is not None else is_parameter(value) and bool(getattr(value, "learned", True))
 
 
 def _is_likely(value: ir.Value) -> bool:

@@ -18,6 +18,8 @@ Finish: TypeAlias = Literal["", "stop", "length", "error"]
 """Why a sequence ended: a token behind which it stops, the most tokens that were asked for, or logits that are not finite; empty where it
 goes on."""
 _SEED = 1 << 64
+_LEAST_TEMPERATURE = 1e-30
+"""Logits divided by it are finite."""
 _MOST = 128
 """The most tokens of an answer to a request that does not say how many."""
 
@@ -117,6 +119,8 @@ def faults_of(one: Request, record: GenerationRecord) -> Iterator[str]:
         yield f"{fact}\n  help: ask for fewer, or compile with a larger 'length'"
     if not 0 <= one.temperature < float("inf"):
         yield f"its temperature is {one.temperature}; it is 0 or more"
+    elif 0 < one.temperature < _LEAST_TEMPERATURE:
+        yield f"its temperature is {one.temperature}; it is 0, which takes the likeliest token, or at least {_LEAST_TEMPERATURE}"
     elif one.temperature and not record.logits:
         fact = "it draws tokens, and the artifact gives the likeliest alone ('sampling: false')"
         yield f"{fact}\n  help: leave out 'temperature', or compile with 'sampling: true'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from partc.cli.commands.export import command as export_command
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
+from partc.compiler.frontend.huggingface.flat_cache import flatten_cache
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
@@ -40,6 +42,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exported_once() -> Iterator[None]:
+    """torch exports the model once: a folder that is compiled and `partc export --cache` ask it for the same, for four seconds each."""
+    export, known = torch.onnx.export, {}
+
+    def remembered(module: Any, **how: Any) -> Any:
+        shapes = {name: tuple(tensor.shape) for name, tensor in how["kwargs"].items()}
+        key = repr((type(module), shapes, how["dynamic_shapes"], how["opset_version"]))
+        if key not in known:
+            known[key] = export(module, **how)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", remembered)
+        yield
 
 
 def test_a_folder_generates_as_transformers_does(llama: Path, tmp_path: Path) -> None:
@@ -103,3 +122,31 @@ def test_a_model_without_such_a_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(PLAN)
     with pytest.raises(CompileError, match=r"model.py:2: BertModel is not a model that makes tokens"):
         compile_model(tmp_path / "model.py", tmp_path / "plan.yaml", tmp_path / "build")
+
+
+def test_fused_attention_over_an_encoder_has_a_row_of_its_mask_for_each_token() -> None:
+    """onnxruntime's Attention takes no row for all of them; and no number of a mask is there where weights have none."""
+    config = transformers.BartConfig(
+        vocab_size=12, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, max_position_embeddings=16)  # fmt: skip
+    with torch.device("meta"):
+        _, names = flatten_cache(transformers.BartForConditionalGeneration(config), "bart")
+    assert names == ["logits", "present_0_key", "present_0_value", "cross_0_key", "cross_0_value"]
+    whole = transformers.BartForConditionalGeneration(config).eval()
+    ids, mask, targets = (
+        torch.tensor([[3, 1, 4], [5, 9, 0]]),
+        torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        torch.tensor([[2, 7], [2, 6]]),
+    )
+    wanted = whole(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
+    flatten_cache(whole, "bart")
+    shapes = []
+    for part in (whole.get_encoder(), whole.get_decoder()):
+        part.register_forward_pre_hook(
+            lambda _, __, given: shapes.append([*given.get("encoder_attention_mask", given["attention_mask"]).shape]),
+            with_kwargs=True,
+        )
+    none = torch.zeros(2, 2, 0, 8)
+    step = {"encoder_attention_mask": mask, "decoder_input_ids": targets, "past_0_key": none, "past_0_value": none}
+    assert torch.allclose(whole(input_ids=ids, **step)["logits"], wanted, atol=1e-5)
+    assert shapes == [[2, 1, 3, 3], [2, 1, 2, 3]]

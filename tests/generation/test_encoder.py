@@ -11,6 +11,7 @@ The decoder's positions are a bias of its scores by distance, a table's rows by 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import onnxruntime
 import pytest
 from decoder_layouts import STAGES, TENSOR
 from decoders import HEADS, SIZE, VOCABULARY, WIDTH, Build, decoder
+from mutated import rewrite_raw, texts
 from onnx import TensorProto, helper
 from partc.cli.main import invoke
 from partc.compiler.errors import CompileError
@@ -242,3 +244,42 @@ def test_a_length_that_no_encoder_has_is_refused(tmp_path: Path, model: Any, key
     with pytest.raises(CompileError) as raised:
         compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fact"),
+    [
+        ("length", 9, "the cache 'cross_k.0' has 12 entries; the encoder gives 9"),
+        ("length", 9, "the encoder's input has the shape [12], and at most 9 entries"),
+        (
+            "shape",
+            [9],
+            "the encoder's input: the input 'input_ids' is tensor(int64), [1, 12]; it must be tensor(int64), [1, 9]",
+        ),
+        ("type", "tensor(int32)", "it must be tensor(int32), [1, 12]"),
+        ("input", "odd", "the encoder's input: there is no input 'odd'"),
+        ("count", "odd", "the encoder's count: there is no input 'odd'"),
+        (
+            "count",
+            "ids",
+            "the encoder's count: the input 'ids' is tensor(int64), [2, 1]; it must be tensor(int64), [2]",
+        ),
+        ("vocabulary", 65, "the encoder knows 65 tokens, and its table 'encoder.embed.weight' has 64 rows"),
+        ("start", [64], "a decoder begins with 64, which is not a token; tokens are 0 to 63"),
+    ],
+)
+def test_a_check_names_what_is_wrong_with_the_record_of_an_encoder(
+    encoded: Path, tmp_path: Path, key: str, value: Any, fact: str
+) -> None:
+    shutil.copytree(encoded, tmp_path / "build")
+    rewrite_raw(tmp_path / "build", lambda data: data["generation"]["encoder"].update({key: value}))
+    assert fact in texts(tmp_path / "build")
+
+
+def test_a_check_names_an_encoder_without_its_program_or_its_record(encoded: Path, tmp_path: Path) -> None:
+    shutil.copytree(encoded, tmp_path / "build")
+    rewrite_raw(tmp_path / "build", lambda data: data["programs"].pop("encode"))
+    assert "there is no program 'encode', and the generation has an encoder" in texts(tmp_path / "build")
+    shutil.copytree(encoded, tmp_path / "other")
+    rewrite_raw(tmp_path / "other", lambda data: data["generation"].update(encoder=None))
+    assert "there is a program 'encode', and the generation has no encoder" in texts(tmp_path / "other")

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
 from partc.cli.commands.plan import command as plan_command
+from partc.cli.main import invoke
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import analyse
@@ -267,6 +268,33 @@ REFUSED = {
         "'past_k' is also read by ReduceSum",
     ),
     "a fixed batch": (decoder(ATTENTION, batch="2"), 1, "export the model with a dynamic batch"),
+    "two entries for a token": (
+        decoder(
+            ATTENTION.replace("(past_v, v)", "(past_v, v_v)").replace(
+                "  present_v", "  v_v = Concat <axis = 2> (v, v)\n  present_v"
+            )
+        ),
+        1,
+        "Concat 'layer.present_v' appends 2 entries for each token to 'past_v'",
+    ),
+    "an input that no step is given": (
+        decoder(
+            ATTENTION.replace("mixed =", "own =") + "  mixed = Add (own, extra)",
+            f"float[batch, {HEADS}, tokens, {SIZE}] extra,",
+        ),
+        1,
+        "no step is given 'extra', which the decoder reads",
+    ),
+    "no mask": (
+        decoder(ATTENTION.replace(", mask)", ")")),
+        1,
+        "in Attention 'layer.mixed' a token sees later ones",
+    ),
+    "a mask of what is later": (
+        decoder(ATTENTION.replace("LessOrEqual (row, column)", "GreaterOrEqual (row, column)")),
+        3,
+        "in Attention 'layer.mixed' a token sees later ones",
+    ),
     "one length": (
         decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", "Reshape (numbers, as_column)")),
         3,
@@ -294,6 +322,17 @@ def test_what_cannot_generate_is_refused(form: str, tmp_path: Path) -> None:
     with pytest.raises(CompileError) as raised:
         compile_model(tmp_path / "decoder.onnx", tmp_path / "plan.yaml", tmp_path / "build")
     assert text in str(raised.value)
+
+
+def test_a_compile_says_where_a_mask_is_not_causal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.yaml").write_text(of_slots(3))
+    for form, unfused in (("GroupQueryAttention with a window", True), ("Attention with a past", False)):
+        onnx.save(FORMS[form], tmp_path / "decoder.onnx")
+        options = ["--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "build")]
+        assert invoke(["compile", str(tmp_path / "decoder.onnx"), *options]) == 0
+        assert (
+            ", whose mask is not causal or not proven so, reads the entries of all slots" in capsys.readouterr().out
+        ) == unfused
 
 
 GROWTH = """

@@ -155,7 +155,7 @@ def test_empty_sections_and_the_whole_model() -> None:
             "ranks: 1\n? [a]\n: 1\n",
             "plan.yaml:2: a key is a string, not a list or a mapping\n  help: put quotes around it",
         ),
-        ("[" * 2000, "plan.yaml:1: lists and mappings are nested too deeply to be read"),
+        ("[" * 1000, "plan.yaml:1: lists and mappings are nested too deeply to be read"),
     ],
 )
 def test_files_that_are_no_plan(text: str, message: str) -> None:

@@ -106,7 +106,7 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"prompt": PROMPT, "best": 1}, 400, "best"),
+        ({"prompt": PROMPT, "best": 1}, 400, "'best' is not a field that this server knows"),
         ({"prompt": PROMPT, "model": "other"}, 404, "'other' is not here"),
         ({"prompt": PROMPT, "logprobs": 3}, 400, "'logprobs' is 3"),
         ({"prompt": PROMPT, "n": 2}, 400, "'n' is 2"),
@@ -120,12 +120,13 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "asks for 0 tokens"),
         ({"prompt": PROMPT, "max_tokens": 124}, 400, "129"),
         ({"prompt": PROMPT, "temperature": -0.5}, 400, "temperature is -0.5"),
+        ({"prompt": PROMPT, "temperature": 1e-320}, 400, "which takes the likeliest token, or at least 1e-30"),
         ({"prompt": PROMPT, "top_p": 1.5}, 400, "top_p is 1.5"),
         ({"prompt": PROMPT, "top_k": -1}, 400, "top_k is -1"),
         ({"prompt": PROMPT, "seed": -1}, 400, "seed is -1"),
-        ({"prompt": PROMPT, "stop": ["x"] * 17}, 400, "stop"),
-        ({"prompt": PROMPT, "stop": "x" * 257}, 400, "stop"),
-        ({"prompt": PROMPT, "stop": ""}, 400, "stop"),
+        ({"prompt": PROMPT, "stop": ["x"] * 100_000}, 400, "'stop' has 100,000 texts; at most 16"),
+        ({"prompt": PROMPT, "stop": ["x", "x" * 257]}, 400, "'stop' has a text of 257 letters; each has 1 to 256"),
+        ({"prompt": PROMPT, "stop": [1]}, 400, "'stop' is a text, or a list of texts"),
         ({"prompt": PROMPT, "timeout": 0}, 400, "timeout"),
         ({}, 400, "prompt"),
         ([1], 400, "not a JSON object"),
@@ -151,6 +152,17 @@ def test_what_cannot_be_met_is_refused_before_a_rank_hears_of_it(
         after['partc_requests_total{finish="refused"}'] == before.get('partc_requests_total{finish="refused"}', 0) + 1
     )
     assert after["partc_step_seconds_count"] == before["partc_step_seconds_count"]
+
+
+def test_a_client_that_leaves_within_its_body_is_refused(
+    server: LocalServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is counted, and nothing of it is in the server's output."""
+    before = server.metrics().get(refused := 'partc_requests_total{finish="refused"}', 0)
+    with socket.create_connection(("127.0.0.1", server.port)) as leaving:
+        leaving.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{")
+    until(lambda: server.metrics().get(refused, 0) == before + 1)
+    assert capfd.readouterr().err == ""
 
 
 def test_wrong_paths_methods_and_origins_have_errors_of_the_same_form(server: LocalServer) -> None:

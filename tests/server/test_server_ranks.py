@@ -7,15 +7,21 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import onnx
 import pytest
 from decoders import Unsharded, decoder
+from partc.cli.job.job import Job
+from partc.cli.launch.serve import _ServerJob
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
+from partc.runtime.job.status_board import states
 from server_case import LETTERS, MpiServer, until, write_tokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -110,3 +116,15 @@ def test_what_is_wrong_is_reported_before_a_rank_begins(
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as where it is not installed
     assert invoke(["serve", str(build), "--port", "0"]) == 2
     assert 'needs the package uvicorn\n  help: pip install "partc[serve]"' in capsys.readouterr().err
+
+
+def test_a_rank_that_is_stopped_for_long_is_killed_and_so_described() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank:
+        os.kill(rank.pid, signal.SIGSTOP)
+        until(lambda: states([rank.pid]) == ["T"])
+        run_dir: Any = SimpleNamespace(pids=lambda: [rank.pid], ended={})
+        nothing: Any = None
+        job = _ServerJob(Job(folder="", stall=0.0), nothing, nothing)
+        until(lambda: job._end_stopped(run_dir) or run_dir.ended)
+        assert rank.wait(10) == -signal.SIGKILL
+    assert run_dir.ended[0][0] == f"(process {rank.pid}) was stopped for 0 s and is killed,"

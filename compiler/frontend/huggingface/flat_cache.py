@@ -96,21 +96,29 @@ def _with_encoder(module: Any, where: str) -> _Step:
         from transformers.modeling_outputs import BaseModelOutput
 
         cache: Any = EncoderDecoderCache(_cache(pasts), _cache([]))
-        mask = {"attention_mask": _by_head(given[ENCODER_MASK], module)} if ENCODER_MASK in given else {}
-        states = module.get_encoder()(given[name], **mask).last_hidden_state
+        targets = given["decoder_input_ids"]
+        masks = [_masked(given, module, tokens.shape[1]) for tokens in (given[name], targets)]
+        states = module.get_encoder()(given[name], **masks[0]).last_hidden_state
         made = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), argument: cache}
-        logits = whole(decoder_input_ids=given["decoder_input_ids"], use_cache=True, **mask, **made).logits
+        logits = whole(decoder_input_ids=targets, use_cache=True, **masks[1], **made).logits
         return logits, cache.self_attention_cache.layers, cache.cross_attention_cache.layers
 
     return _Step(inputs, run)
 
 
-def _by_head(mask: torch.Tensor, module: Any) -> torch.Tensor:
-    """What is added to the scores of entries [batch, 1, 1, entries], so that they count or do not: a model takes it as it is."""
+def _masked(given: Mapping[str, Any], module: Any, tokens: int) -> dict[str, Any]:
+    """What is added to the scores of an encoder's entries, so that they count or do not: a model takes it as it is.
+
+    It is [batch, 1, 1, entries]. Fused attention becomes ONNX's op, for which onnxruntime wants a row for each of the `tokens` that attend.
+    """
     import torch
 
+    if ENCODER_MASK not in given:
+        return {}
     kind = next(module.parameters()).dtype
-    return torch.where(mask[:, None, None, :] != 0, 0.0, torch.finfo(kind).min).to(kind)
+    away = torch.where(given[ENCODER_MASK][:, None, None, :] != 0, 0.0, torch.finfo(kind).min).to(kind)
+    is_fused = module.config._attn_implementation == "sdpa"
+    return {"attention_mask": away.expand(-1, -1, tokens, -1) if is_fused else away}
 
 
 def _cache(pasts: list[list[Any]]) -> Any:
@@ -142,7 +150,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
         if name != ENCODER_MASK  # numbers of a mask decide how it is read
     }
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), settings.unfused_attention(module):
             _, grown, *crossing = step.run(given, [])
         found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +45,19 @@ def prepare(module: torch.nn.Module) -> None:
     what it wants of the cache."""
     for setting in ("cache", "experts"):
         settle(module, setting)
+
+
+@contextmanager
+def unfused_attention(module: torch.nn.Module) -> Iterator[None]:
+    """Within, the models of `transformers` in a module compute attention unfused, and so none looks at the numbers of a mask."""
+    models = [one for one in of_transformers(module) if one._can_set_attn_implementation()]
+    before = [one.config._attn_implementation for one in models]
+    settle(module, "attention")
+    try:
+        yield
+    finally:
+        for one, name in zip(models, before, strict=True):
+            one.set_attn_implementation(name)
 
 
 def remedy(message: str, module: torch.nn.Module) -> str:

@@ -21,6 +21,8 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.analysis.shapes import shapes
+from partc.compiler.dims.normal import normal_dim
+from partc.compiler.dims.reading import read
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
@@ -30,7 +32,7 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
-from partc.compiler.rewrite.generation.encoder import Encoder
+from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
 from partc.compiler.rewrite.generation.limits import refuse_beyond_positions, refuse_unknown_tokens
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of
@@ -40,6 +42,7 @@ from partc.compiler.rewrite.generation.step_form import StepForm
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
 from partc.runtime.artifact.generation import GenerationRecord
+from partc.runtime.units import count
 
 _OPSET = 24
 """The first one with TensorScatter."""
@@ -101,7 +104,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         stop=rules.stop,
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
-    generation = Generation({**work.found, **apart}, record)
+    generation = Generation({**work.found, **apart}, record, work.unfused)
     return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation)
 
 
@@ -151,7 +154,9 @@ class _Caches:
         gone = [dims[0], *(dim for pair in self.pairs for dim in pair.past.shape or ())]
         self.fixed = {str(dim.value) for dim in gone if isinstance(dim, ir.SymbolicDim)}
         self.ranks = _ranks(model)
+        self._refuse_other_growth()
         self.found: dict[ir.Value, ir.Value] = {}
+        self.unfused: tuple[str, ...] = ()
 
     def rewrite(self) -> NextToken:
         """Edits the model; what it gives then."""
@@ -165,13 +170,15 @@ class _Caches:
         positions.give_rows()
         chosen = choose(self.build, scores, count, self.form)
         drop_unread(self.graph)
+        self._refuse_unfed((position, count))
         self.padded, self.rows = not positions.one_length, positions.rows
         if self.padded or self.form.tokens == 1:
             self.fixed.add(self.tokens)
         tokens = self.form.tokens if self.tokens in self.fixed else self.tokens
         self.ids.shape = ir.Shape([self.form.rows, tokens])
         if self.padded:
-            fuse_attention(self.build, self.heads, self.found, positions, self.form)
+            left = fuse_attention(self.build, self.heads, self.found, positions, self.form, self.name)
+            self.unfused = tuple(node.name or node.op_type for node in left)
             drop_unread(self.graph)
         for node in self.graph:
             if node.op_type == "Reshape":
@@ -205,6 +212,19 @@ class _Caches:
             raise CompileError(Problem(self.rules.where(), fact, law, help_))
         return found
 
+    def _refuse_other_growth(self) -> None:
+        """CompileError with the caches that are known to grow by another number of entries than a step has tokens."""
+        problems = []
+        for pair in self.pairs:
+            new = pair.append.inputs[1]
+            dims = None if new is None else new.shape
+            if dims is not None and (other := _other_growth(normal_dim(dims[pair.axis], {}))):
+                fact = f"{pair.append.op_type} '{pair.append.name}' appends {other} to '{pair.past.name}'"
+                law = "a cache gets one entry for each token of a step: sequences have one length in all caches"
+                problems.append(Problem(self.name, fact, law, "export the model with caches that grow alike"))
+        if problems:
+            raise CompileError(problems)
+
     def _ids(self) -> ir.Value:
         """The tokens of a step: an input of integers [batch, tokens]."""
         found = [
@@ -231,6 +251,15 @@ class _Caches:
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([self.form.rows]))
         self.graph.inputs.append(value)
         return value
+
+    def _refuse_unfed(self, given: tuple[ir.Value, ...]) -> None:
+        """CompileError with the inputs that are left, of which no step has a number."""
+        fed = (self.ids, *given)
+        left = [one for one in self.graph.inputs if one.uses() and one not in fed and one.name != ENCODER_LENGTH]
+        if left:
+            fact = f"no step is given {', '.join(repr(one.name) for one in left[:4])}, which the decoder reads"
+            law = f"it has tokens, '{MASK}' and '{ROWS}'; another input is a cache, to which a Concat appends: present = Concat(past, new)"
+            raise CompileError(Problem(self.name, fact, law, "export the model without other inputs"))
 
     def _keep(self, pair: _Pair, positions: Positions) -> None:
         """Makes a cache of an input, and of its Concat what writes the new entries into it."""
@@ -264,6 +293,19 @@ class _Caches:
             fact = f"'{pair.past.name}' has the dim {unknown[0]}, which is neither the batch nor the one along which it grows"
             raise CompileError(Problem(self.name, fact, help=f"export the model with a number for {unknown[0]}"))
         return tuple(dim for dim in dims if isinstance(dim, int))
+
+
+def _other_growth(entries: int | ir.SymbolicDim) -> str:
+    """How many entries a dim is that cannot be the tokens of a step, whatever their name is; empty where it can."""
+    if isinstance(entries, int):
+        return f"{count(entries, 'entry', 'entries')} in each step"
+    expression = None if entries.value is None else read(str(entries.value))
+    if expression is None:
+        return ""
+    more, times = expression.as_coeff_Add()[0], expression.as_coeff_Mul()[0]
+    if more != 0:
+        return f"{more} more than a step has tokens"
+    return f"{times} entries for each token" if times.is_Integer and times != 1 else ""
 
 
 def _ranks(model: ir.Model) -> dict[ir.Value, int]:

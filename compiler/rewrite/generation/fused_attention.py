@@ -6,11 +6,13 @@ place, and repeats no heads. Its kernel takes one token of each of several seque
 
 The proof. A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every
 position that a step can have, which is any for one token and a multiple of the chunk for a chunk, and compared with causal. Of more
-than `MOST` positions those are taken that lie evenly apart, the last one among them: a window shows there first.
+than `MOST` positions those are taken that lie evenly apart, the last one among them: a window shows there first. A mask that is found to
+let a token see later ones is refused: they are of a later step, or of no sequence.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import infer_shapes
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import take_out
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, Positions
@@ -59,19 +62,47 @@ def fuse_attention(
     found: dict[ir.Value, ir.Value],
     positions: Positions,
     form: StepForm,
-) -> None:
-    """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place."""
-    known: dict[ir.Value, bool] = {}
+    name: str,
+) -> list[ir.Node]:
+    """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place.
+
+    Gives those that would be replaced if their mask were proven causal. CompileError with those of which a token sees later ones.
+    """
+    known: dict[ir.Value, _Sight] = {}
+    left, later = list[ir.Node](), list[ir.Node]()
     for node, count in heads.items():
         reads = [_read(node, k) for k in (1, 2)]
-        mask = node.inputs[3] if len(node.inputs) > 3 else None
-        if mask is None or None in reads or any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]):
+        mask, is_causal = node.inputs[3] if len(node.inputs) > 3 else None, node.attributes.get_int("is_causal", 0)
+        if None in reads or any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]):
             continue
-        if mask not in known:
-            known[mask] = _is_causal(build.graph, mask, positions, form)
+        if mask is not None and mask not in known:
+            known[mask] = _sight(build.graph, mask, positions, form)
+        sight = _Sight.LATER if mask is None else known[mask]
         keys, values = (one for one in reads if one is not None)
-        if known[mask] and keys.append.inputs[0] is not None and not node.attributes.get_int("is_causal", 0):
+        if is_causal or sight is _Sight.UNKNOWN:
+            left.append(node)
+        elif sight is _Sight.LATER:
+            later.append(node)
+        else:
             _fuse(build, node, count, (keys, values), found, positions)
+    if later:
+        fact = f"in {_named(later)} a token sees later ones: {'its' if len(later) == 1 else 'their'} mask is not causal"
+        law = "a step has the tokens up to its own: what is behind them is of a later step, or of no sequence"
+        raise CompileError(Problem(name, fact, law, "export the model with a causal mask"))
+    return left
+
+
+def _named(nodes: Sequence[ir.Node]) -> str:
+    more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
+    return f"Attention '{nodes[0].name}'{more}"
+
+
+class _Sight(enum.Enum):
+    """Which tokens a mask lets each token see: all up to itself and no other; later ones, too; others, or what is not known."""
+
+    CAUSAL = enum.auto()
+    LATER = enum.auto()
+    UNKNOWN = enum.auto()
 
 
 def _read(node: ir.Node, k: int) -> _Read | None:
@@ -166,25 +197,26 @@ def _swaps_heads(node: ir.Node) -> bool:
     return node.op_type == "Transpose" and [*node.attributes.get_ints("perm", [])] == [0, 2, 1, 3]
 
 
-def _is_causal(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm) -> bool:
-    """Whether a mask lets each token see those up to itself, and no other, at every position that a step can have."""
+def _sight(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm) -> _Sight:
+    """What a mask lets each token see, at every position that a step can have."""
     nodes = _makers(graph, mask, _given(positions))
     if nodes is None:
-        return False
+        return _Sight.UNKNOWN
     run, width = _evaluator(graph, nodes, mask, positions), form.tokens
     every = range(0, form.rules.length, width)
     for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
         found = run(some, width)
         seen = found if found.dtype == np.bool_ else found == 0
         if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
-            return False
+            return _Sight.UNKNOWN
         entries, tokens = np.arange(max(some) + width), np.arange(width)
         wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
-        if seen.ndim != 4 or seen.shape[-1] != len(entries):
-            return False
-        if seen.shape[0] not in (1, form.rows) or not (np.broadcast_to(seen, wanted.shape) == wanted).all():
-            return False
-    return True
+        if seen.ndim != 4 or seen.shape[-1] != len(entries) or seen.shape[0] not in (1, form.rows):
+            return _Sight.UNKNOWN
+        if seen.shape[2] not in (1, width) or not (seen == wanted).all():
+            is_later = seen.shape[2] in (1, width) and (seen & ~wanted).any()
+            return _Sight.LATER if is_later else _Sight.UNKNOWN
+    return _Sight.CAUSAL
 
 
 def _given(positions: Positions) -> tuple[ir.Value, ...]:

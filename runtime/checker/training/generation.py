@@ -1,5 +1,5 @@
 """Checks what a manifest says of making tokens (`artifact/generation.py`) against the inputs, outputs and caches of
-decode and prefill; what it says of an encoder is not looked at.
+decode and prefill; of an encoder see `encoder.py`.
 
 slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run
 ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are inputs of integers, each another one; next [rows] is an output,
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from partc.runtime.artifact.format import CACHE, DECODE, MANIFEST, PREFILL, Manifest, Port, Shape
+from partc.runtime.artifact.format import CACHE, DECODE, ENCODE, MANIFEST, PREFILL, Manifest, Port, Shape
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.graph.cache_append import entries_axis
 from partc.runtime.artifact.tensors.boxes import distinct, full_region, overlap, region, remaining
 from partc.runtime.checker.subject import Subject
+from partc.runtime.checker.training.encoder import encoder_faults
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
@@ -33,6 +34,8 @@ def check_generation(subject: Subject) -> list[Violation]:
     elif manifest.is_main and (manifest.name != DECODE or PREFILL not in subject.others):
         programs = ", ".join([manifest.name, *subject.others])
         facts = [f"its programs are {programs}; tokens are made by '{DECODE}' and '{PREFILL}'"]
+    elif manifest.name == ENCODE:
+        facts = [*encoder_faults(subject, record, record.runs)]
     elif manifest.name not in (DECODE, PREFILL):
         facts = []
     elif record.slots % (record.runs * record.groups):
@@ -43,6 +46,7 @@ def check_generation(subject: Subject) -> list[Violation]:
             *_ports(manifest, record, rows),
             *_caches(subject, record, rows),
             *(_stop(record) if manifest.is_main else ()),
+            *encoder_faults(subject, record, rows),
         ]
     return [Violation(MANIFEST, fact, "generation", help=_AGAIN) for fact in facts]
 
