@@ -46,7 +46,9 @@ def steps_of(trace: Path) -> dict[int, set[int]]:
     return found
 
 
-def test_a_trace_has_the_steps_that_are_asked_for_and_what_goes_on_between(build: Path, tmp_path: Path) -> None:
+def test_a_trace_has_the_steps_that_are_asked_for_and_what_goes_on_between(
+    build: Path, tmp_path: Path, capsys: Capture
+) -> None:
     file, kept = tmp_path / "x.trace.json", ["--checkpoint", str(tmp_path / "runs"), "--save", "2"]
     evaluated = ["--test", str(tmp_path / "data.npz"), "--evaluate", "3"]
     given = ["--profile", str(file), "--trace-steps", "5:7", "--steps", "9", *kept, *evaluated]
@@ -59,6 +61,10 @@ def test_a_trace_has_the_steps_that_are_asked_for_and_what_goes_on_between(build
     for one in spans:
         if one.category in BETWEEN:
             assert all(one.begin + one.seconds <= begin + 1e-8 or one.begin >= end - 1e-8 for begin, end in wholes)
+    capsys.readouterr()
+    assert invoke(["profile", str(file)]) == 0
+    (head,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
+    assert head[-4:] == ["rest", "data", "evaluation", "checkpoint"]
 
 
 def test_after_a_checkpoint_steps_are_those_of_the_log(build: Path, tmp_path: Path, capsys: Capture) -> None:
