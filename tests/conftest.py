@@ -39,8 +39,10 @@ def _compute_with_one_thread() -> None:
 
     It is the default that changes, for ranks in this process, other sessions and torch; a test that asks for threads has them.
     """
-    if "onnxruntime" in sys.modules:
-        onnxruntime: Any = sys.modules["onnxruntime"]
+    onnxruntime: Any = sys.modules.get("onnxruntime")
+    in_process: Any = sys.modules.get("partc.runtime.communication.in_process")
+    torch: Any = sys.modules.get("torch")
+    if onnxruntime is not None:
 
         class SessionOptions(onnxruntime.SessionOptions):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -48,11 +50,9 @@ def _compute_with_one_thread() -> None:
                 self.intra_op_num_threads = 1
 
         onnxruntime.SessionOptions = SessionOptions
-    if "partc.runtime.communication.in_process" in sys.modules:
-        in_process: Any = sys.modules["partc.runtime.communication.in_process"]
+    if in_process is not None:
         in_process.core_limit = lambda: 1
-    if "torch" in sys.modules:
-        torch: Any = sys.modules["torch"]
+    if torch is not None:
         torch.set_num_threads(1)
 
 
