@@ -28,13 +28,14 @@ def command(trace: Path, top: int) -> int:
     """Show where the time of a TRACE went: by rank, by module, and by message or collective.
 
     Times are of one step, the mean over all steps but the first three. What is left of a step is Python between actions, and, on a
-    rank of several targets, time in which one of them waits for another. A trace that was cut short is read as far as it goes.
+    rank of several targets, time in which one of them waits for another. Behind it stands what a training does between
+    steps. A trace that was cut short is read as far as it goes.
 
     \b
     partc run build/ --random 7 --repeat 20 --profile a.trace.json
     partc profile a.trace.json
     """
-    from partc.runtime.artifact.trace import CATEGORIES, read_trace
+    from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, read_trace
 
     found = read_trace(trace)
     numbers = sorted({one.about["step"] for one in found.spans})
@@ -56,7 +57,8 @@ def command(trace: Path, top: int) -> int:
     clocks = f"; clocks of hosts agree within {seconds(found.error)}" if found.error else ""
     console.echo(f"{trace}: {count(len(ranks), 'rank')}, {count(steps, 'step')}{cut}{clocks}")
     kinds = [kind for kind in CATEGORIES if any(row[kind] for row in ranks)]
-    _print("", ("rank", ">step", *(f">{kind}" for kind in kinds), ">rest"), ranks)
+    between = [kind for kind in BETWEEN if any(row[kind] for row in ranks)]
+    _print("", ("rank", ">step", *(f">{kind}" for kind in (*kinds, "rest", *between))), ranks)
     _print("\nslowest modules (all ranks)", ("module", ">compute", ">share"), modules[:top])
     _print(
         "\nlongest in messages and collectives (all ranks)",
@@ -67,14 +69,14 @@ def command(trace: Path, top: int) -> int:
 
 
 def _by_rank(spans: list[Span]) -> list[dict[str, object]]:
-    """By rank the seconds of its median step, and the means of what its actions took in a step."""
-    from partc.runtime.artifact.trace import CATEGORIES
+    """By rank the seconds of its median step, and the means of what its actions took in a step, and what went on between steps."""
+    from partc.runtime.artifact.trace import BETWEEN, CATEGORIES
 
     rows: list[dict[str, object]] = []
     for rank in sorted({one.rank for one in spans}):
         own = [one for one in spans if one.rank == rank]
         steps = [one.seconds for one in own if one.category == "step"]
-        took = dict.fromkeys(CATEGORIES, 0.0)
+        took = dict.fromkeys((*CATEGORIES, *BETWEEN), 0.0)
         for one in own:
             if one.category in took:
                 took[one.category] += one.seconds / max(1, len(steps))
@@ -84,7 +86,7 @@ def _by_rank(spans: list[Span]) -> list[dict[str, object]]:
                 "rank": rank,
                 "step": median(steps) if steps else 0.0,
                 **took,
-                "rest": max(0.0, whole - sum(took.values())),
+                "rest": max(0.0, whole - sum(took[kind] for kind in CATEGORIES)),
             }
         )
     return rows

@@ -95,6 +95,37 @@ _ORIGIN_OPTIONS = (
 )
 
 
+def parse_steps(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """The first and the last step of `--trace-steps FIRST:LAST`; nothing where it is not given."""
+    from partc.runtime.execution.times.profiler import KEPT
+
+    if text is None:
+        return ()
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) >= 1):
+        raise click.BadParameter(f"'{text}' is not FIRST:LAST, two numbers of steps from 1 on, such as 100:110")
+    if int(last) < int(first):
+        raise click.BadParameter(f"step {last} is before step {first}")
+    if (steps := int(last) - int(first) + 1) > KEPT:
+        raise click.BadParameter(f"{text} are {steps:,} steps; a trace has {KEPT} at most")
+    return int(first), int(last)
+
+
+_PROFILE_OPTIONS = (
+    click.option(
+        "--profile",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write the times of tasks by rank to this JSON file; a trace of every action, where its name ends in .trace.json.",
+    ),
+    click.option(
+        "--trace-steps",
+        callback=parse_steps,
+        metavar="FIRST:LAST",
+        help="Trace these steps, both included and counted from 1, and write the trace after the last; by default the last 100 of the job.",
+    ),
+)
+
+
 class WithLauncherOptions(click.Command):
     """A command that passes everything after `--` to the launcher."""
 
@@ -109,6 +140,19 @@ def place_options(command: Command) -> Command:
     for option in reversed(_PLACE_OPTIONS):
         command = option(command)
     return command
+
+
+def profile_options(command: Command) -> Command:
+    """Adds the options for a profile or a trace, of which `reporting_of` is made."""
+    for option in reversed(_PROFILE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def reporting_of(given: Mapping[str, Any]) -> Reporting:
+    """What the `profile_options` ask for."""
+    path: Path | None = given["profile"]
+    return Reporting(profile=None if path is None else str(path.absolute()), steps=given["trace_steps"])
 
 
 def origin_options(command: Command) -> Command:
@@ -177,12 +221,8 @@ def parse_sizes(ctx: click.Context, parameter: click.Parameter, given: Sequence[
     "--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol, for --random."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the outputs to this .npz.")
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the times of tasks by rank to this JSON file; a trace of every action, where its name ends in .trace.json.",
-)
 @click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run N steps and print their times.")
+@profile_options
 @place_options
 @click.pass_context
 def command(
@@ -193,7 +233,6 @@ def command(
     random: int | None,
     sizes: Mapping[str, int],
     output: Path | None,
-    profile: Path | None,
     repeat: int,
     **given: Any,
 ) -> int:
@@ -212,11 +251,7 @@ def command(
         output=None if output is None else str(output.absolute()),
         repeat=repeat,
     )
-    job = Job(
-        str(folder.absolute()),
-        inference,
-        reporting=Reporting(profile=None if profile is None else str(profile.absolute())),
-    )
+    job = Job(str(folder.absolute()), inference, reporting=reporting_of(given))
     return start(ctx, folder, job, given)
 
 

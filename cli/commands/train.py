@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from partc.cli.commands.run import WithLauncherOptions, origin_options, place_options, start
+from partc.cli.commands.run import (
+    WithLauncherOptions,
+    origin_options,
+    place_options,
+    profile_options,
+    reporting_of,
+    start,
+)
 from partc.cli.commands.train_options import data_option, only_option, setting, settings_of
-from partc.cli.job.job import Job, Reporting, TrainingJob
+from partc.cli.job.job import Job, TrainingJob
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
@@ -31,11 +38,7 @@ from partc.cli.job.job import Job, Reporting, TrainingJob
     type=click.Path(file_okay=False, path_type=Path),
     help="Write all metrics for TensorBoard into this folder.",
 )
-@click.option(
-    "--profile",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the times of tasks by rank to this JSON file; a trace of every action, where its name ends in .trace.json.",
-)
+@profile_options
 @setting("evaluate", "N|epoch")
 @setting("checkpoint", "DIRECTORY", click.Path(file_okay=False, path_type=Path))
 @setting("save", "N|epoch")
@@ -59,6 +62,8 @@ from partc.cli.job.job import Job, Reporting, TrainingJob
 def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: Any) -> int:
     """Train the artifact in FOLDER (by default build) on its ranks.
 
+    SIGUSR2 writes the trace of --profile x.trace.json at once, of the last steps, while training goes on.
+
     Code, and paths outside of the artifact, that its plan names are used only with --plan, which shows that the plan is yours, or
     with --trust-code.
 
@@ -78,9 +83,7 @@ def command(ctx: click.Context, /, folder: Path, resume: str | None, **given: An
         plan=_absolute(given["plan"]),
         trust_code=given["trust_code"],
     )
-    job = Job(
-        folder=str(folder.absolute()), training=training, reporting=Reporting(profile=_absolute(given["profile"]))
-    )
+    job = Job(folder=str(folder.absolute()), training=training, reporting=reporting_of(given))
     return start(ctx, folder, job, given)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from partc.runtime import Request
 
 from partc.cli.server.settings import ServerSettings
+from partc.runtime.artifact.trace import SUFFIX
 
 BOARD = "board"
 """The status board's file in a job's folder."""
@@ -87,13 +88,24 @@ class GenerationJob:
 class Reporting:
     """What a run reports: a `quiet` one failures only, a `verbose` one more; with `json` rank 0 prints one document.
 
-    `profile`: the file to which the times of tasks are written.
+    `profile`: the file to which the times of tasks are written; `steps`: the first and the last step that it has, by default the last ones.
     """
 
     quiet: bool = False
     verbose: bool = False
     json: bool = False
     profile: str | None = None
+    steps: Sequence[int] = ()
+
+    @property
+    def recorded(self) -> range | None:
+        """The numbers of the steps that the profile has; None for the last ones, whichever these are."""
+        return range(self.steps[0], self.steps[-1] + 1) if self.steps else None
+
+    @property
+    def traces(self) -> bool:
+        """Whether the profile is a trace of every action."""
+        return self.profile is not None and self.profile.endswith(SUFFIX)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from partc.cli.job.job import Reporting
 from partc.cli.output import console
 from partc.runtime.artifact.trace import SUFFIX, trace_text
 from partc.runtime.communication.clocks import Gathers, clock_offset
@@ -16,11 +17,18 @@ from partc.runtime.files.replace import refuse_other, write_text
 from partc.runtime.units import count, seconds
 
 if TYPE_CHECKING:
-    from partc.runtime.execution.profiler import Profiler
+    from partc.runtime.execution.times.profiler import Profiler
 
 
-def refuse_profile(path: str | None) -> None:
-    """UsageError where a profile cannot be written."""
+def refuse_profile(reporting: Reporting, steps: int | None = None) -> None:
+    """UsageError where a profile cannot be written, or wants other steps than there are, where the number of `steps` is known."""
+    path, given = reporting.profile, reporting.steps
+    if given and not reporting.traces:
+        fact = "steps are chosen of a trace" if path is None else f"{path} is not the file of a trace"
+        raise UsageError(f"--trace-steps: {fact}\n  help: give --profile x{SUFFIX}, too")
+    if given and steps is not None and given[-1] > steps:
+        fact = f"--trace-steps {given[0]}:{given[-1]}: there are {count(steps, 'step')}"
+        raise UsageError(f"{fact}\n  help: choose from 1:{steps}, or give --repeat {given[-1]}")
     if path is None:
         return
     refuse_other(Path(path))
@@ -33,6 +41,12 @@ def measured(profiler: Profiler, path: str, ranks: Gathers | None = None) -> str
     if not path.endswith(SUFFIX):
         return profiler.text()
     return profiler.trace(*(clock_offset(ranks) if ranks is not None else (0.0, 0.0)))
+
+
+def report_not_reached(reporting: Reporting, last: int) -> None:
+    """Warns where the steps of a trace have not come, since the job's last one was this."""
+    fact = f"the last step was {last}, and --trace-steps {reporting.steps[0]}:{reporting.steps[-1]} wants others"
+    console.echo(f"warning: {reporting.profile} was not written: {fact}", err=True)
 
 
 def write_profile(path: str, ranks: Sequence[str], quiet: bool) -> None:

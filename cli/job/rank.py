@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from partc.runtime.artifact.tensors.dtypes import Array
     from partc.runtime.communication.mpi_watch import Watch
     from partc.runtime.communication.transport import Transport
+    from partc.runtime.execution.program import Program
+    from partc.runtime.execution.times.profiler import Profiler
+    from partc.runtime.execution.times.recording import Recording
     from partc.runtime.training.stopping import StopSignals
 
 Result = TypeVar("Result")
@@ -230,24 +233,37 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
         job.folder, transport, threads=job.threads, trust=job.trust, on_error=on_error, devices=job.devices
     ) as program:
         loaded = time.perf_counter() - begin
-        times = []
-        profiler = program.record_times() if job.reporting.profile else None
+        times = list[float]()
+        recording = recorded(job, program, lambda profiler: _gather(job, transport, profiler))
         for left in reversed(range(job.inference.repeat)):
+            recording.before(len(times) + 1)
             start = time.perf_counter()
             if left:
                 program.announce(inputs)
             outputs = program(inputs)
             times.append(time.perf_counter() - start)
+            recording.after(len(times))
         arrays = gather(transport, program.manifest, outputs)
-        if profiler is not None and job.reporting.profile:
-            ranks = transport.all_gather_text(measured(profiler, job.reporting.profile, transport))
-            if transport.rank == 0:
-                write_profile(job.reporting.profile, ranks, job.reporting.quiet)
+        recording.end()
         counts = counted(transport.all_gather_text(program.counts.text()))
         if transport.rank == 0:
             finish(job, arrays, loaded, times, counts)
         transport.all_gather_text("")
     return 0
+
+
+def recorded(job: Job, program: Program, write: Callable[[Profiler], None]) -> Recording:
+    """The recording of the steps that a job's profile has, which `write` puts there."""
+    from partc.runtime.execution.times.recording import Recording
+
+    return Recording(program, write, job.reporting.recorded) if job.reporting.profile else Recording.off(program)
+
+
+def _gather(job: Job, transport: Transport, profiler: Profiler) -> None:
+    assert job.reporting.profile is not None
+    ranks = transport.all_gather_text(measured(profiler, job.reporting.profile, transport))
+    if transport.rank == 0:
+        write_profile(job.reporting.profile, ranks, job.reporting.quiet)
 
 
 def _requests(job: Job, rank: int) -> Sequence[Request]:
@@ -277,7 +293,8 @@ def prepare(job: Job) -> tuple[Job, Manifest]:
     from partc.runtime.artifact.manifest import open_artifact
 
     manifest = open_artifact(job.folder, trust=True).manifest
-    refuse_profile(job.reporting.profile)
+    steps = job.inference.repeat if job.training is None else None
+    refuse_profile(job.reporting, steps)
     if job.training is not None:
         from partc.cli.job.training_inputs import check
 

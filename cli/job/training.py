@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from partc.cli.job.job import PROGRESS, Job, TrainingJob
 from partc.cli.job.outputs import hand_over
-from partc.cli.job.profile import measured, write_profile
+from partc.cli.job.profile import measured, report_not_reached, write_profile
 from partc.cli.job.training_inputs import AUTO, TrainingInputs, saves
 from partc.cli.job.weights_of import weights_of
 from partc.cli.output import lookups
@@ -26,12 +26,13 @@ from partc.runtime.artifact.training.metric_formula import json_numbers
 from partc.runtime.checkpoint.index import steps
 from partc.runtime.errors import StoppedError
 from partc.runtime.training.best import EARLY_STOP
-from partc.runtime.training.stopping import StopSignals, reason_text
+from partc.runtime.training.stopping import NAMES, StopSignals, reason_text
 
 if TYPE_CHECKING:
     from partc.runtime.communication.transport import Transport
     from partc.runtime.data.loader import Loader
-    from partc.runtime.execution.profiler import Profiler
+    from partc.runtime.execution.times.profiler import Profiler
+    from partc.runtime.execution.times.recording import Recording
     from partc.runtime.training.progress import Listener
     from partc.runtime.training.trainer import Trainer
     from pydantic import JsonValue
@@ -94,10 +95,10 @@ def run_training(
             test = training.test_batches()
             resumed = training.begin(loader)
             listeners = training.listeners(loader, stack)
-            profiler = trainer.program.record_times() if job.reporting.profile else None
+            recording = training.recording(signals)
             received = (lambda: signals.received) if signals is not None else (lambda: 0)
-            ended = run(trainer, loader, inputs.settings, listeners, test, received, began, resumed)
-            training.report_counts(profiler)
+            ended = run(trainer, loader, inputs.settings, listeners, test, received, began, resumed, recording)
+            training.report_counts(recording)
         training.report_end(ended.reason)
     training.refuse_stopped(ended.reason)
     return 0
@@ -166,13 +167,30 @@ class _Training:
         self.log.begins(self.trainer, loader, self.inputs.settings)
         return Listeners(found)
 
-    def report_counts(self, profiler: Profiler | None) -> None:
+    def recording(self, signals: StopSignals | None) -> Recording:
+        """The recording of the steps that the profile has; rank 0 is asked for a trace, of which it tells the others."""
+        from partc.runtime.execution.times.recording import Recording
+
+        program, reporting = self.trainer.program, self.job.reporting
+        path = reporting.profile
+        if path is None:
+            return Recording.off(program)
+
+        def write(profiler: Profiler) -> None:
+            ranks = program.all_gather_text(measured(profiler, path, program))
+            if self.log:
+                write_profile(path, ranks, reporting.quiet)
+
+        if signals is None or self.log is None:
+            return Recording(program, write, reporting.recorded)
+        return Recording(program, write, reporting.recorded, signals.takes_trace)
+
+    def report_counts(self, recording: Recording) -> None:
         """Writes the profile, and logs what targets have done and what was looked up in tables; collective."""
         program, reporting = self.trainer.program, self.job.reporting
-        if profiler is not None and reporting.profile:
-            ranks = program.all_gather_text(measured(profiler, reporting.profile, program))
-            if self.log:
-                write_profile(reporting.profile, ranks, reporting.quiet)
+        recording.end()
+        if self.log and reporting.profile and not recording.has_begun:
+            report_not_reached(reporting, self.trainer.step)
         counts = counted(program.all_gather_text(program.counts.text()))
         if self.log and counts:
             self.log.targets(line(counts, mpi_memory()))
@@ -211,8 +229,12 @@ def run_threads(job: Job, manifest: Manifest) -> int:
 
 
 def signals_of(job: Job, manifest: Manifest) -> AbstractContextManager[StopSignals | None]:
-    """Notes the signals that ask to stop, where the training has a folder to save to; else they end it as any process."""
-    return StopSignals() if saves(job, manifest) else nullcontext()
+    """Notes the signals that ask to stop, where the training has a folder to save to, and with a trace the one that asks for it.
+
+    Others end it as any process.
+    """
+    names = NAMES if saves(job, manifest) else ()
+    return StopSignals(names, job.reporting.traces) if names or job.reporting.traces else nullcontext()
 
 
 def _run_every(job: Job, manifest: Manifest, watch: Watch | None, signals: StopSignals | None) -> int:

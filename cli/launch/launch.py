@@ -33,12 +33,13 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
 
         return serve(job, manifest, hosts, extra)
     from partc.cli.job.training_inputs import saves
-    from partc.runtime.training.stopping import NAMES
+    from partc.runtime.training.stopping import NAMES, TRACE
 
     launcher = find_launcher(manifest.ranks)
     asks_to_stop = NAMES if saves(job, manifest) else ()  # the ranks of the training hear these, and not their launcher
+    asks_for_trace = TRACE if job.training is not None and job.reporting.traces else ""
     with (
-        Signals(asks_to_stop) as signals,
+        Signals(asks_to_stop, handed=asks_for_trace) as signals,
         RunDir(manifest.ranks) as run_dir,
         Progress(job.inference.repeat) as progress,
     ):
@@ -50,6 +51,10 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
         here = hosts.are_here
 
         def tick() -> None:
+            if signals.has_handed and (pid := run_dir.pids()[0]):
+                signals.has_handed = False
+                with contextlib.suppress(OSError):
+                    os.kill(pid, getattr(signal, TRACE))
             pids = [pid for pid in run_dir.pids() if pid] if signals.passed else []
             if (number := signals.passed) and (pids or here):
                 signals.passed = 0
@@ -91,7 +96,7 @@ def run_here(job: Job, manifest: Manifest) -> int:
 
         return serve_here(job, manifest)
     from partc.cli.job.outputs import flatten
-    from partc.cli.job.rank import finish, open_job_inputs
+    from partc.cli.job.rank import finish, open_job_inputs, recorded
     from partc.runtime import load_local
 
     begin = time.perf_counter()
@@ -99,16 +104,22 @@ def run_here(job: Job, manifest: Manifest) -> int:
     times = []
     with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall, devices=job.devices) as program:
         loaded = time.perf_counter() - begin
-        profilers = [one.record_times() for one in program.ranks] if job.reporting.profile else []
+        file, texts = job.reporting.profile or "", list[str]()
+        recordings = [recorded(job, one, lambda one: texts.append(measured(one, file))) for one in program.ranks]
         with Progress(job.inference.repeat) as progress:
             for step in range(job.inference.repeat):
+                for one in recordings:
+                    one.before(step + 1)
                 start = time.perf_counter()
                 outputs = program(inputs)
                 times.append(time.perf_counter() - start)
                 progress.reached(step + 1)
-    if job.reporting.profile:
-        texts = [measured(one, job.reporting.profile) for one in profilers]
-        write_profile(job.reporting.profile, texts, job.reporting.quiet)
+                for one in recordings:
+                    one.after(step + 1)
+        for one in recordings:
+            one.end()
+    if texts:
+        write_profile(file, texts, job.reporting.quiet)
     counts = counted([one.counts.text() for one in program.ranks])
     finish(job, flatten(outputs), loaded, times, counts)
     return 0

@@ -13,19 +13,22 @@ class Signals:
     """A context that records which signals have come. A signal that is ignored at the start (nohup) stays ignored.
 
     `asking`: names of signals that ask the ranks to save and end. The first is in `passed`, to be passed on; a second SIGTERM is as any
-    other signal, and with `once` so is every second one.
+    other signal, and with `once` so is every second one. `handed`: the name of one that is for rank 0 alone, and ends nothing.
     """
 
-    def __init__(self, asking: Sequence[str] = (), once: bool = False) -> None:
+    def __init__(self, asking: Sequence[str] = (), once: bool = False, handed: str = "") -> None:
         self._once = once
         self.noted: list[int] = []
         self.passed = 0
         self._asking = {int(getattr(signal, name)) for name in asking if hasattr(signal, name)}
         self._asked: set[int] = set()
+        self._handed: int | None = getattr(signal, handed, None) if handed else None
+        self.has_handed = False
+        """Whether it has come, and is to be handed on."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
-        for number in {*(getattr(signal, name, None) for name in _ASKING), *self._asking}:
+        for number in {*(getattr(signal, name, None) for name in _ASKING), *self._asking, self._handed}:
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -52,6 +55,9 @@ class Signals:
         return len(self.noted) > 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == self._handed:
+            self.has_handed = True
+            return
         again = bool(self._asked) if self._once else number in self._asked and number == signal.SIGTERM
         if number in self._asking and not again:
             self.passed = self.passed if self._asked else number

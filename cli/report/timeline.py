@@ -15,7 +15,7 @@ from partc.compiler.cost.machine_file import read_machine
 from partc.compiler.cost.play import Action, Communicate
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
-from partc.runtime.artifact.trace import STEP, Span, read_trace
+from partc.runtime.artifact.trace import CATEGORIES, STEP, Span, read_trace
 
 
 def timeline_of(
@@ -88,7 +88,7 @@ def _measured(path: Path, median: float) -> dict[str, object]:
                 one.about.get("bytes") or 0,
             ]
             for one in trace.spans
-            if one.rank == whole.rank and one.about["step"] == chosen and one.category != STEP
+            if one.rank == whole.rank and one.about["step"] == chosen and one.category in CATEGORIES
         ]
         rows.append({"rank": whole.rank, "begin": whole.begin - begin, "seconds": whole.seconds, "spans": spans})
     end = max(one.begin + one.seconds for one in wholes[chosen])

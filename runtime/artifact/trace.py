@@ -1,7 +1,7 @@
 """A trace of a job in the format that Perfetto and chrome://tracing open: a process for each rank, a span for each action.
 
-Steps are spans, too, around their actions; an arrow goes from each Send to its Recv. Times are microseconds since the first action. Each
-event is a line, so that a file cut short can be read as far as it goes.
+Steps are spans, too, around their actions, and between them is what a training does there; an arrow goes from each Send to its Recv.
+Times are microseconds since the first span. Each event is a line, so that a file cut short can be read as far as it goes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ SUFFIX = ".trace.json"
 STEP, COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY = "step", "compute", "update", "copy", "communication", "memory"
 CATEGORIES = (COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY)
 """The categories of the actions of a step."""
+DATA, EVALUATION, CHECKPOINT = "data", "evaluation", "checkpoint"
+BETWEEN = {DATA: "next batch", EVALUATION: "evaluation", CHECKPOINT: "checkpoint"}
+"""The categories of what a training does between steps, and their names: the wait for data before a step, the others after it."""
 _OF_STEPS = {"Segment": COMPUTE, "Update": UPDATE, "Copy": COPY, "Memory": MEMORY}
 
 
@@ -52,7 +55,8 @@ class Trace:
 def trace_text(ranks: Sequence[str]) -> str:
     """The whole file, an event a line, from what each rank's profiler has written down."""
     rows = [json.loads(text) for text in ranks]
-    begun = min((min(starts) for row in rows for _, _, starts, _ in row["steps"]), default=0.0)
+    of_steps = (min(starts) for row in rows for _, _, starts, _ in row["steps"])
+    begun = min((*of_steps, *(start for row in rows for _, _, start, _ in row["between"])), default=0.0)
     arrows: dict[tuple[int, ...], int] = {}
     lines = [json.dumps(event) for row in rows for event in _events(row, begun, arrows)]
     error = max((row["error"] for row in rows), default=0.0)
@@ -65,10 +69,15 @@ def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int
     rank = row["rank"]
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    place = {"pid": rank, "tid": 0}
+    for kind, number, start, taken in row["between"]:
+        begin, end = _us(start - begun), _us(start - begun + taken)
+        about = {"kind": kind, "step": number}
+        span = {"ph": "X", "name": BETWEEN[kind], "cat": kind, **place, "ts": begin}
+        yield {**span, "dur": _us_between(begin, end), "args": about}
     for number, plan, starts, seconds in row["steps"]:
         begins = [_us(start - begun) for start in starts]
         ends = [_us(start - begun + taken) for start, taken in zip(starts, seconds, strict=True)]
-        place = {"pid": rank, "tid": 0}
         whole = {"ts": min(begins), "dur": _us_between(min(begins), max(ends))}
         yield {"ph": "X", "name": f"step {number}", "cat": STEP, **place, **whole, "args": {"step": number}}
         for span, begin, end in zip(row["plans"][plan], begins, ends, strict=True):
@@ -130,7 +139,11 @@ def read_trace(path: Path) -> Trace:
 
 def _span_of(event: dict[str, Any]) -> Span:
     about = event["args"]
-    if not isinstance(about, dict) or not isinstance(about["step"], int) or event["cat"] not in (STEP, *CATEGORIES):
+    if (
+        not isinstance(about, dict)
+        or not isinstance(about["step"], int)
+        or event["cat"] not in (STEP, *CATEGORIES, *BETWEEN)
+    ):
         raise ValueError(f"a span of {event['cat']!r}, {about!r}")
     begin, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
     if not (begin >= 0 and seconds >= 0):

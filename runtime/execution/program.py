@@ -31,7 +31,6 @@ from ..lookups.lookup import Moved
 from ..program.sessions import Settings
 from .agreement import StepAgreement
 from .collective_plans import connected
-from .profiler import Profiler
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
 from .sizes.step_plans import StepPlans
@@ -39,6 +38,7 @@ from .state import State
 from .step_plan import StepPlan
 from .symbol_bindings import Bindings, Halted
 from .targets.counts import TargetCounts
+from .times.profiler import Profiler
 from .wire_tags import wire_tags
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ class Program:
         return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.messages.lookups.values()}
 
     @one_at_a_time(PROGRAM, local=True)
-    def record_times(self) -> Profiler:
-        """Measure every task of every step from the next one on."""
-        self._schedules.profiler = Profiler(self.rank, self._schedules.values())
+    def record_times(self, number: int = 1) -> Profiler:
+        """Measure every task of every step from the next one on, which has this number, until the profiler is stopped."""
+        self._schedules.profiler = Profiler(self.rank, self._schedules.values(), number)
         return self._schedules.profiler
 
     @property

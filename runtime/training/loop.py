@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from partc.runtime.artifact.trace import CHECKPOINT, DATA, EVALUATION
 from partc.runtime.artifact.training.train_settings import CheckpointSettings, LoopSettings
 from pydantic import JsonValue
 
 from ..data.loader import Loader
 from ..data.sampler import Position
 from ..errors import InputError, UsageError
+from ..execution.times.recording import Recording
 from .best import EARLY_STOP, Judged
 from .finite import STOP, WARN, is_finite
 from .progress import Listener, Meter, Metrics
@@ -47,13 +49,16 @@ def run(
     received: Callable[[], int] = lambda: 0,
     began: float | None = None,
     resumed: Mapping[str, JsonValue] | None = None,
+    recording: Recording | None = None,
 ) -> Ended:
     """Trains as the settings say, or until some rank has `received` a reason to stop, or the time is over that `began` then.
 
     All ranks stop after the same step, evaluate where that is due, and save. `resumed` is what `resume` returned.
+    `recording`: of steps, as the training counts them.
     """
+    recording = recording or Recording.off(trainer.program)
     start = time.perf_counter() if began is None else began
-    steps = _Steps(trainer, loader, settings)
+    steps = _Steps(trainer, loader, settings, recording)
     judged = Judged(settings, trainer.record.loss, resumed or {})
     if trainer.program.any_rank(judged.is_over):
         return Ended({}, EARLY_STOP)
@@ -64,9 +69,12 @@ def run(
     for step in steps:
         evaluates = test is not None and step.is_due(settings.evaluate)
         may_end = step.is_last or (evaluates and settings.early_stop is not None)
-        following, skipped = None if may_end else loader.peek(), trainer.skipped
+        with recording.between(DATA, step.number):
+            following, skipped = None if may_end else loader.peek(), trainer.skipped
         late = trainer.rank == 0 and settings.max_time is not None and time.perf_counter() - start > settings.max_time
         trainer.ask_to_stop(received() or (MAX_TIME if late else 0))
+        if recording.asked():
+            trainer.ask_to_trace()
 
         outputs = step.take(trainer, following)
 
@@ -83,15 +91,18 @@ def run(
                 listener.stepped(progress)
         better = False
         if evaluates and test is not None:
-            with averages.in_place() if averages is not None else nullcontext():
+            in_place = averages.in_place() if averages is not None else nullcontext()
+            with recording.between(EVALUATION, step.number), in_place:
                 last = trainer.evaluate(test())
             if listener:
                 listener.evaluated(trainer.step, step.epoch, last)
             better, over = judged.judge(trainer, last)
             meter.restart()
         if kept is not None and (trainer.stopping or better or over or step.is_due(kept.every)):
-            saves.save(kept)
+            with recording.between(CHECKPOINT, step.number):
+                saves.save(kept)
             meter.restart()
+        recording.after(step.number, trainer.tracing)
         is_last = step.is_last
         if trainer.stopping or over:
             break
@@ -131,18 +142,21 @@ class _Step:
 class _Steps:
     """The steps of a training from where it is, to the last of `total`, or of the last epoch where these have no known length."""
 
-    def __init__(self, trainer: Trainer, loader: Loader, settings: LoopSettings) -> None:
+    def __init__(self, trainer: Trainer, loader: Loader, settings: LoopSettings, recording: Recording) -> None:
         if loader.batches == 0:
             fact = f"there are {loader.records} records, fewer than a batch of {loader.batch}"
             raise UsageError(f"{fact}\n  help: choose a smaller batch")
-        self._trainer, self._loader = trainer, loader
+        self._trainer, self._loader, self._recording = trainer, loader, recording
         self.total = settings.total_steps(loader.batches)
         self._epochs = settings.epochs or 1
 
     def __iter__(self) -> Iterator[_Step]:
         loader, is_last = self._loader, self._is_over(self._trainer.step, self._loader.position())
         while not is_last:
-            place, batch, number = loader.position(), next(loader), self._trainer.step + 1
+            place, number = loader.position(), self._trainer.step + 1
+            self._recording.before(number)
+            with self._recording.between(DATA, number):
+                batch = next(loader)
             now = loader.position()
             is_last = self._is_over(number, now)
             part = now.batch / loader.batches if loader.batches else 0

@@ -8,17 +8,20 @@
                 break
         trainer.save("runs")
 
-A reason is a number: that of a signal, or `MAX_TIME`.
+A reason is a number: that of a signal, or `MAX_TIME`. Another signal asks for a trace of the last steps, and training goes on.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 NAMES = ("SIGTERM", "SIGUSR1")
 """The signals by which schedulers ask a job to end: SIGTERM when it is preempted or cancelled, SIGUSR1 as `--signal=USR1@90` of Slurm."""
+TRACE = "SIGUSR2"
+"""The signal that asks for a trace."""
 MAX_TIME = 1 << 10
 """The reason to stop when the time of a training is over."""
 
@@ -26,16 +29,18 @@ MAX_TIME = 1 << 10
 class StopSignals:
     """A context that notes these signals in place of what they do otherwise; nothing outside of the main thread, which alone gets them.
 
-    One that is ignored at the start, as by nohup, stays ignored.
+    One that is ignored at the start, as by nohup, stays ignored. With `traces` it notes `TRACE`, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = NAMES, traces: bool = False) -> None:
+        self._names = (*names, TRACE) if traces else tuple(names)
         self.received = 0
-        """The number of the first signal that came; 0: none did."""
+        """The number of the first signal that asked to stop; 0: none did."""
+        self._trace = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for name in NAMES:
+        for name in self._names:
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 try:
@@ -51,8 +56,16 @@ class StopSignals:
             signal.signal(number, handler)
         self._before.clear()
 
+    def takes_trace(self) -> bool:
+        """Whether a trace was asked for since the last call."""
+        found, self._trace = self._trace, False
+        return found
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
+        if number == getattr(signal, TRACE, None):
+            self._trace = True
+        else:
+            self.received = self.received or number
 
 
 def reason_text(reason: int) -> str:

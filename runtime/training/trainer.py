@@ -47,6 +47,8 @@ Item = TypeVar("Item")
 
 STEP = "step"
 """The scalar that counts the steps of a training."""
+_REASON = 2
+"""A request is so many times a reason to stop, and 1 more where a trace is to be written."""
 SAVE_FAILED = 1 << 20
 """The request of a rank whose checkpoint could not be written in the background: larger than any reason to stop."""
 
@@ -86,7 +88,10 @@ class Trainer:
         self._untold: deque[PendingLoss] = deque(maxlen=2)
         self.stopping = 0
         """Why training is to stop after this step, on all ranks alike: the largest reason given to `ask_to_stop`; 0: it goes on."""
+        self.tracing = False
+        """Whether all ranks are to write a trace after this step, since one of them was asked to: `ask_to_trace`."""
         self._reason = 0
+        self._traces = False
         self._stop: NonFiniteError
         self.ports: list[Port] = of_batch(program.manifest).inputs
         """The inputs of the model, of all ranks."""
@@ -164,7 +169,7 @@ class Trainer:
                 self._scalars[name][...] = value
         if STEP in self._scalars:
             self._scalars[STEP][...] = self.step
-        self.program.agreement.request(SAVE_FAILED if self._checkpoints.has_failed else self._reason)
+        self._request()
         self.program.agreement.halt(any(one.bad for one in self._untold))
         try:
             if following is not None and self.manifest.ranks > 1:
@@ -174,7 +179,9 @@ class Trainer:
             raise (self._stopped(batch) if self._untold else self._stop) from None
         self.step += 1
         requested = self.program.agreement.requested
-        self.stopping = requested if requested < SAVE_FAILED else 0
+        self.stopping, traces = divmod(requested, _REASON) if requested < SAVE_FAILED else (0, 0)
+        self.tracing = bool(traces)
+        self._traces &= not traces
         outputs = self._judged(batch, outputs)
         if requested >= SAVE_FAILED:
             self._checkpoints.finish()
@@ -186,7 +193,19 @@ class Trainer:
         Any rank may call it, at any time: the request travels with the agreement that begins a step.
         """
         self._reason = reason
-        self.program.agreement.request(reason)
+        self._request()
+
+    def ask_to_trace(self) -> None:
+        """Asks all ranks to write a trace of the last steps; they find that in `tracing` as a reason to stop in `stopping`.
+
+        One rank alone may ask. Where another one asks to stop at the same time, training does that, and ends with a trace.
+        """
+        self._traces = True
+        self._request()
+
+    def _request(self) -> None:
+        number = self._reason * _REASON + self._traces
+        self.program.agreement.request(SAVE_FAILED if self._checkpoints.has_failed else number)
 
     def _judged(self, batch: Mapping[str, object], outputs: Outputs) -> Outputs:
         """The outputs of a step; where training is to stop, whether the loss is finite is reported with the next step."""

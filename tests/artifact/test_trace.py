@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mutation_kinds import KINDS, build
 from partc.cli.main import invoke
-from partc.runtime.artifact.trace import CATEGORIES, STEP, read_trace
+from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, STEP, read_trace
 from partc.runtime.communication.clocks import clock_offset
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.errors import UsageError
@@ -47,7 +47,9 @@ def events(trace: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_every_action_of_every_step_is_there_once(trace: Path, built: Path) -> None:
     """The names are those of failures and of the status board."""
-    found = Counter((one["pid"], one["args"]["step"], one["name"]) for one in events(trace, "X") if one["cat"] != STEP)
+    found = Counter(
+        (one["pid"], one["args"]["step"], one["name"]) for one in events(trace, "X") if one["cat"] in CATEGORIES
+    )
     assert {step for _, step, _ in found} == {*range(1, STEPS + 1)}
     for rank in range(2):
         names = []
@@ -68,7 +70,7 @@ def test_spans_of_a_lane_follow_each_other_inside_of_their_step(trace: Path) -> 
         span = one["ts"], one["ts"] + one["dur"]
         if one["cat"] == STEP:
             steps[one["pid"], one["args"]["step"]] = span
-        else:
+        elif one["cat"] in CATEGORIES:
             lanes[one["pid"], one["tid"]].append(span)
             begin, end = steps[one["pid"], one["args"]["step"]]
             assert begin <= span[0]
@@ -95,7 +97,7 @@ def test_arrows_go_from_sends_to_receives_of_the_same_step(trace: Path) -> None:
 
 
 def test_spans_say_task_microbatch_and_bytes(trace: Path) -> None:
-    spans = [one for one in read_trace(trace).spans if one.category != STEP]
+    spans = [one for one in read_trace(trace).spans if one.category not in (STEP, *BETWEEN)]
     assert {one.category for one in spans} <= {*CATEGORIES}
     assert {(one.about["task"], one.about["microbatch"]) for one in spans if "task" in one.about} >= {
         ("0F2", 2),

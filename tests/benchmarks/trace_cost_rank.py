@@ -22,8 +22,8 @@ from partc.runtime import Trainer, load_trainer
 from partc.runtime.artifact.trace import trace_text
 from partc.runtime.communication.collective import nothing
 from partc.runtime.execution.inputs import shard
-from partc.runtime.execution.profiler import Profiler
 from partc.runtime.execution.step_plan import StepPlan
+from partc.runtime.execution.times.profiler import Profiler
 
 OFF, ON, AGAIN = "off", "on", "again"
 _WARM, _EMPTY, _ROUNDS = 5, 200, 50

@@ -15,10 +15,10 @@ from artifact_text import write
 from partc.cli.output.targets import counted, line
 from partc.runtime import load_local
 from partc.runtime.errors import RankError
-from partc.runtime.execution.profiler import overlap
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.targets.dependencies import Access, Range, meet, waits_of
 from partc.runtime.execution.targets.workers import LanePlan, Workers
+from partc.runtime.execution.times.profiler import overlap
 from small_training import DATA_PARALLEL, MOMENTUM, PERCEPTRON, compiled
 from targeted import ON_CPU, perceptron_steps, scattered, targeted
 

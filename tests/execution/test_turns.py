@@ -126,6 +126,7 @@ TRAINER: Mapping[str, Case] = {
     "advance": lambda trainer, k, _: bool(np.isfinite(trainer.advance(BATCH)["loss"])),
     "numbers": said("numbers", {"a": 1}, {"a": 1}),
     "ask_to_stop": said("ask_to_stop", 0, None),
+    "ask_to_trace": nothing("ask_to_trace"),
     "check_last_loss": nothing("check_last_loss"),
     "loader": lambda trainer, k, _: next(trainer.loader(BATCH, batch=8)).keys() == BATCH.keys(),
     "evaluate": evaluated,
@@ -139,7 +140,18 @@ TRAINER: Mapping[str, Case] = {
 KINDS: dict[type, Mapping[str, Case]] = {LocalProgram: LOCAL, Program: PROGRAM, Trainer: TRAINER}
 STILL = {
     *("inputs", "outputs", "state", "looked_up", "usable", "describe", "leave", "release", "close", "ranks", "rank"),
-    *("source", "manifest", "turn", "numbers", "ask_to_stop", "is_saving", "loader", "at_slots", "size"),
+    *(
+        "source",
+        "manifest",
+        "turn",
+        "numbers",
+        "ask_to_stop",
+        "ask_to_trace",
+        "is_saving",
+        "loader",
+        "at_slots",
+        "size",
+    ),
 }
 """What works after the end; all else is a RankError then."""
 EACH = [(kind, name) for kind, cases in KINDS.items() for name in cases]

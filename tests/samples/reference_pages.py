@@ -228,7 +228,8 @@ def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Comma
             yield from leaves(one, f"{name} {inner}")
 
 
-JOBS = ("run", "train", "eval", "generate", "serve", "checkpoint")
+JOBS = ("run", "train", "eval", "generate", "serve")
+CHECKPOINTS = ("checkpoint",)
 
 
 def rows_of(command: click.Command, context: click.Context) -> dict[str, str]:
@@ -281,11 +282,12 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics": metrics_page,
     "optimizers": optimizers_page,
     "commands": lambda: commands_page(
-        tuple(name for name in COMMANDS if name not in JOBS),
+        tuple(name for name in COMMANDS if name not in JOBS + CHECKPOINTS),
         "Commands for plans and artifacts",
-        "[Jobs](jobs.md) have theirs. All take `-q`, `-v` and `-h`, most `--json`.",
+        "[Jobs](jobs.md) and [checkpoints](checkpoints.md) have theirs. All take `-q`, `-v` and `-h`, most `--json`.",
     ),
     "jobs": lambda: commands_page(JOBS, "Commands for jobs", "What follows `--` goes to the launcher."),
+    "checkpoints": lambda: commands_page(CHECKPOINTS, "Commands for checkpoints", "No rank is started."),
 }
 
 if __name__ == "__main__":

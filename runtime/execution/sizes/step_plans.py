@@ -15,7 +15,7 @@ from ..symbol_bindings import Bindings
 from .resizing import resize
 
 if TYPE_CHECKING:
-    from ..profiler import Profiler
+    from ..times.profiler import Profiler
 
 
 class StepPlans:
@@ -52,7 +52,7 @@ class StepPlans:
 
     def _resized(self, bindings: Bindings) -> StepPlan | None:
         """The plan longest unused of those that take these sizes, where sizes are many; its own are gone then."""
-        if not self._many or self.profiler is not None:
+        if not self._many or (self.profiler is not None and not self.profiler.has_stopped):
             return None
         for key, plan in list(self._plans.items()):
             if all(size <= plan.widest[name] for name, size in bindings.items()) and resize(plan, bindings):

@@ -3,6 +3,7 @@
     profiler = program.record_times()        from the next step on
     profiler.text()                          JSON: a rank's part of what `artifact/profile.py` reads
     profiler.trace(offset, error)            JSON: when each action of each step began, and how long it took
+    profiler.stop()                          from the next step on nothing is measured, at no cost
 
 The last steps are kept, without the first few, in which memory is touched for the first time, where there are later ones.
 """
@@ -15,14 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..program.steps import Collective, Copy, LookUp, Segment, Step, Update, WaitCollective, WaitRecv
+from ...program.steps import Collective, Copy, LookUp, Segment, Step, Update, WaitCollective, WaitRecv
+from ..step_plan import StepPlan
+from ..targets.lanes import lanes_of
+from ..targets.workers import Action
 from .spans import spans_of
-from .step_plan import StepPlan
-from .targets.lanes import lanes_of
-from .targets.workers import Action
 
-_KEPT = 100
+KEPT = 100
 """The times of so many steps are kept."""
+_BETWEEN = 4
+"""As many things between two steps are kept."""
 _WARM = 3
 """So many first steps are left out."""
 COMPUTE, UPDATE, BEGIN, WAIT = "compute", "update", "begin", "wait"
@@ -53,18 +56,28 @@ class _Steps:
 
 
 class Profiler:
-    """The times of one rank, whose step plans are these and those that it is given later."""
+    """The times of one rank, whose step plans are these and those that it is given later; `number` is that of the next step.
 
-    def __init__(self, rank: int, plans: Iterable[StepPlan] = ()) -> None:
+    `plans` is kept: what it holds when the profiler is stopped gets its own actions back.
+    """
+
+    def __init__(self, rank: int, plans: Iterable[StepPlan] = (), number: int = 1) -> None:
         self.rank = rank
-        self._steps: deque[_Steps] = deque(maxlen=_KEPT)
-        self._count = 0
+        self._steps: deque[_Steps] = deque(maxlen=KEPT)
+        self._between: deque[tuple[str, int, float, float]] = deque(maxlen=_BETWEEN * KEPT)
+        self._first = number
+        self._count = number - 1
         self._arena = 0
+        self._plans = plans
+        self.has_stopped = False
+        """Whether nothing is measured any more."""
         for plan in plans:
             self.watch(plan)
 
     def watch(self, plan: StepPlan) -> None:
-        """Measures the actions of a step plan."""
+        """Measures the actions of a step plan, unless it was stopped."""
+        if self.has_stopped:
+            return
         said = _labels([(plan.program.steps[index], plan.is_step(at)) for at, (index, _) in enumerate(plan.actions)])
         seconds, starts = [0.0] * len(said), [0.0] * len(said)
         plan.actions[:] = [
@@ -93,8 +106,20 @@ class Profiler:
             both = overlap(spans.values())
             self._steps.append(_Steps(self._count, said, [*starts], [*seconds], whole, targets, both, plan))
 
+        begin.plain = action  # type: ignore[attr-defined]
+        end.plain = action if len(said) == 1 else ending  # type: ignore[attr-defined]
         plan.actions[0] = first, begin
         plan.actions[-1] = last, end
+
+    def stop(self) -> None:
+        """Measures nothing from the next step on: step plans get their own actions back."""
+        self.has_stopped = True
+        for plan in self._plans:
+            plan.actions[:] = [(index, _plain(action)) for index, action in plan.actions]
+
+    def note(self, kind: str, number: int, start: float, seconds: float) -> None:
+        """Notes what went on between two steps: its category in a trace, the step that it belongs to, when it began, how long it took."""
+        self._between.append((kind, number, start, seconds))
 
     def trace(self, offset: float = 0.0, error: float = 0.0) -> str:
         """The last steps as JSON: by step plan its spans (`spans_of`), by step when actions began and how long they took, in seconds.
@@ -108,11 +133,14 @@ class Profiler:
             [one.number, places[id(one.plan)], [start + offset for start in one.starts], one.seconds]
             for one in self._steps
         ]
-        return json.dumps({"rank": self.rank, "error": error, "plans": spans, "steps": steps})
+        first = self._steps[0].number if self._steps else 0
+        between = [(kind, step, start + offset, taken) for kind, step, start, taken in self._between if step >= first]
+        told = {"rank": self.rank, "error": error, "plans": spans, "steps": steps, "between": between}
+        return json.dumps(told)
 
     def text(self) -> str:
         """What was measured as JSON."""
-        steps = [one for one in self._steps if one.number > _WARM] or [*self._steps]
+        steps = [one for one in self._steps if one.number >= self._first + _WARM] or [*self._steps]
         tasks: dict[str, list[float]] = {}
         waits: dict[str, list[float]] = {}
         kinds: dict[str, list[float]] = {kind: [0.0] * len(steps) for kind in KINDS}
@@ -177,4 +205,12 @@ def _timed(action: Action, seconds: list[float], starts: list[float], at: int) -
         action()
         seconds[at] = clock() - start
 
+    timed.plain = action  # type: ignore[attr-defined]
     return timed
+
+
+def _plain(action: Action) -> Action:
+    """The action that is timed; one that is not is itself."""
+    while (found := getattr(action, "plain", None)) is not None:
+        action = found
+    return action

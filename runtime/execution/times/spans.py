@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..artifact.tensors.dtypes import dense
-from ..program.steps import Collective, Copy, LookUp, Segment, Send, Step, Update, WaitRecv
-from .memory.roles import ActionKind
-from .targets.lanes import lanes_of
+from ...artifact.tensors.dtypes import dense
+from ...program.steps import Collective, Copy, LookUp, Segment, Send, Step, Update, WaitRecv
+from ..memory.roles import ActionKind
+from ..targets.lanes import lanes_of
 
 if TYPE_CHECKING:
-    from .step_plan import StepPlan
+    from ..step_plan import StepPlan
 
 _TASK = re.compile(r"\d+[A-Z](\d+)")
 _BESIDE = {ActionKind.SENT: "end of ", ActionKind.DROPPED: "memory after ", ActionKind.FREED: "memory after "}
