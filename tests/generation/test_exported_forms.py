@@ -256,7 +256,7 @@ OTHER = """
   mixed = Add (own, other)
 """
 REFUSED = {
-    "an If": (decoder(IF), 1, "has its caches in an If"),
+    "an If": (decoder(IF), 1, "has its caches in the If 'layer."),
     "no cache": (
         decoder(ATTENTION.replace("(past_k, k)", "(k, k)").replace("(past_v, v)", "(v, v)")),
         1,

@@ -204,11 +204,16 @@ class _Caches:
         if problems:
             raise CompileError(problems)
         if not found:
+            makers = (value.producer() for value in outputs)
+            merged = next((node for node in makers if node is not None and node.op_type == "If"), None)
             fact = "the model has no cache"
-            if any(value.producer() is not None and value.producer().op_type == "If" for value in outputs):  # type: ignore[union-attr]
-                fact = "the model has its caches in an If, which chooses between a first step and a later one"
+            if merged is not None:
+                fact = f"the model has its caches in the If '{merged.name}', which chooses between a first step and a later one"
             law = "a cache is an input to which a Concat appends what becomes an output: present = Concat(past, new)"
-            help_ = "export one decoder for both, with past and present as inputs and outputs, or leave out 'generate'"
+            help_ = (
+                "export one decoder for both, at opset 23, with position_ids, and with past and present as inputs and outputs; "
+                "or leave out 'generate'"
+            )
             raise CompileError(Problem(self.rules.where(), fact, law, help_))
         return found
 
