@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from partc.cli.commands.run import WithLauncherOptions, origin_options, place_options, start
+from partc.cli.commands.run import (
+    WithLauncherOptions,
+    origin_options,
+    place_options,
+    profile_option,
+    reporting_of,
+    start,
+)
 from partc.cli.commands.train_options import data_option, only_option, setting, settings_of
 from partc.cli.job.job import Job, TrainingJob
 from partc.runtime.errors import UsageError
@@ -27,6 +34,7 @@ from partc.runtime.errors import UsageError
     "--metrics", type=click.Path(dir_okay=False, path_type=Path), help="Append the metrics to this file as JSON lines."
 )
 @click.option("--ema", is_flag=True, help="Evaluate the moving averages of the checkpoint's parameters.")
+@profile_option
 @origin_options
 @place_options
 @click.pass_context
@@ -53,4 +61,6 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         only_test=True,
         averaged=given["ema"],
     )
-    return start(ctx, folder, Job(folder=str(folder.absolute()), training=training), given)
+    return start(
+        ctx, folder, Job(folder=str(folder.absolute()), training=training, reporting=reporting_of(given)), given
+    )

@@ -111,12 +111,13 @@ def parse_steps(ctx: click.Context, parameter: click.Parameter, text: str | None
     return int(first), int(last)
 
 
+profile_option = click.option(
+    "--profile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the times of tasks by rank to this JSON file; a trace of every action, where its name ends in .trace.json.",
+)
 _PROFILE_OPTIONS = (
-    click.option(
-        "--profile",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="Write the times of tasks by rank to this JSON file; a trace of every action, where its name ends in .trace.json.",
-    ),
+    profile_option,
     click.option(
         "--trace-steps",
         callback=parse_steps,
@@ -152,7 +153,7 @@ def profile_options(command: Command) -> Command:
 def reporting_of(given: Mapping[str, Any]) -> Reporting:
     """What the `profile_options` ask for."""
     path: Path | None = given["profile"]
-    return Reporting(profile=None if path is None else str(path.absolute()), steps=given["trace_steps"])
+    return Reporting(profile=None if path is None else str(path.absolute()), steps=given.get("trace_steps", ()))
 
 
 def origin_options(command: Command) -> Command:

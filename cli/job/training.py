@@ -120,7 +120,10 @@ class _Training:
         path, trainer = self.inputs.resumed(), self.trainer
         if path is not None:
             trainer.load(path, "--checkpoint", averaged=self.options.averaged)
+        profiler = trainer.record_evaluation() if self.job.reporting.profile else None
         metrics = trainer.evaluate(self.inputs.batches(trainer))
+        if profiler is not None:
+            self._write(profiler)
         if self.log:
             self.log.evaluated(trainer.step, 0.0, metrics)
             if self.job.reporting.json:
@@ -172,18 +175,19 @@ class _Training:
         from partc.runtime.execution.times.recording import Recording
 
         program, reporting = self.trainer.program, self.job.reporting
-        path = reporting.profile
-        if path is None:
+        if reporting.profile is None:
             return Recording.off(program)
-
-        def write(profiler: Profiler) -> None:
-            ranks = program.all_gather_text(measured(profiler, path, program))
-            if self.log:
-                write_profile(path, ranks, reporting.quiet)
-
         if signals is None or self.log is None:
-            return Recording(program, write, reporting.recorded)
-        return Recording(program, write, reporting.recorded, signals.takes_trace)
+            return Recording(program, self._write, reporting.recorded)
+        return Recording(program, self._write, reporting.recorded, signals.takes_trace)
+
+    def _write(self, profiler: Profiler) -> None:
+        """Writes the profile or the trace; collective."""
+        program, reporting = self.trainer.program, self.job.reporting
+        assert reporting.profile is not None
+        ranks = program.all_gather_text(measured(profiler, reporting.profile, program))
+        if self.log:
+            write_profile(reporting.profile, ranks, reporting.quiet)
 
     def report_counts(self, recording: Recording) -> None:
         """Writes the profile, and logs what targets have done and what was looked up in tables; collective."""

@@ -99,10 +99,9 @@ class Program:
         return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.messages.lookups.values()}
 
     @one_at_a_time(PROGRAM, local=True)
-    def record_times(self, number: int = 1) -> Profiler:
-        """Measure every task of every step from the next one on, which has this number, until the profiler is stopped."""
-        self._schedules.profiler = Profiler(self.rank, self._schedules.values(), number)
-        return self._schedules.profiler
+    def record_times(self, number: int = 1, beside: Profiler | None = None) -> Profiler:
+        """Measure every task of every step from the next one on, which has this number, until it is stopped; `beside` another program."""
+        return self._schedules.measured_by(Profiler(self.rank, number) if beside is None else beside)
 
     @property
     def inputs(self) -> list[Port]:

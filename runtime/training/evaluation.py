@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..artifact.format import EVALUATE, EVALUATE_STREAMED, TrainingRecord
 from ..artifact.legal_sizes import wrong_batch
 from ..execution.program import Program
+from ..execution.times.profiler import Profiler
 
 
 class Evaluation:
@@ -36,6 +37,11 @@ class Evaluation:
     def programs(self) -> list[Program]:
         """The programs that the artifact has."""
         return [program for program in (self._whole, self._streamed) if program is not None]
+
+    def record_times(self) -> Profiler:
+        """Measure every task of every batch from the next one on, whichever program takes it."""
+        profiler = self._whole.record_times()
+        return profiler if self._streamed is None else self._streamed.record_times(beside=profiler)
 
     def release(self) -> None:
         """Gives back what the programs hold."""

@@ -27,6 +27,7 @@ from ..data.loader import Loader
 from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import Outputs, Program
 from ..execution.symbol_bindings import Halted
+from ..execution.times.profiler import Profiler
 from ..job.turn import TRAINER, Turn, one_at_a_time
 from ..user_code import user_code
 from .batch import of_batch, with_next
@@ -251,21 +252,31 @@ class Trainer:
         Each batch is this rank's pieces, with the number of records that it has on all ranks. The numbers are those of one batch of all
         records: a mean is over all labels that count, of a batch without any too, and NaN, `Undefined`, where there are none at all.
         """
-        if self._evaluation is None:
-            raise UsageError("the artifact has no evaluation\n  help: compile again")
+        evaluation = self._evaluated()
         self._check_last_loss()
         totals = Totals(self.record, adding=True)
         with self.turn.lent("the batches of an evaluation"):
             source = with_next(batches)
         for number, ((batch, size), following) in enumerate(self._lent(source)):
-            program = self._evaluation.of(size)
-            if following is not None and self._evaluation.of(following[1]) is program:
+            program = evaluation.of(size)
+            if following is not None and evaluation.of(following[1]) is program:
                 program.announce(following[0])
             try:
                 totals.add(program(batch), size)
             except InputError as error:
                 raise InputError(f"evaluation after step {self.step}, batch {number}: {error}") from None
         return totals.take()
+
+    @one_at_a_time(TRAINER)
+    def record_evaluation(self) -> Profiler:
+        """Measure every task of every batch of an evaluation, from the next one on. UsageError where the artifact has none."""
+        return self._evaluated().record_times()
+
+    def _evaluated(self) -> Evaluation:
+        """The evaluation; UsageError where the artifact has none."""
+        if self._evaluation is None:
+            raise UsageError("the artifact has no evaluation\n  help: compile again")
+        return self._evaluation
 
     def _lent(self, batches: Iterator[Item]) -> Iterator[Item]:
         """The batches, which the user's code may make."""

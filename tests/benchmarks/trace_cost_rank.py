@@ -34,7 +34,7 @@ def recording(plan: StepPlan) -> float:
     bare, watched = copy.copy(plan), copy.copy(plan)
     for one in (bare, watched):
         one.actions = [(index, nothing) for index, _ in plan.actions]
-    Profiler(0, [watched])
+    Profiler(0).add([watched])
     times: dict[str, list[float]] = {OFF: [], ON: []}
     for _ in range(_ROUNDS):
         for name, one in ((OFF, bare), (ON, watched)):

@@ -130,6 +130,7 @@ TRAINER: Mapping[str, Case] = {
     "check_last_loss": nothing("check_last_loss"),
     "loader": lambda trainer, k, _: next(trainer.loader(BATCH, batch=8)).keys() == BATCH.keys(),
     "evaluate": evaluated,
+    "record_evaluation": lambda trainer, k, _: trainer.record_evaluation() is not None,
     "save": saved,
     "finish_saving": lambda trainer, k, folder: trainer.finish_saving() is None,
     "claim": lambda trainer, k, folder: trainer.claim(folder / "runs") is None,

@@ -28,6 +28,12 @@ class StepPlans:
         self._last: tuple[Bindings, StepPlan] | None = None
         self.profiler: Profiler | None = None
 
+    def measured_by(self, profiler: Profiler) -> Profiler:
+        """Lets a profiler measure all plans, and those that are made later."""
+        self.profiler = profiler
+        profiler.add(self.values())
+        return profiler
+
     def of(self, bindings: Bindings) -> StepPlan:
         """The plan of a step of these sizes; InputError, on all ranks alike, where a value has no size with them."""
         if self._last is not None and self._last[0] is bindings:

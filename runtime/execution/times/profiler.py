@@ -56,21 +56,22 @@ class _Steps:
 
 
 class Profiler:
-    """The times of one rank, whose step plans are these and those that it is given later; `number` is that of the next step.
+    """The times of one rank; `number` is that of the next step."""
 
-    `plans` is kept: what it holds when the profiler is stopped gets its own actions back.
-    """
-
-    def __init__(self, rank: int, plans: Iterable[StepPlan] = (), number: int = 1) -> None:
+    def __init__(self, rank: int, number: int = 1) -> None:
         self.rank = rank
         self._steps: deque[_Steps] = deque(maxlen=KEPT)
         self._between: deque[tuple[str, int, float, float]] = deque(maxlen=_BETWEEN * KEPT)
         self._first = number
         self._count = number - 1
         self._arena = 0
-        self._plans = plans
+        self._plans: list[Iterable[StepPlan]] = []
         self.has_stopped = False
         """Whether nothing is measured any more."""
+
+    def add(self, plans: Iterable[StepPlan]) -> None:
+        """Measures the step plans of a program. `plans` is kept: what it holds when the profiler is stopped gets its own actions back."""
+        self._plans.append(plans)
         for plan in plans:
             self.watch(plan)
 
@@ -114,7 +115,7 @@ class Profiler:
     def stop(self) -> None:
         """Measures nothing from the next step on: step plans get their own actions back."""
         self.has_stopped = True
-        for plan in self._plans:
+        for plan in (one for plans in self._plans for one in plans):
             plan.actions[:] = [(index, _plain(action)) for index, action in plan.actions]
 
     def note(self, kind: str, number: int, start: float, seconds: float) -> None:

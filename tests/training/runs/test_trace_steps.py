@@ -67,6 +67,15 @@ def test_a_trace_has_the_steps_that_are_asked_for_and_what_goes_on_between(
     assert head[-4:] == ["rest", "data", "evaluation", "checkpoint"]
 
 
+def test_every_batch_of_an_evaluation_is_traced(build: Path, tmp_path: Path) -> None:
+    """The last batch has the records that are left."""
+    file, data = tmp_path / "x.trace.json", tmp_path / "data.npz"
+    np.savez(data, x=np.ones((22, 6), np.float32), t=np.ones((22, 4), np.float32))
+    fixed = ["--in-process", "--data", str(data), "--batch", "8", "--threads", "1"]
+    assert invoke(["eval", str(build), *fixed, "--profile", str(file)]) == 0
+    assert steps_of(file) == {0: {1, 2, 3}, 1: {1, 2, 3}}
+
+
 def test_after_a_checkpoint_steps_are_those_of_the_log(build: Path, tmp_path: Path, capsys: Capture) -> None:
     file, kept = tmp_path / "x.trace.json", ["--checkpoint", str(tmp_path / "runs")]
     assert train(build, tmp_path, *kept, "--steps", "4") == 0
