@@ -1,10 +1,11 @@
 """The next token of each sequence, taken in the graph: a decoder scores the last token of a step alone, and the likeliest one goes out.
 
     logits = MatMul(h, W)       ->  logits = MatMul(GatherND(h, count - 1), W)          [slots, vocabulary]
-                                    next_token = ReduceMin(Where(logits = ReduceMax(logits), 0 .. vocabulary - 1, vocabulary))
+                                    next_token = Cast(ReduceMin(Where(logits = ReduceMax(logits), 0 .. vocabulary - 1, vocabulary)))
 
 Where the vocabulary is cut, the two reductions are partial on each rank: two AllReduces of one number for each sequence. Of equal scores
-the lowest token wins; of scores that are not finite none does, and the number is that of the vocabulary.
+the lowest token wins; of scores that are not finite none does, and the number is that of the vocabulary. Tokens are float32 up to the
+Cast, which has each of them up to 2**24 as it is: onnxruntime reduces these nearly three times as fast as int64.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.step_form import StepForm
 
 NEXT = "next_token"
+_WHOLE = 1 << 24
+"""The largest whole number up to which float32 has all."""
 _ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Tanh")
 _PRODUCTS = ("MatMul", "MatMulNBits")
 _OF_WEIGHTS = ("Cast", "DequantizeLinear", "Identity", "Transpose")
@@ -65,9 +68,13 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
         head.replace_input_with(0, last)
     logits = last if head is None else scores
     top = build.op("top", "ReduceMax", [logits, axis], keepdims=1)
-    numbers, nobody = build.constant("numbers", np.arange(vocabulary)), build.constant("nobody", vocabulary)
+    kind = np.float32 if vocabulary <= _WHOLE else np.int64
+    numbers, nobody = (
+        build.constant(word, kind(one)) for word, one in (("numbers", np.arange(vocabulary)), ("nobody", vocabulary))
+    )
     likeliest = build.op("likeliest", "Where", [build.op("is_top", "Equal", [logits, top]), numbers, nobody])
-    chosen = build.op("next", "ReduceMin", [likeliest, axis], keepdims=0)
+    least = build.op("least", "ReduceMin", [likeliest, axis], keepdims=0)
+    chosen = build.op("next", "Cast", [least], to=ir.DataType.INT64.value)
     build.put()
     if logits is not scores:
         scores.name, logits.name, scores.shape = f"{name}_of_all", name, None

@@ -12,9 +12,9 @@ from partc.compiler.frontend.names import ONNXSCRIPT_SCOPES, TORCH_SCOPES
 
 
 @functools.lru_cache(maxsize=256)
-def _tensor(name: str, shape: tuple[int, ...], data: bytes) -> ir.TensorProtocol:
+def _tensor(name: str, kind: str, shape: tuple[int, ...], data: bytes) -> ir.TensorProtocol:
     """One tensor for the programs of a plan, so that it is stored once."""
-    return ir.tensor(np.frombuffer(data, np.int64).reshape(shape), name=name)
+    return ir.tensor(np.frombuffer(data, kind).reshape(shape), name=name)
 
 
 class NodeBuilder:
@@ -56,12 +56,13 @@ class NodeBuilder:
         return node.outputs
 
     def constant(self, word: str, numbers: npt.ArrayLike) -> ir.Value:
-        """Whole numbers, int64; the same for the same word."""
+        """Whole numbers, int64, or float32 as they are given; the same for the same word."""
         name = f"{self.path}.constant.{word}"
         if name not in self.graph.initializers:
-            array = np.asarray(numbers, np.int64)
-            kind, shape = ir.TensorType(ir.DataType.INT64), ir.Shape(array.shape)
-            tensor = _tensor(name, array.shape, array.tobytes())
+            given = np.asarray(numbers)
+            array = given if given.dtype == np.float32 else given.astype(np.int64)
+            tensor = _tensor(name, array.dtype.str, array.shape, array.tobytes())
+            kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
             value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
             self.graph.register_initializer(value)
         return self.graph.initializers[name]
