@@ -82,9 +82,9 @@ class Runner:
         return task + op_and_path(found) if found is not None else str(self.segment)
 
     def module(self, name: str) -> str:
-        """The module of a node that onnxruntime names so; one that it made for itself keeps its name."""
+        """The module of a node that onnxruntime names so; empty of one whose name holds none of the segment's."""
         found = self._node(name)
-        return name if found is None else source_path(found) or found.name
+        return "" if found is None else source_path(found) or found.name
 
     def _node(self, name: str) -> NodeProto | None:
         """The node that onnxruntime names so: a fused node's name holds the name of one that it was made of."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from mutation_kinds import KINDS, build
+from mutation_kinds import KINDS, WEIGHTS, Kind, build
 from partc.cli.job import training
 from partc.cli.main import invoke
 from partc.cli.simulation.traced import read_traced
@@ -120,6 +120,26 @@ def test_a_run_of_ranks_that_cut_modules_has_ops_too(tmp_path: Path) -> None:
         (rank, step) for rank in range(3) for step in (1, 2, 3)
     }
     assert {one.about["module"] for _, ops in found for one in ops} >= {"up", "down"}
+
+
+def test_an_op_without_a_name_stands_after_the_op_before_it(tmp_path: Path) -> None:
+    """onnxruntime names a fused Add and Gelu `BiasGelu`, however many there are."""
+    text = """g (float[n, 3, 6] x) => (float[n, 3, 5] y) {
+        [up] h = MatMul(x, v) [shift] s = Add(h, b) [act] t = Gelu(s)
+        [down] d = MatMul(t, w) [last] e = Add(d, c) [end] y = Gelu(e) }"""
+    plan = "ranks: 2\nplacement: {up: 0, shift: 0, act: 0, down: 0, last: 0, end: 1}\n"
+    build(Kind(text, WEIGHTS, plan, {"x": (4, 3, 6)}, {}), tmp_path / "build")
+    file = tmp_path / "e.trace.json"
+    given = ["--random", "7", "--set", "n=4", "--profile", str(file), "--ops", "-q"]
+    assert invoke(["run", str(tmp_path / "build"), "--in-process", *given]) == 0
+    found = [(one.rank, one.about["op"], one.about["module"]) for _, ops in by_segment(file) for one in ops]
+    assert found == [
+        (0, "MatMul", "up"),
+        (0, "BiasGelu", "after up"),
+        (0, "MatMul", "down"),
+        (0, "Add", "last"),
+        (1, "Gelu", "end"),
+    ]
 
 
 def test_an_op_has_the_time_of_what_is_inside_of_it(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: Ses
     """The ops of steps, each a plan with the begins and the seconds of its actions.
 
     `names` are pairs of op type and module; in `spans` stand the place of the step, that of the action, that of the name, begin and
-    seconds.
+    seconds. What onnxruntime made of several nodes may have the name of none (`BiasGelu`): it stands after the module before it.
     """
     names: dict[tuple[str, str], int] = {}
     known: dict[tuple[int, str], str] = {}
@@ -43,11 +43,14 @@ def ops_of(steps: Sequence[tuple[StepPlan, list[float], list[float]]], runs: Ses
             call = calls[max(0, bisect_right(begins, middle) - 1)]
             if not call.begin <= middle <= call.end:
                 continue  # of a step that is not kept, or of no step
+            before = ""
             for one in run.nodes:
                 key = id(call.runner.segment), one.name
                 if key not in known:
                     known[key] = call.runner.module(one.name)
-                which = names.setdefault((one.op, known[key]), len(names))
+                module = known[key] or (f"after {before}" if before else one.name)
+                before = known[key] or before
+                which = names.setdefault((one.op, module), len(names))
                 spans.append((call.step, call.action, which, one.begin, one.seconds))
     return {"names": [*names], "spans": sorted(spans, key=itemgetter(0, 1, 3))}
 
