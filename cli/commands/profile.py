@@ -25,7 +25,7 @@ _WARM = 3
 @click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, metavar="N", help="Rows of a table.")
 def command(trace: Path, top: int) -> int:
-    """Show where the time of a TRACE went: by rank, by module, and by message or collective.
+    """Show where the time of a TRACE went: by rank, by module, by op of a trace with --ops, and by message or collective.
 
     Times are of one step, the mean over all steps but the first three. What is left of a step is Python between actions, and, on a
     rank of several targets, time in which one of them waits for another. Behind it stands what a training does between
@@ -35,14 +35,14 @@ def command(trace: Path, top: int) -> int:
     partc run build/ --random 7 --repeat 20 --profile a.trace.json
     partc profile a.trace.json
     """
-    from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, read_trace
+    from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, OP, read_trace
 
     found = read_trace(trace)
     numbers = sorted({one.about["step"] for one in found.spans})
     steady = {*(numbers[_WARM:] or numbers)}
     chosen = [one for one in found.spans if one.about["step"] in steady]
     ranks, modules, messages = _by_rank(chosen), _by_module(chosen), _by_message(chosen)
-    steps = _steps(chosen)
+    steps, ops = _steps(chosen), _by_op(chosen)
     console.result(
         {
             "trace": str(trace),
@@ -51,15 +51,20 @@ def command(trace: Path, top: int) -> int:
             "ranks": ranks,
             "modules": modules,
             "messages": messages,
+            **({"ops": ops, "profiled": "onnxruntime"} if found.has_ops else {}),
         }
     )
     cut = "" if found.whole else "; the file is cut short"
     clocks = f"; clocks of hosts agree within {seconds(found.error)}" if found.error else ""
-    console.echo(f"{trace}: {count(len(ranks), 'rank')}, {count(steps, 'step')}{cut}{clocks}")
+    measured = len({one.about["step"] for one in chosen if one.category == OP})
+    missing = f"; ops of {measured} of them" if measured < steps else ""
+    profiled = f"{missing}; onnxruntime was profiled, which slows the steps" if found.has_ops else ""
+    console.echo(f"{trace}: {count(len(ranks), 'rank')}, {count(steps, 'step')}{cut}{clocks}{profiled}")
     kinds = [kind for kind in CATEGORIES if any(row[kind] for row in ranks)]
     between = [kind for kind in BETWEEN if any(row[kind] for row in ranks)]
     _print("", ("rank", ">step", *(f">{kind}" for kind in (*kinds, "rest", *between))), ranks)
     _print("\nslowest modules (all ranks)", ("module", ">compute", ">share"), modules[:top])
+    _print("\nslowest ops (all ranks)", ("op", "module", ">calls", ">time", ">share"), ops[:top])
     _print(
         "\nlongest in messages and collectives (all ranks)",
         ("what", ">time", ">bytes"),
@@ -103,6 +108,26 @@ def _by_module(spans: list[Span]) -> list[dict[str, object]]:
     return [{"module": name, "compute": time / steps, "share": time / whole} for name, time in ordered]
 
 
+def _by_op(spans: list[Span]) -> list[dict[str, object]]:
+    """Ops by what they took in a step on all ranks together, of the steps whose ops were measured: calls and seconds a step, and the share
+    of all computation; the slowest first."""
+    from partc.runtime.artifact.trace import OP
+
+    took: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in spans:
+        if one.category == OP:
+            took[str(one.about["op"]), str(one.about["module"])].append(one.seconds)
+    measured = {one.about["step"] for one in spans if one.category == OP}
+    whole = sum(one.seconds for one in spans if one.category in ("compute", "update") and one.about["step"] in measured)
+    rows: list[dict[str, object]] = []
+    for (op, module), times in sorted(took.items(), key=lambda one: -sum(one[1])):
+        calls, time = len(times) / len(measured), sum(times)
+        rows.append(
+            {"op": op, "module": module, "calls": calls, "time": time / len(measured), "share": time / (whole or 1.0)}
+        )
+    return rows
+
+
 def _by_message(spans: list[Span]) -> list[dict[str, object]]:
     """Messages and collectives by what they took in a step on all ranks together, waits included; the longest first."""
     took: dict[str, list[Span]] = defaultdict(list)
@@ -133,6 +158,8 @@ def _print(title: str, columns: tuple[str, ...], rows: list[dict[str, object]]) 
 def _shown(name: str, value: object) -> str:
     if name == "share":
         return f"{value:.0%}"
+    if name == "calls":
+        return f"{value:g}"
     if name == "bytes":
         return size_text(value) if isinstance(value, int) else ""
     return seconds(value) if isinstance(value, float) else str(value)

@@ -124,6 +124,11 @@ _PROFILE_OPTIONS = (
         metavar="FIRST:LAST",
         help="Trace these steps, both included and counted from 1, and write the trace after the last; by default the last 100 of the job.",
     ),
+    click.option(
+        "--ops",
+        is_flag=True,
+        help="Trace the ops inside of segments, too, by onnxruntime's own times; that slows steps; a training needs --trace-steps, too.",
+    ),
 )
 
 
@@ -153,7 +158,8 @@ def profile_options(command: Command) -> Command:
 def reporting_of(given: Mapping[str, Any]) -> Reporting:
     """What the `profile_options` ask for."""
     path: Path | None = given["profile"]
-    return Reporting(profile=None if path is None else str(path.absolute()), steps=given.get("trace_steps", ()))
+    file = None if path is None else str(path.absolute())
+    return Reporting(profile=file, steps=given.get("trace_steps", ()), ops=given.get("ops", False))
 
 
 def origin_options(command: Command) -> Command:

@@ -96,6 +96,8 @@ class Reporting:
     json: bool = False
     profile: str | None = None
     steps: Sequence[int] = ()
+    ops: bool = False
+    """Whether the trace has the ops inside of segments, by onnxruntime's own times."""
 
     @property
     def recorded(self) -> range | None:

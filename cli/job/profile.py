@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from partc.cli.job.job import Reporting
+from partc.cli.job.job import Job, Reporting
 from partc.cli.output import console
 from partc.runtime.artifact.trace import SUFFIX, trace_text
 from partc.runtime.communication.clocks import Gathers, clock_offset
@@ -18,6 +20,9 @@ from partc.runtime.units import count, seconds
 
 if TYPE_CHECKING:
     from partc.runtime.execution.times.profiler import Profiler
+
+_STEPS_OF_OPS = 100
+"""Ops are traced of so many steps without being asked which."""
 
 
 def refuse_profile(reporting: Reporting, steps: int | None = None) -> None:
@@ -29,11 +34,31 @@ def refuse_profile(reporting: Reporting, steps: int | None = None) -> None:
     if given and steps is not None and given[-1] > steps:
         fact = f"--trace-steps {given[0]}:{given[-1]}: there are {count(steps, 'step')}"
         raise UsageError(f"{fact}\n  help: choose from 1:{steps}, or give --repeat {given[-1]}")
+    if reporting.ops and not reporting.traces:
+        fact = "ops are spans of a trace" if path is None else f"{path} is not the file of a trace"
+        raise UsageError(f"--ops: {fact}\n  help: give --profile x{SUFFIX}, too")
+    if reporting.ops and not given and (steps is None or steps > _STEPS_OF_OPS):
+        fact = "onnxruntime keeps the times of ops of all steps from the first on in memory"
+        raise UsageError(f"--ops: {fact}\n  help: choose early steps, such as --trace-steps 4:13")
     if path is None:
         return
     refuse_other(Path(path))
     if not Path(path).parent.is_dir():
         raise UsageError(f"{path}: the folder {Path(path).parent} does not exist")
+
+
+@contextmanager
+def op_times(job: Job) -> Iterator[Path | None]:
+    """The folder for onnxruntime's times of ops while a job runs, where they are asked for.
+
+    It lies in the job's own folder where that is on this host, which goes however the job ends.
+    """
+    if not job.reporting.ops:
+        yield None
+        return
+    place = job.run_dir if job.run_dir is not None and Path(job.run_dir).is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="partc-ops-", dir=place) as folder:
+        yield Path(folder)
 
 
 def measured(profiler: Profiler, path: str, ranks: Gathers | None = None) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from partc.cli.job.faults import write_faults
 from partc.cli.job.job import BOARD, Job
 from partc.cli.job.processes import end_with_parent
-from partc.cli.job.profile import measured, refuse_profile, write_profile
+from partc.cli.job.profile import measured, op_times, refuse_profile, write_profile
 from partc.cli.output import console
 from partc.cli.output.failures import INTERRUPTED, described
 from partc.cli.output.step_times import timing
@@ -229,9 +229,18 @@ def _infer(job: Job, transport: Transport, begin: float) -> int:
 
     inputs = _on_all_ranks(transport, lambda: _open(job, transport))
     on_error: Literal["raise", "abort"] = "abort" if job.run_dir is None else "raise"
-    with load(
-        job.folder, transport, threads=job.threads, trust=job.trust, on_error=on_error, devices=job.devices
-    ) as program:
+    with (
+        op_times(job) as folder,
+        load(
+            job.folder,
+            transport,
+            threads=job.threads,
+            trust=job.trust,
+            on_error=on_error,
+            devices=job.devices,
+            op_times=folder,
+        ) as program,
+    ):
         loaded = time.perf_counter() - begin
         times = list[float]()
         recording = recorded(job, program, lambda profiler: _gather(job, transport, profiler))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from partc.cli.job.job import PROGRESS, Job, TrainingJob
 from partc.cli.job.outputs import hand_over
-from partc.cli.job.profile import measured, report_not_reached, write_profile
+from partc.cli.job.profile import measured, op_times, report_not_reached, write_profile
 from partc.cli.job.training_inputs import AUTO, TrainingInputs, saves
 from partc.cli.job.weights_of import weights_of
 from partc.cli.output import lookups
@@ -65,6 +65,7 @@ def run_training(
     inputs = inputs or TrainingInputs(job, artifact.manifest)
     ahead = inputs.resumed() or (None if options.only else options.init)
     with (
+        op_times(job) as folder,
         load_trainer(
             job.folder,
             transport,
@@ -75,6 +76,7 @@ def run_training(
             trust=job.trust,
             stall=job.stall,
             on_error=abort,
+            op_times=folder,
         ) as trainer,
         ExitStack() as stack,
     ):

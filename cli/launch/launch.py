@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from partc.cli.job.job import PROGRESS, Job
-from partc.cli.job.profile import measured, write_profile
+from partc.cli.job.profile import measured, op_times, write_profile
 from partc.cli.launch.launcher import Hosts, find_launcher
 from partc.cli.launch.ranks import command_of, environment_of, where_of
 from partc.cli.launch.run_dir import RunDir
@@ -102,7 +102,12 @@ def run_here(job: Job, manifest: Manifest) -> int:
     begin = time.perf_counter()
     inputs = open_job_inputs(job, manifest).read(port.name for port in manifest.inputs)
     times = []
-    with load_local(job.folder, threads=job.threads, trust=job.trust, stall=job.stall, devices=job.devices) as program:
+    with (
+        op_times(job) as folder,
+        load_local(
+            job.folder, threads=job.threads, trust=job.trust, stall=job.stall, devices=job.devices, op_times=folder
+        ) as program,
+    ):
         loaded = time.perf_counter() - begin
         file, texts = job.reporting.profile or "", list[str]()
         recordings = [recorded(job, one, lambda one: texts.append(measured(one, file))) for one in program.ranks]

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from partc.compiler.cost.play import Action, Begin, Class, Communicate, Compute, Finish, Receive, Send
-from partc.runtime.artifact.trace import BETWEEN, STEP, Span, Trace, read_trace
+from partc.runtime.artifact.trace import CATEGORIES, STEP, Span, Trace, read_trace
 from partc.runtime.errors import UsageError
 from partc.runtime.units import count
 
@@ -109,13 +109,13 @@ def read_traced(path: Path, share: float = 0.5) -> Traced:
     inside: dict[tuple[int, int], float] = defaultdict(float)
     for one in trace.spans:
         step = one.about["step"]
-        if step not in kept or one.category in BETWEEN:
+        if step not in kept:
             continue
         if one.category == STEP:
             wholes[one.rank, step] = one.seconds
-            continue
-        spans[one.rank, one.name][step] = one
-        inside[one.rank, step] += one.seconds
+        elif one.category in CATEGORIES:
+            spans[one.rank, one.name][step] = one
+            inside[one.rank, step] += one.seconds
     ranks = {rank for rank, _ in wholes}
     rest = {
         rank: median(max(0.0, wholes[rank, step] - inside[rank, step]) for step in kept if (rank, step) in wholes)

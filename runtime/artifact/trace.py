@@ -23,6 +23,8 @@ CATEGORIES = (COMPUTE, UPDATE, COPY, COMMUNICATION, MEMORY)
 DATA, EVALUATION, CHECKPOINT = "data", "evaluation", "checkpoint"
 BETWEEN = {DATA: "next batch", EVALUATION: "evaluation", CHECKPOINT: "checkpoint"}
 """The categories of what a training does between steps, and their names: the wait for data before a step, the others after it."""
+OP = "op"
+"""The category of what onnxruntime measured of an op, within the span of an action; its `about` has `op` and `module`."""
 _OF_STEPS = {"Segment": COMPUTE, "Update": UPDATE, "Copy": COPY, "Memory": MEMORY}
 
 
@@ -50,6 +52,11 @@ class Trace:
     whole: bool
     error: float
     ranks: int
+    has_ops: bool = False
+    """Whether onnxruntime's own times of ops were measured, which slows the steps."""
+
+
+_SLOWER = "onnxruntime was profiled, which slows the steps"
 
 
 def trace_text(ranks: Sequence[str]) -> str:
@@ -60,7 +67,10 @@ def trace_text(ranks: Sequence[str]) -> str:
     arrows: dict[tuple[int, ...], int] = {}
     lines = [json.dumps(event) for row in rows for event in _events(row, begun, arrows)]
     error = max((row["error"] for row in rows), default=0.0)
-    about = json.dumps({"producer": "partc", "ranks": len(rows), "clock_error_us": _us(error)})
+    said = {"producer": "partc", "ranks": len(rows), "clock_error_us": _us(error)}
+    if any("ops" in row for row in rows):
+        said["ops"] = _SLOWER
+    about = json.dumps(said)
     return '{"displayTimeUnit": "ms", "otherData": ' + about + ', "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -75,18 +85,34 @@ def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int
         about = {"kind": kind, "step": number}
         span = {"ph": "X", "name": BETWEEN[kind], "cat": kind, **place, "ts": begin}
         yield {**span, "dur": _us_between(begin, end), "args": about}
-    for number, plan, starts, seconds in row["steps"]:
+    ops = _ops_by_action(row, begun)
+    for at_step, (number, plan, starts, seconds) in enumerate(row["steps"]):
         begins = [_us(start - begun) for start in starts]
         ends = [_us(start - begun + taken) for start, taken in zip(starts, seconds, strict=True)]
         whole = {"ts": min(begins), "dur": _us_between(min(begins), max(ends))}
         yield {"ph": "X", "name": f"step {number}", "cat": STEP, **place, **whole, "args": {"step": number}}
-        for span, begin, end in zip(row["plans"][plan], begins, ends, strict=True):
+        for action, (span, begin, end) in enumerate(zip(row["plans"][plan], begins, ends, strict=True)):
             at = {"pid": rank, "tid": span["lane"]}
             yield _span(span, number, at, begin, end)
+            for op, module, start, stop in ops.get((at_step, action), ()):
+                first, last = min(max(start, begin), end), min(max(stop, begin), end)
+                told = {"ph": "X", "name": f"{op} ({module})", "cat": OP, **at, "ts": first}
+                args = {"op": op, "module": module, "step": number}
+                yield {**told, "dur": _us_between(first, last), "args": args}
             if link := span.get("link"):
                 arrow = {"name": "message", "cat": "message", **at, "args": {"step": number}}
                 arrow["id"] = arrows.setdefault((number, *link), len(arrows) + 1)
                 yield {**arrow, "ph": "s", "ts": begin} if span["sends"] else {**arrow, "ph": "f", "bp": "e", "ts": end}
+
+
+def _ops_by_action(row: dict[str, Any], begun: float) -> dict[tuple[int, int], list[tuple[str, str, float, float]]]:
+    """By places of a step and of an action the op type, module, begin and end, in microseconds, of each op there."""
+    found: dict[tuple[int, int], list[tuple[str, str, float, float]]] = {}
+    if ops := row.get("ops"):
+        for step, action, which, start, taken in ops["spans"]:
+            times = _us(start - begun), _us(start - begun + taken)
+            found.setdefault((step, action), []).append((*ops["names"][which], *times))
+    return found
 
 
 def _span(span: dict[str, Any], number: int, place: dict[str, int], begin: float, end: float) -> dict[str, Any]:
@@ -116,7 +142,7 @@ def read_trace(path: Path) -> Trace:
         raise UsageError(
             f"{path}: not a trace of partc\n  help: partc run --profile x{SUFFIX}, or partc train, writes one"
         )
-    spans, whole, clocks, ranks = [], lines[-2:] == [b"]}", b""], 0.0, 0
+    spans, whole, clocks, ranks, ops = [], lines[-2:] == [b"]}", b""], 0.0, 0, False
     found: Any
     for number, line in enumerate(lines, 1):
         if line == b"]}":
@@ -126,6 +152,7 @@ def read_trace(path: Path) -> Trace:
                 found = parse_json(line.partition(b', "traceEvents"')[0] + b"}", TRACE)
                 clocks = float(found["otherData"]["clock_error_us"]) / 1e6
                 ranks = int(found["otherData"]["ranks"])
+                ops = "ops" in found["otherData"]
                 continue
             found = parse_json(line.rstrip(b","), TRACE)
             if found["ph"] == "X":
@@ -134,7 +161,7 @@ def read_trace(path: Path) -> Trace:
             if number == len(lines):  # it was cut short there
                 break
             raise UsageError(f"{path}:{number}: not an event of a trace: {problem!r}") from None
-    return Trace(spans, whole, clocks, ranks)
+    return Trace(spans, whole, clocks, ranks, ops)
 
 
 def _span_of(event: dict[str, Any]) -> Span:
@@ -142,7 +169,7 @@ def _span_of(event: dict[str, Any]) -> Span:
     if (
         not isinstance(about, dict)
         or not isinstance(about["step"], int)
-        or event["cat"] not in (STEP, *CATEGORIES, *BETWEEN)
+        or event["cat"] not in (STEP, OP, *CATEGORIES, *BETWEEN)
     ):
         raise ValueError(f"a span of {event['cat']!r}, {about!r}")
     begin, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6

@@ -20,8 +20,9 @@ from ..devices.devices import Asked
 from ..job.turn import PROGRAM, Turn
 from ..program.sessions import Settings
 from .inputs import Whole
-from .program import CLOSED, OnError, Outputs, Program, refuse_recovery, settings_for
+from .program import CLOSED, OnError, Outputs, Program, refuse_recovery
 from .rank_threads import RankThreads, Result
+from .session_settings import settings_for
 
 
 class LocalProgram:
@@ -174,13 +175,15 @@ def load_local(
     stall: float = 30.0,
     on_error: Literal["raise", "recover"] = "raise",
     devices: Asked | None = None,
+    op_times: Path | None = None,
 ) -> LocalProgram:
-    """All ranks of the artifact in `folder` as threads of this process, without MPI; `program`, `devices` and `on_error` as for `load`.
+    """All ranks of the artifact in `folder` as threads of this process, without MPI; `program`, `devices`, `on_error` and `op_times` as for
+    `load`.
 
     In one process a program can be called again after any failure; with "recover" it fails as it does over MPI.
     """
     artifact = open_artifact(folder, trust=trust, program=program)
     world = LocalWorld(artifact.manifest.ranks)
-    settings = [settings_for(world.transport(rank), threads, devices) for rank in range(world.size)]
+    settings = [settings_for(world.transport(rank), threads, devices, op_times) for rank in range(world.size)]
     refuse_recovery(artifact, on_error)
     return LocalProgram(artifact, settings, stall, on_error)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
@@ -23,7 +24,7 @@ from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message
 from ..communication.transport import Agreements, Transport, Vector
-from ..devices.devices import Asked, devices_from
+from ..devices.devices import Asked
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
 from ..job.status_board import AGREEING, SLOT, open_board
 from ..job.turn import PROGRAM, Turn, one_at_a_time
@@ -33,6 +34,7 @@ from .agreement import StepAgreement
 from .collective_plans import connected
 from .rank_program import describe, lower_rank_program
 from .recover import attempt, failed, settle
+from .session_settings import settings_for
 from .sizes.step_plans import StepPlans
 from .state import State
 from .step_plan import StepPlan
@@ -101,7 +103,7 @@ class Program:
     @one_at_a_time(PROGRAM, local=True)
     def record_times(self, number: int = 1, beside: Profiler | None = None) -> Profiler:
         """Measure every task of every step from the next one on, which has this number, until it is stopped; `beside` another program."""
-        return self._schedules.measured_by(Profiler(self.rank, number) if beside is None else beside)
+        return self._schedules.measured_by(beside or Profiler(self.rank, number, bool(self._settings.profile)))
 
     @property
     def inputs(self) -> list[Port]:
@@ -194,7 +196,7 @@ class Program:
     @one_at_a_time(PROGRAM)
     def beside(self, name: str) -> Program:
         """Another program of the artifact over the same state and the same ranks, such as `evaluate` of a training; collective."""
-        own = self._transport, self._settings, self._on_error, self.state
+        own = self._transport, replace(self._settings, profile=""), self._on_error, self.state
         other = Program(self.artifact.beside(name), *own, self.turn.shared())
         self.artifact.refuse_replaced()
         other._connect()
@@ -314,6 +316,7 @@ def load(
     on_error: OnError = "raise",
     devices: Asked | None = None,
     first: Callable[[], object] | None = None,
+    op_times: Path | None = None,
 ) -> Program:
     """This rank's end of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
@@ -321,7 +324,8 @@ def load(
     do not hash the files. `stall`: seconds after which a wait is reported on stderr. `on_error`: what a failure inside a step does to
     the job: "raise" a RankError on every rank, "abort" it by MPI, or "recover": every rank raises a StepError and the next step runs,
     of a program that keeps no state. `devices`: by target its device, as `--device` says it: {"device": "cuda"}, {"cuda": "cpu"}.
-    `first`: what each rank does before it opens anything, for all. One rank needs no MPI.
+    `first`: what each rank does before it opens anything, for all. `op_times`: a folder for the files in which onnxruntime notes the
+    time of every node, for a trace; that slows each step. One rank needs no MPI.
     """
     artifact: Artifact | None = None
     loaded: Program | None = None
@@ -338,7 +342,7 @@ def load(
     problem = "" if failure is None else _problem(transport.rank, failure)
     if artifact is not None:
         try:
-            loaded = Program(artifact, transport, settings_for(transport, threads, devices), on_error)
+            loaded = Program(artifact, transport, settings_for(transport, threads, devices, op_times), on_error)
         except Exception as error:
             problem = _problem(transport.rank, error)
     said = [
@@ -371,11 +375,6 @@ def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:
     if on_error == RECOVER and any(record.next for record in artifact.manifest.state):
         fact = "its steps change what ranks keep, so none can be given up once it has begun"
         raise UsageError(f"{artifact.folder}: {fact}\n  help: leave out on_error='recover', go on from a checkpoint")
-
-
-def settings_for(transport: Transport, threads: int | None, devices: Asked | None) -> Settings:
-    """How the sessions of a rank run, by default on the cores that are its own, and on the CPU."""
-    return Settings(threads or transport.cores, not transport.shares_host, devices_from(devices, transport.place))
 
 
 def _transport(

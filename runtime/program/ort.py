@@ -46,6 +46,8 @@ class Session(Protocol):
     def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]: ...
     def get_outputs(self) -> list[Described]: ...
     def get_providers(self) -> list[str]: ...
+    def end_profiling(self) -> str: ...
+    def get_profiling_start_time_ns(self) -> int: ...
     def get_provider_graph_assignment_info(self) -> list[Any]: ...
 
 
@@ -98,6 +100,7 @@ def new_session(
     entries: Mapping[str, str],
     exact: bool = False,
     grows: bool = False,
+    profile: str = "",
 ) -> Session:
     """A session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
@@ -110,6 +113,8 @@ def new_session(
     With `grows` values inside are a little larger in each step, as what a decoder reads of its cache is. The common arena asks the system
     for what is asked of it and no more, so none of its freed pieces would fit the next step, and it would grow by all of them in each; such
     a session has an arena of its own, which asks for twice as much each time.
+
+    With `profile` onnxruntime notes when each node runs; `end_profiling` gives the file, whose path begins so.
 
     On a GPU nothing runs on the CPU with `NO_FALLBACK` among the entries; without it `left_on_host` says what does.
 
@@ -135,6 +140,8 @@ def new_session(
     options.log_severity_level = 4
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
+    if profile:
+        options.enable_profiling, options.profile_file_prefix = True, profile
     left_out = list(_ROUNDS_OTHERWISE) if exact else None
     session = onnxruntime.InferenceSession(
         model, options, providers=device.providers, disabled_optimizers=left_out, enable_fallback=0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partc.runtime.artifact.graph.half_kernels import compute_in_float32
-from partc.runtime.artifact.graph.onnx_graph import op_and_path
+from partc.runtime.artifact.graph.onnx_graph import op_and_path, source_path
 from partc.runtime.artifact.tasks.calls import bodies_of, declared
 from partc.runtime.artifact.tensors.dtypes import BY_CODE, dense, element, type_proto, type_text
 
@@ -28,7 +28,7 @@ from .ort import NO_FALLBACK, Session, new_session, version
 from .steps import Segment
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, TypeProto
+    from onnx import ModelProto, NodeProto, TypeProto
 
 _NODE = re.compile(r"Name:\s?'([^']*)'")
 _OUTPUT = re.compile(
@@ -48,6 +48,8 @@ class Settings:
     devices: Devices = field(default_factory=Devices)
     keeps: bool = False
     caches: frozenset[str] = frozenset()
+    profile: str = ""
+    """How the paths of the files begin in which onnxruntime notes the times of segments' nodes; empty where it does not."""
     shared: dict[bytes, Session] = field(default_factory=dict, compare=False)
     """Sessions of a decoder's programs by what they run: what both do alike is one session, which has its weights once."""
 
@@ -75,10 +77,19 @@ class Runner:
     def culprit(self, text: str) -> str:
         """The node that a message of onnxruntime names, else the whole segment."""
         match = _NODE.search(text)
-        # A fused node's name holds the name of one that it was made of.
-        named = [node for node in self.segment.nodes if match and node.name and node.name in match[1]]
+        found = self._node(match[1]) if match else None
         task = f"{self.segment.task}: " if self.segment.task else ""
-        return task + op_and_path(max(named, key=lambda node: len(node.name))) if named else str(self.segment)
+        return task + op_and_path(found) if found is not None else str(self.segment)
+
+    def module(self, name: str) -> str:
+        """The module of a node that onnxruntime names so; empty of one whose name holds none of the segment's."""
+        found = self._node(name)
+        return "" if found is None else source_path(found) or found.name
+
+    def _node(self, name: str) -> NodeProto | None:
+        """The node that onnxruntime names so: a fused node's name holds the name of one that it was made of."""
+        named = [node for node in self.segment.nodes if node.name and node.name in name]
+        return max(named, key=lambda node: len(node.name), default=None)
 
 
 class Builder:
@@ -92,6 +103,7 @@ class Builder:
         self.functions = [one for one in model.functions if one.domain != TASKS]
         self.single = in_one_thread(self.functions)
         self.built: dict[int, tuple[Session, bool, dict[str, str]]] = {}
+        self.made = 0
         self.folder = folder
         self.settings = settings
         self.where = where
@@ -154,7 +166,9 @@ class Builder:
         if key in settings.shared:
             return settings.shared[key]
         try:
-            session = new_session(data, threads, device, entries, settings.keeps, bool(settings.caches))
+            self.made += 1
+            profile = f"{settings.profile}.{self.made}" if settings.profile else ""
+            session = new_session(data, threads, device, entries, settings.keeps, bool(settings.caches), profile)
         except Exception as error:
             if not device.is_host:
                 refuse_without_kernel(self.where, device, data, entries, segment.nodes)

@@ -37,12 +37,13 @@ def load_trainer(
     stall: float = 30.0,
     on_error: OnError = "raise",
     devices: Asked | None = None,
+    op_times: Path | None = None,
 ) -> Trainer:
     """This rank's trainer of the artifact in `folder`; collective over `comm`, by default MPI.COMM_WORLD.
 
     `rate` gives the learning rate of a step, counted from 0, in place of the plan's schedule. `ahead` is the checkpoint, or the folder,
     that is about to be loaded: hashing it begins now. `trust_code`: a schedule that is Python, a file that the artifact names, may run.
-    `devices` as for `load`. UsageError for an artifact that does not train, or has such a schedule without either.
+    `devices` and `op_times` as for `load`. UsageError for an artifact that does not train, or has such a schedule without either.
     """
     place = Path(folder)
     try:
@@ -55,7 +56,16 @@ def load_trainer(
         begun = EarlyVerification(Path(ahead), comm.rank if comm is not None else 0, artifact.manifest.ranks)
     program: Program | None = None
     try:
-        program = load(place, comm, threads=threads, trust=trust, stall=stall, on_error=on_error, devices=devices)
+        program = load(
+            place,
+            comm,
+            threads=threads,
+            trust=trust,
+            stall=stall,
+            on_error=on_error,
+            devices=devices,
+            op_times=op_times,
+        )
         evaluation = Evaluation.beside(program)
         artifact.refuse_replaced()
         return Trainer(program, evaluation, rate, begun)

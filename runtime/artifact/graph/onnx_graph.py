@@ -120,6 +120,11 @@ def _tensors_of(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
             yield from all_tensors(body)
 
 
+def source_path(node: NodeProto) -> str:
+    """The name of a node's op in the source model, empty where it has none: `blocks.0.fc1`."""
+    return next((item.value for item in node.metadata_props if item.key == PATH), "")
+
+
 def path_of(node: NodeProto) -> str:
     """The name of a node's op in the source model, empty where it has none; of one in a pipeline with its task: `blocks.0.fc1, 1B3`."""
     said = {item.key: item.value for item in node.metadata_props}

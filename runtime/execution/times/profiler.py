@@ -20,6 +20,8 @@ from ...program.steps import Collective, Copy, LookUp, Segment, Step, Update, Wa
 from ..step_plan import StepPlan
 from ..targets.lanes import lanes_of
 from ..targets.workers import Action
+from .ops import ops_of
+from .session_runs import SessionRuns
 from .spans import spans_of
 
 KEPT = 100
@@ -56,9 +58,9 @@ class _Steps:
 
 
 class Profiler:
-    """The times of one rank; `number` is that of the next step."""
+    """The times of one rank; `number` is that of the next step. With `has_ops` onnxruntime measures the nodes of its sessions, too."""
 
-    def __init__(self, rank: int, number: int = 1) -> None:
+    def __init__(self, rank: int, number: int = 1, has_ops: bool = False) -> None:
         self.rank = rank
         self._steps: deque[_Steps] = deque(maxlen=KEPT)
         self._between: deque[tuple[str, int, float, float]] = deque(maxlen=_BETWEEN * KEPT)
@@ -66,6 +68,7 @@ class Profiler:
         self._count = number - 1
         self._arena = 0
         self._plans: list[Iterable[StepPlan]] = []
+        self._runs = SessionRuns() if has_ops else None
         self.has_stopped = False
         """Whether nothing is measured any more."""
 
@@ -124,6 +127,7 @@ class Profiler:
 
     def trace(self, offset: float = 0.0, error: float = 0.0) -> str:
         """The last steps as JSON: by step plan its spans (`spans_of`), by step when actions began and how long they took, in seconds.
+        Where onnxruntime's own times are measured, the `ops` (`ops_of`), of steps until the first trace.
 
         `offset`: what the clock of rank 0 is ahead of this rank's, and the largest `error` of that, in seconds.
         """
@@ -137,6 +141,10 @@ class Profiler:
         first = self._steps[0].number if self._steps else 0
         between = [(kind, step, start + offset, taken) for kind, step, start, taken in self._between if step >= first]
         told = {"rank": self.rank, "error": error, "plans": spans, "steps": steps, "between": between}
+        if self._runs is not None:
+            measured = ops_of([(one.plan, one.starts, one.seconds) for one in self._steps], self._runs)
+            ops = [(*place, begin + offset, seconds) for *place, begin, seconds in measured["spans"]]
+            told["ops"] = {**measured, "spans": ops}
         return json.dumps(told)
 
     def text(self) -> str:

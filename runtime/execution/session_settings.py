@@ -1,0 +1,18 @@
+"""How the sessions of a rank run, from what a caller of `load` asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..communication.transport import Transport
+from ..devices.devices import Asked, devices_from
+from ..program.sessions import Settings
+
+
+def settings_for(
+    transport: Transport, threads: int | None, devices: Asked | None, op_times: Path | None = None
+) -> Settings:
+    """By default on the cores that are the rank's own, and on the CPU; the times of ops are measured where they have a folder."""
+    profile = str(op_times / f"rank{transport.rank}") if op_times is not None else ""
+    placed = devices_from(devices, transport.place)
+    return Settings(threads or transport.cores, not transport.shares_host, placed, profile=profile)
