@@ -102,8 +102,7 @@ class Pricing:
         functions = {one.name: one for one in sizes.file.model.functions}
         if isinstance(step, Update):
             found = updated(step, functions, sizes)
-            costs = [cost for name, operands in found for cost in function_costs(functions[name], operands)]
-            return sum(cost.least(processor) for cost in costs)
+            return sum(_least_of(functions[name], operands, processor) for name, operands in found)
         total = 0.0
         for node in step.formal.nodes:
             given, made = sizes.of_node(node, step)
@@ -112,6 +111,15 @@ class Pricing:
             else:
                 total += self.node(node, given, made).least(processor)
         return total
+
+
+def _least_of(function: FunctionProto, operands: Sequence[Operand], processor: Processor) -> float:
+    """Seconds of an update at least, on however many ranks: of flat operands no run of a session takes more than a shard of elements."""
+    many = max((math.prod(one.sizes or ()) for one in operands), default=0) / SHARD
+    if many <= 1 or is_rowwise(function):
+        return sum(cost.least(processor) for cost in function_costs(function, operands))
+    shard = [one if math.prod(one.sizes or ()) == 1 else Operand((SHARD,), one.item) for one in operands]
+    return many * (processor.session + sum(cost.least(processor) for cost in function_costs(function, shard)))
 
 
 def updated(

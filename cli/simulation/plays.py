@@ -1,17 +1,17 @@
 """The candidates of a search that are compiled, and played as by `partc simulate`: the best by their estimates, and baselines.
 
-First of all the model is compiled for one rank. No plan computes less than its nodes, forward, backward and update: at the amounts at which
-the machine is fastest, and evenly on all ranks, they are the bound. What its backward pass takes against the estimate is what that of all
-candidates takes.
+First of all the model is compiled for one rank: what its nodes take at the sizes of a candidate's ranks that candidate takes at least
+(`Least`), and its estimate begins with it. The least of what was played, and of what all others take at least, is the bound.
 
-A candidate that cannot be faster than what is found, by the bound of the ranks that it uses, is not played; nor is one of a large model
-whose estimate is above what is found by more than any estimate was too high so far. How many are played does not depend on how fast
-this process is, so that the same input gives the same plan; a limit of time ends the search before.
+A candidate that cannot be faster than what is found is not played; nor is one of a large model whose estimate is above what is found, as
+far as the estimates of what was played, of the same degrees or else of the same kind, were off. How many are played does not depend on
+how fast this process is, so that the same input gives the same plan; a limit of time ends the search before, and more are played in it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 import time
 from collections import Counter
@@ -21,9 +21,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from partc.cli.simulation.actions import Pricing
+from partc.cli.simulation.least import Least
 from partc.cli.simulation.step import Simulation, simulated
-from partc.compiler.cost.machine import Machine
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
@@ -31,11 +30,10 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import MOST_MICROBATCHES, Candidate
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Search
-from partc.runtime.artifact.format import CPU, SourceRecord
+from partc.runtime.artifact.format import SourceRecord
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import UsageError
 from partc.runtime.garbage_collection import uncollected
-from partc.runtime.program.steps import Segment, Update
 from partc.runtime.units import seconds
 
 _NODES, _FEWEST, _MOST = 4000, 2, 8
@@ -44,6 +42,8 @@ _OF_TRAINING = 2.5
 """How many nodes a training has for one of its model."""
 _LARGE, _TASKS = 500, 64
 """The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
+_ERROR = 0.05
+"""By how much of itself an estimate may be too high against those of candidates of other degrees."""
 _ALIKE = 3
 """Candidates of the same degrees that are played before others."""
 _WHOLE = Candidate(Degrees())
@@ -74,14 +74,22 @@ class Plays:
     played: list[Play] = field(default_factory=list)
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
-    work: float = 0.0
-    """Seconds that all ranks together take at least."""
+    least: Least | None = None
 
-    def bound(self, ranks: int) -> float:
-        """Seconds that no plan on these ranks is below."""
-        machine, hosts = self.search.request.machine, self.search.request.hosts
-        working = min(ranks, machine.cores * hosts) if machine.cores else ranks
-        return machine.processor(CPU).step + self.work / working
+    def bound(self) -> float:
+        """Seconds that no candidate takes less than, of those that are within the memory: what was played takes as long as it does."""
+        known = {*self.refused, *(one.candidate for one in self.played)}
+        least = self.least
+        if least is None:
+            return 0.0
+        best = math.inf if self.best is None else self.best.seconds
+        for quick, one in sorted(
+            ((least.quick(one), one) for one in self.search.candidates if one not in known), key=lambda pair: pair[0]
+        ):
+            if quick >= best:
+                break
+            best = min(best, least(one))
+        return best
 
     @property
     def best(self) -> Play | None:
@@ -94,10 +102,20 @@ class Plays:
         """The bytes by which peaks are above their estimates, in the median of what was played: sessions, inputs, code."""
         return median(one.peak - one.estimate.bytes for one in self.played) if self.played else 0.0
 
-    @property
-    def overestimate(self) -> float:
-        """The largest share of an estimate by which it was above what was played; 0 where none was."""
-        return max((0.0, *(1 - one.seconds / one.estimate.seconds for one in self.played)))
+    def likely(self, one: Candidate, estimate: Estimate) -> float:
+        """The seconds that a candidate hardly takes less than, by its estimate and how far those of what was played were off.
+
+        Estimates of candidates of the same degrees that differ in microbatches err alike.
+        """
+        rows = [(other.candidate, other.seconds / other.estimate.seconds) for other in self.played]
+        if same := [ratio for other, ratio in rows if (other.degrees, other.zero) == (one.degrees, one.zero)]:
+            return estimate.seconds * min(same)
+        alike = [
+            ratio
+            for other, ratio in rows
+            if (other.degrees.stages > 1, other.zero) == (one.degrees.stages > 1, one.zero)
+        ]
+        return estimate.seconds * min(alike or [1.0, *(ratio for _, ratio in rows)]) * (1 - _ERROR)
 
     def of(self, candidate: Candidate) -> Play | None:
         """What was played of a candidate."""
@@ -109,7 +127,7 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
     """Plays candidates; UsageError where the limit of time, in seconds since it `began`, is over before one is within the memory."""
     found = Plays(search, memory)
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
-    most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes))))
+    most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else _MOST
     for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
         begin = time.monotonic()
         if limit is not None and begin - began + longest > limit:
@@ -122,8 +140,11 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             continue
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
-            found.work = least_work(step, search.request.machine)
+            found.least = Least(search, step)
             search.estimates.calibrate(step.played.busy[0])
+            search.estimates.computed, search.estimates.updates = found.least.computed, found.least.updates
+        elif found.least is not None:
+            found.least.learn(candidate, step)
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
             peak = max(one.peak for one in step.memory.values())
             given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
@@ -148,19 +169,6 @@ def play_program(search: Search, done: Complete) -> Simulation:
         return simulated(open_artifact(folder, trust=True), request.machine, request.sizes, request.hosts, alike=True)
 
 
-def least_work(whole: Simulation, machine: Machine) -> float:
-    """The seconds that ranks take together at least for the nodes of the unsharded model, however these are sharded."""
-    (sizes,), pricing, known = whole.files.values(), Pricing(machine), dict[int, float]()
-    total = 0.0
-    for step in sizes.file.steps:
-        if isinstance(step, Segment | Update):
-            key = id(step.formal if isinstance(step, Segment) else step)
-            if key not in known:
-                known[key] = pricing.least(step, sizes)
-            total += known[key]
-    return total
-
-
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
     search, tried, turns = found.search, {_WHOLE}, Counter[Degrees]()
@@ -171,11 +179,11 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     waiting = {one: search.estimate(one) for one in few}
 
     def is_behind(one: Candidate, estimate: Estimate) -> bool:
-        """Whether it cannot be faster than what was found: by the bound of its ranks; for a large model by its estimate, too."""
-        least = found.bound(one.degrees.ranks)
-        if is_large:
-            least = max(least, estimate.seconds * (1 - found.overestimate))
-        return found.best is not None and least >= found.best.seconds
+        """Whether it cannot be faster than what was found; of a large model whether it is not, by its estimate and the error of others."""
+        if found.best is None or found.least is None:
+            return False
+        is_slower = is_large and found.likely(one, estimate) >= found.best.seconds
+        return is_slower or found.least.quick(one) >= found.best.seconds or found.least(one) >= found.best.seconds
 
     def rank(pair: tuple[Candidate, Estimate], surplus: float) -> tuple[bool, bool, float, float]:
         one, estimate = pair
@@ -183,16 +191,21 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
         over = found.memory is not None and bytes > found.memory
         return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
 
+    def following() -> Candidate | None:
+        """The next one to play; those before it are behind what was found, and wait no more."""
+        for candidate, estimate in sorted(waiting.items(), key=partial(rank, surplus=found.surplus)):
+            del waiting[candidate]
+            if not is_behind(candidate, estimate) and not _is_refused(found, candidate):
+                return candidate
+        return None
+
     while len(found.played) - begun < (most if found.best is not None else 2 * most):
-        waiting = {one: estimate for one, estimate in waiting.items() if not is_behind(one, estimate)}
-        if not waiting:
+        candidate = following()
+        if candidate is None:
             break
-        candidate = min(waiting.items(), key=partial(rank, surplus=found.surplus))[0]
-        del waiting[candidate]
-        if not _is_refused(found, candidate):
-            tried.add(candidate)
-            turns[candidate.degrees] += 1
-            yield candidate
+        tried.add(candidate)
+        turns[candidate.degrees] += 1
+        yield candidate
     near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
         if is_behind(candidate, estimate):

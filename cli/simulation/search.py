@@ -105,10 +105,9 @@ def _at(plays: Plays) -> str:
 
 
 def _gap(plays: Plays, best: Play) -> str:
-    bound = plays.bound(plays.search.request.ranks)
-    return (
-        f"no plan takes less than {seconds(bound)}, which is {100 * (best.seconds - bound) / best.seconds:.0f} % less"
-    )
+    bound, many = plays.bound(), len(plays.search.candidates)
+    less = f"{100 * (best.seconds - bound) / best.seconds:.0f} % less"
+    return f"no candidate of {many:,} takes less than {seconds(bound)}, which is {less}"
 
 
 def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -45,6 +46,12 @@ class FileSizes:
     def types(self) -> dict[str, str]:
         """By value its type."""
         return self.file.declared_types | {record.value: record.type for record in self.file.state}
+
+    def at(self, sizes: Mapping[str, int]) -> FileSizes:
+        """The same file at other sizes of its symbols."""
+        other = copy.copy(self)
+        other.sizes, other.unknown, other._known = sizes, set(), {}
+        return other
 
     def operand(self, name: str) -> Operand:
         """The sizes and the element's bytes of a value."""

@@ -1,17 +1,20 @@
 """What a candidate takes, without compiling it: the work of its nodes, its collectives and messages, and what a rank keeps.
 
-    step        microbatches * task + bubble + gradients + update
+    step        microbatches * task of the heaviest stage + bubble + gradients + update
     task        F and B of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward
-    bubble      (stages - 1) tasks, of zb_h1 a third of that
-    gradients   an AllReduce over dp of a rank's gradients; of ZeRO a ReduceScatter, and an AllGather of parameters
+    bubble      (stages - 1) tasks, of zb_h1 less twice the gradients of weights, which fill it
+    gradients   AllReduces over dp of a rank's gradients; of ZeRO ReduceScatters, and AllGathers of parameters: what of the former does
+                not go on beside the backward pass of the last microbatch, of zb_h1 its gradients of weights
+    update      of all that a rank has; of ZeRO of its shards, and of what is not divided
 
-Stages are taken as equal. It ranks candidates: the best of them are compiled, and played as they are.
+It ranks candidates: the best of them are compiled, and played as they are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import onnx_ir as ir
@@ -20,6 +23,7 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Place
 from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.reductions import Calls, Reductions, seconds_of
 from partc.compiler.search.work import ModelWork, Work
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
 
@@ -27,7 +31,8 @@ _FORWARD_ACTIVATIONS = 0.1
 """The share of all activations that a forward pass alone holds at one time."""
 _OF_NODE, _OF_VALUE = 16_500, 2_400
 """About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
-_OPERANDS = 3
+_OPERANDS, _AT_ONCE = 3, 1 << 19
+"""How many tensors a node of an update reads and makes, and about the bytes of each that an update goes through at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Sharding:
     weights: float = 0.0
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
+    places: tuple[Place, ...] = ()
 
     @classmethod
     def of(cls, work: ModelWork, places: tuple[Place, ...]) -> Sharding:
@@ -62,47 +68,99 @@ class Sharding:
                 given = [value for value in node.inputs if value is not None and value not in cut]
                 backward.update((value, work.bytes(value)) for value in given if not value.is_initializer())
         weights = sum(stored_bytes(value) for value in cut if value.is_initializer())
-        return cls(frozenset(nodes), float(weights), tuple(forward), tuple(backward.values()))
+        return cls(frozenset(nodes), float(weights), tuple(forward), tuple(backward.values()), places)
 
 
 class Estimates:
     """Estimates of the candidates of a model on a machine whose ranks are on `hosts`; `slots`: of an optimizer, None without training."""
 
-    def __init__(self, work: ModelWork, machine: Machine, hosts: int = 1, slots: int | None = None) -> None:
+    def __init__(
+        self, work: ModelWork, machine: Machine, hosts: int = 1, slots: int | None = None, bucket: int = 0
+    ) -> None:
         self.work, self.machine, self.slots = work, machine, slots
+        self.reductions = Reductions(work.program.model.graph, bucket)
         self.cores = machine.cores * hosts
         self.processor = machine.processor(CPU)
         graph = work.program.model.graph
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
         self.backward = 1.0
         """How many times its estimate a backward pass takes."""
+        self.computed: Callable[[Candidate], float | None] = lambda one: None
+        """What a rank computes of a microbatch, forward and backward, by the programs that are known; None for other shards of a layer."""
+        self.updates: Callable[[Candidate], float] = lambda one: 0.0
+        """What the updates of all stages of a candidate take at least."""
         self._tasks: dict[object, tuple[float, float]] = {}
+        self._weights: dict[object, float] = {}
+        self._all_sums: dict[object, float] = {}
+        self._all_reduced: dict[object, tuple[float, float]] = {}
         self._activations: dict[object, float] = {}
         self._counted: dict[frozenset[ir.Node], Counter[tuple[Work, bool]]] = {}
 
-    def of(self, one: Candidate, sharding: Sharding) -> Estimate:
-        """The estimate of a candidate with this sharding over `tp`."""
-        return Estimate(self.seconds(one, sharding), self.bytes(one, sharding))
+    def of(self, one: Candidate, sharding: Sharding, heaviest: float = 1.0) -> Estimate:
+        """The estimate of a candidate with this sharding over `tp`; `heaviest`: what the heaviest stage takes for the mean of all."""
+        return Estimate(self.seconds(one, sharding, heaviest), self.bytes(one, sharding))
 
-    def seconds(self, one: Candidate, sharding: Sharding) -> float:
+    def seconds(self, one: Candidate, sharding: Sharding, heaviest: float = 1.0) -> float:
         degrees, count = one.degrees, one.microbatches
-        forward, backward = self.task(sharding, degrees.dp * count, degrees.tp)
-        backward = 0.0 if self.slots is None else self.backward * backward + (forward if one.recompute else 0.0)
+        forward, backward = self._passes(one, sharding)
+        again = forward if self.slots is not None and one.recompute else 0.0
         shared = self.turns(degrees.ranks)
-        sums = self._sums(sharding, one)
         session = self.processor.session
-        task = shared * ((forward + backward) / degrees.stages + 2 * session) + sums / degrees.stages
-        turns = (degrees.stages - 1) * (1 / 3 if one.schedule == "zb_h1" else 1)
-        message = 0.0
+        sums = self._sums(sharding, one)
+        task = shared * ((forward + again + backward) / degrees.stages + 2 * session) + sums / degrees.stages
+        late = backward / degrees.stages
+        filled = message = 0.0
+        if one.schedule == "zb_h1":
+            late = min(backward, self._of_weights(sharding, degrees.dp * count, degrees.tp)) / degrees.stages
+            filled = min(2 * shared * late, task)
         if degrees.stages > 1:
             crossing = self.crossing / degrees.dp / one.microbatches
             message = self.link(degrees.tp * degrees.dp, 2).send(crossing)
-        return (
-            self.processor.step
-            + (count + turns) * task
-            + 2 * turns * message
-            + self.after(one, self._own(sharding, one))
-        )
+        bubble = (degrees.stages - 1) * (heaviest * (task - filled) + 2 * message)
+        step, update = self.processor.step + count * heaviest * task + bubble, self._updated(one, sharding)
+        reduced, gathered = self._reduced(one, sharding)
+        overlap, beside = self.link(degrees.tp, degrees.dp).overlap, shared * late
+        if count == 1:  # what is reduced first is updated, and gathered, meanwhile
+            beside += update
+            gathered -= min(overlap * gathered, update)
+        return step + update + reduced - min(overlap * reduced, beside) + gathered
+
+    def _updated(self, one: Candidate, sharding: Sharding) -> float:
+        """Seconds of a stage's update; of ZeRO each rank updates its shards, and all of what is not divided by dp."""
+        degrees, known = one.degrees, self.turns(one.degrees.ranks) * self.updates(one) / one.degrees.stages
+        if one.zero and degrees.dp > 1:
+            whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
+            rest = sum(bytes * many for (op, bytes), many in whole.items() if op == ALL_REDUCE)
+            return known + self._update(one, rest * degrees.dp / degrees.stages)
+        return max(known, self._update(one, self._own(sharding, one)))
+
+    def _reduced(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
+        """Seconds in which a stage's gradients are reduced, and the shards that were updated gathered."""
+        degrees = one.degrees
+        if self.slots is None or degrees.dp == 1:
+            return 0.0, 0.0
+        key = sharding.nodes, degrees.tp, degrees.dp, one.zero
+        if key not in self._all_reduced:
+            calls = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, one.zero)
+            gathers = Calls({call: many for call, many in calls.items() if call[0] == ALL_GATHER})
+            link = self.link(degrees.tp, degrees.dp)
+            pair = seconds_of(calls - gathers, link, degrees.dp), seconds_of(gathers, link, degrees.dp)
+            self._all_reduced[key] = pair
+        reduced, gathered = self._all_reduced[key]
+        return reduced / degrees.stages, gathered / degrees.stages
+
+    def _passes(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
+        """Seconds forward and backward of a microbatch, of all stages."""
+        parts, shards = one.degrees.dp * one.microbatches, one.degrees.tp
+        forward, backward = self.task(sharding, parts, shards)
+        if self.slots is None:
+            return forward, 0.0
+        if (both := self.computed(one)) is not None:
+            return forward, max(0.0, both - forward)
+        if (whole := self.computed(replace(one, degrees=replace(one.degrees, tp=1)))) is not None:
+            plain = sum(self.task(Sharding(), parts, 1))
+            return forward, max(0.0, whole * (forward + backward) / plain - forward)
+        return forward, self.backward * backward
 
     def calibrate(self, seconds: float) -> None:
         """Takes what one rank computes in a step of the unsharded model: what its estimate lacks is of the backward pass."""
@@ -122,6 +180,17 @@ class Estimates:
                 backward += many * work.backward(self.processor, records, own)
             self._tasks[key] = forward, backward
         return self._tasks[key]
+
+    def _of_weights(self, sharding: Sharding, records: int, shards: int) -> float:
+        """The seconds of the gradients of weights alone, which zb_h1 computes where it would wait."""
+        key = sharding.nodes, records, shards
+        if key not in self._weights:
+            self._weights[key] = sum(
+                many * work.seconds(self.processor, records, shards if is_sharded else 1)
+                for (work, is_sharded), many in self.counted(sharding).items()
+                if work.is_product and work.weights
+            )
+        return self._weights[key]
 
     def bytes(self, one: Candidate, sharding: Sharding) -> float:
         """Parameters with gradients and slots, and what microbatches under way keep."""
@@ -174,7 +243,12 @@ class Estimates:
         given = [*sharding.forward]
         if self.slots is not None:
             given += [*sharding.backward, *(sharding.forward if one.recompute else ())]
-        return sum(link.collective(ALL_REDUCE, degrees.tp, size / records) for size in given)
+        key = sharding.nodes, degrees.tp, records, one.recompute
+        if key not in self._all_sums:
+            sizes = Counter(given)
+            some = (many * link.collective(ALL_REDUCE, degrees.tp, size / records) for size, many in sizes.items())
+            self._all_sums[key] = sum(some)
+        return self._all_sums[key]
 
     @cached_property
     def crossing(self) -> float:
@@ -186,14 +260,21 @@ class Estimates:
         """The reduction of the gradients of so many bytes of parameters, and their update; `beside`: how many ranks of tp have the same."""
         if self.slots is None:
             return 0.0
-        degrees, count = one.degrees, one.degrees.dp * beside
-        link, shared = self.link(1 if beside > 1 else degrees.tp, count), self.turns(degrees.ranks)
-        updated = own / (degrees.dp if one.zero else 1)
-        nodes = 4 + 5 * self.slots  # about: Adam has 14, momentum 9
-        update = shared * nodes * self.processor.kernel(FALLBACK)(_OPERANDS * updated)
-        if count == 1:
-            return update
+        update, count = self._update(one, own), one.degrees.dp * beside
+        link, many = self.link(1 if beside > 1 else one.degrees.tp, count), max(1.0, own / self.reductions.mean)
         if one.zero:
-            scattered = link.collective(REDUCE_SCATTER, count, own)
-            return update + scattered + link.collective(ALL_GATHER, count, own / count)
-        return update + link.collective(ALL_REDUCE, count, own)
+            ops = (REDUCE_SCATTER, own / many), (ALL_GATHER, own / many / count)
+            return update + many * sum(link.collective(op, count, given) for op, given in ops)
+        return update + many * link.collective(ALL_REDUCE, count, own / many)
+
+    def _update(self, one: Candidate, own: float) -> float:
+        """Seconds of the update of so many bytes of parameters."""
+        if self.slots is None:
+            return 0.0
+        updated = own / (one.degrees.dp if one.zero else 1)
+        nodes = 4 + 5 * self.slots  # about: Adam has 14, momentum 9
+        kernel, at_once = self.processor.kernel(FALLBACK), max(1.0, min(updated, float(_AT_ONCE)))
+        shards = updated / at_once
+        moved = kernel((3 + 2 * self.slots) * updated) if shards > 1 else 0.0
+        seconds = shards * (self.processor.session + nodes * kernel(_OPERANDS * at_once)) + moved
+        return self.turns(one.degrees.ranks) * seconds

@@ -12,6 +12,9 @@ from partc.compiler.search.chain import Chain, shortest, within
 from partc.compiler.search.estimate import Estimates
 from partc.runtime.units import seconds
 
+_GAIN = 0.01
+"""The share of the seconds or bytes of all modules by which the fastest ways must be better than all sharded to be a candidate."""
+
 
 @dataclass(frozen=True)
 class Modules:
@@ -58,6 +61,14 @@ class Modules:
     def differ(self) -> bool:
         """Whether the fastest ways are neither all sharded, nor all of another kind, for which fewer ranks of `tp` do."""
         return Way.SHARDED in self.ways[1:] and (self.has_records or self.ways[1:] != self.sharded[1:])
+
+    @property
+    def are_worth_it(self) -> bool:
+        """Whether the fastest ways differ, and save more of the time or of the bytes than an estimate can tell."""
+        if not self.differ:
+            return False
+        pairs = zip(self.difference(self.ways), self.chain.cost(self.sharded), strict=True)
+        return any(more < -_GAIN * whole for more, whole in pairs)
 
     def difference(self, ways: Sequence[Way]) -> tuple[float, float]:
         """Seconds of a step and bytes of a rank that these ways take more than all sharded."""

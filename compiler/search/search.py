@@ -7,7 +7,7 @@ search.proposal(candidate)             # its plan, compiled
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -64,6 +64,7 @@ class Search:
     estimates: Estimates
     records: int | None
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _named: dict[int, list[set[str]]] = field(default_factory=dict)
     _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Search:
         work = ModelWork(apart, sizes, base.trains)
         slots = base.slots if base.trains else None
         records = _records(program, batch, sizes)
-        estimates = Estimates(work, request.machine, request.hosts, slots)
+        estimates = Estimates(work, request.machine, request.hosts, slots, base.bucket)
         return cls(
             source, name, Request(**{**vars(request), "sizes": sizes}), program, apart, batch, estimates, records
         )
@@ -126,13 +127,14 @@ class Search:
                 base.trains,
                 again,
                 base.is_sharded,
-                degrees.tp > 1 and self.modules(degrees).differ,
+                degrees.tp > 1 and self.modules(degrees).are_worth_it,
             )
+            if not self.has_records(one) or (self.records or 0) % (degrees.dp * degrees.tp * one.microbatches) == 0
         ]
 
     def estimate(self, one: Candidate) -> Estimate:
         """The estimate of a candidate."""
-        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1])
+        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1], self._heaviest(one.degrees.stages))
         if not one.by_module:
             return found
         modules = self.modules(one.degrees)
@@ -148,6 +150,30 @@ class Search:
                 self.estimates, self._blocks[degrees.tp], degrees, self.records, self.request.memory
             )
         return self._modules[degrees]
+
+    def has_records(self, one: Candidate) -> bool:
+        """Whether the batch of a candidate is cut over `tp`, too."""
+        return one.by_module and self.modules(one.degrees).has_records
+
+    def own_share(self, one: Candidate) -> float:
+        """The share of all weights that the ranks of one of `tp` have, in all stages together."""
+        cut = self._sharded(one.degrees.tp)[1].weights
+        if one.by_module:
+            ways = self.modules(one.degrees).ways
+            some = zip(self._blocks[one.degrees.tp], ways, strict=True)
+            cut = sum(block.sharding.weights for block, way in some if way is Way.SHARDED)
+        return 1 - cut / max(1.0, self.estimates.weights) * (1 - 1 / one.degrees.tp)
+
+    def whole(self, shards: int) -> set[str]:
+        """The paths of the nodes that are not sharded where all is that can be."""
+        cut = self._sharded(shards)[1].nodes
+        return {self.apart.paths[node] for node in self.estimates.work.of} - {self.apart.paths[node] for node in cut}
+
+    def with_records(self, degrees: Degrees) -> set[str]:
+        """The paths of the nodes of which each rank of `tp` has its records, by the fastest ways of the modules."""
+        ways, blocks = self.modules(degrees).ways, self._blocks[degrees.tp]
+        some = (block for block, way in zip(blocks, ways, strict=True) if way is Way.RECORDS)
+        return {self.apart.paths[node] for block in some for node in block.nodes}
 
     def proposal(self, one: Candidate) -> Proposal:
         """The plan of a candidate; CompileError where the compiler refuses it."""
@@ -187,6 +213,21 @@ class Search:
         options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if one.recompute else []
         return (f"pipeline: {{{', '.join(options)}}}", "")
 
+    def named(self, count: int) -> list[set[str]]:
+        """By stage of so many the paths of the nodes in modules that a plan places there by name; none of one stage."""
+        if count not in self._named:
+            paths = self.program.paths
+            self._named[count] = [
+                {paths[node] for node in stage.nodes if _is_in(paths[node], stage.paths)}
+                for stage in self._balanced(count)
+            ]
+        return self._named[count]
+
+    def _heaviest(self, count: int) -> float:
+        """The seconds of the heaviest of so many stages for the mean of all."""
+        work = [sum(unit.work for unit in stage.units) for stage in self._balanced(count)]
+        return max(1.0, max(work) * len(work)) if work else 1.0
+
     def _balanced(self, count: int) -> list[Stage]:
         if count not in self._stages:
             self._stages[count] = balanced_stages(self.program, count, self.request.machine) if count > 1 else []
@@ -207,6 +248,10 @@ class Search:
     def _is_possible(self, degrees: Degrees) -> bool:
         """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
         return self._can_share(degrees.tp) and degrees.stages <= len(self.program.model.graph)
+
+
+def _is_in(path: str, modules: Collection[str]) -> bool:
+    return any(path == one or path.startswith(f"{one}.") for one in modules)
 
 
 def _batch(source: Source) -> Batch:

@@ -28,11 +28,12 @@ _SEARCHED = ("dataset", "mesh", "outputs", "pipeline", "placement", "ranks", "sh
 
 @dataclass(frozen=True)
 class Base:
-    """The sections by name; of a training its batch, None where it is not stated, and the tensors that are kept of a parameter."""
+    """The sections by name; of a training its batch, None where it is not stated, the tensors kept of a parameter, a bucket's bytes."""
 
     sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
     batch: int | None = None
     slots: int = 0
+    bucket: int = 0
     is_sharded: bool = False
     statistics: bool = False
     """Whether statistics of a batch may be of each microbatch."""
@@ -80,6 +81,7 @@ def base_of(path: Path, source: Source) -> tuple[Base, Source]:
         sections,
         None if train is None else train.batch,
         0 if train is None else len(train.optimizer.slots),
+        0 if train is None else train.bucket_bytes,
         train is not None and bool(train.optimizer.shard),
         plan.pipeline is not None and plan.pipeline.statistics is not None,
     )

@@ -1,0 +1,293 @@
+"""What a candidate of a search takes at least: the nodes of programs that are known, at the sizes of a rank of it.
+
+    step       the longest of work, way and gradients, beside what any step takes
+    work       microbatches * task / stages + update: the mean of all ranks, which the slowest is not below
+    way        of a stage: the longest way of nodes, forward, to some of its nodes, then these for each microbatch
+    gradients  the shortest way of nodes to any gradient, then the reduction of a rank's over `dp`, in the mean of stages
+
+The programs are that of one rank, and of candidates over `tp` that were played, of one stage and one microbatch: at another size of the
+batch each is what a rank of another `dp` runs. A node that such a program has as one rank has it is sharded over no multiple of its `tp`
+either, nor is one whose dims are in no set that is cut; of all others ranks together take no less than their operations and bytes at the
+greatest speed (`NodeCost.least`). What does not depend on the batch is counted once, and no session, message, wait, or sum of microbatches
+is, so no candidate is faster, by any schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from partc.cli.simulation.actions import Pricing, updated
+from partc.cli.simulation.sizes import FileSizes
+from partc.cli.simulation.step import Simulation
+from partc.compiler.cost.machine import Link
+from partc.compiler.cost.price import Operand
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.search import Search
+from partc.runtime.artifact.format import ALL_REDUCE, CPU, OPTIMIZER
+from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.runtime.artifact.graph.row_function import ROWS
+from partc.runtime.program.steps import Segment, Update
+from partc.runtime.updates.updater import SHARD
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, NodeProto
+
+
+@dataclass(frozen=True)
+class Task:
+    """By path the seconds of a microbatch that depend on the batch, those of the longest way to each, and of the shortest to a gradient."""
+
+    repeated: Mapping[str, float]
+    heads: Mapping[str, float]
+    gradient: float
+
+    def way(self, paths: Collection[str], microbatches: int) -> float:
+        """Seconds of a rank on which these paths run: up to the first of some of them, then these for all microbatches."""
+        longest = behind = 0.0
+        for path in sorted(paths & self.repeated.keys(), key=lambda one: -self.heads[one]):
+            behind += microbatches * self.repeated[path]
+            longest = max(longest, self.heads[path] + behind)
+        return longest
+
+
+class Least:
+    """Seconds of candidates of a search, by the unsharded program `whole`; where its batch has no symbol, by its work alone."""
+
+    def __init__(self, search: Search, whole: Simulation) -> None:
+        self.search, self.machine, self.pricing = search, search.request.machine, Pricing(search.request.machine)
+        (sizes,) = whole.files.values()
+        self.update = sum(self.pricing.least(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
+        self.work = self.update + sum(self.pricing.least(*one) for one in _segments(sizes))
+        self.reduced = sum(_reduced(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
+        self.parameters = [
+            pair for step in sizes.file.steps if isinstance(step, Update) for pair in _parameters(step, sizes)
+        ]
+        symbol = next(iter(search.batch.symbols), "")
+        scales = search.records is not None and search.request.sizes.get(symbol) == search.records
+        self.symbol = symbol if scales and not self.machine.segments else ""
+        self._programs = {1: _Program(sizes, self.pricing, self.symbol)} if self.symbol else {}
+        self._tasks: dict[Hashable, Task] = {}
+        self._ways: dict[Hashable, float] = {}
+        self._updates: dict[int, float] = {}
+        self._by_path: dict[tuple[int, int, bool], tuple[float, float]] = {}
+
+    def learn(self, one: Candidate, simulation: Simulation) -> None:
+        """Takes the program of a candidate over `tp` that was played."""
+        degrees = one.degrees
+        is_whole = degrees.stages == one.microbatches == 1 and not (one.by_module or one.recompute)
+        if self.symbol and is_whole and degrees.tp > 1 and degrees.tp not in self._programs:
+            sizes = min(simulation.files.values(), key=lambda some: sum(1 for _ in _nodes(some)))
+            self._programs[degrees.tp] = _Program(sizes, self.pricing, self.symbol, degrees, self._programs[1])
+
+    def shared(self, ranks: int) -> float:
+        """Seconds that no plan on so many ranks is below, whatever it shards."""
+        cores = self.machine.cores * self.search.request.hosts
+        return self.machine.processor(CPU).step + self.work / (min(ranks, cores) if cores else ranks)
+
+    def __call__(self, one: Candidate) -> float:
+        """Seconds that no step of a candidate is below."""
+        if not self.symbol:
+            return self.quick(one)
+        program, parts, shards = self._of(one)
+        key = parts, shards, program.tp
+        if key not in self._tasks:
+            self._tasks[key] = program.task(parts, shards)
+        task, stages = self._tasks[key], one.degrees.stages
+        ways = key, stages, one.microbatches
+        if ways not in self._ways:
+            some = (task.way(paths, one.microbatches) for paths in self.search.named(stages))
+            self._ways[ways] = max(some, default=0.0)
+        beside = max(self._ways[ways], task.gradient + self._reduction(one))
+        return max(self.quick(one), self.machine.processor(CPU).step + beside)
+
+    def quick(self, one: Candidate) -> float:
+        """The same by the work alone."""
+        degrees, shared = one.degrees, self.shared(one.degrees.ranks)
+        if not self.symbol:
+            return shared
+        once, repeated = self._seconds(one)
+        update = self.updates(one) / degrees.stages
+        turns = self.search.estimates.turns(degrees.ranks)
+        work = turns * (update + (once + one.microbatches * repeated) / degrees.stages)
+        return max(shared, self.machine.processor(CPU).step + work)
+
+    def updates(self, one: Candidate) -> float:
+        """Seconds of the updates of all stages on one rank of each; of ZeRO each parameter's shard is updated by itself."""
+        if not one.zero:
+            return self.update * self.search.own_share(one)
+        shards = one.degrees.tp * one.degrees.dp
+        if shards not in self._updates:
+            processor = self.machine.processor(CPU)
+            some = ((function, [_shard(one, shards) for one in operands]) for function, operands in self.parameters)
+            self._updates[shards] = sum(self.pricing.function(*pair, processor, SHARD) for pair in some)
+        return self._updates[shards]
+
+    def computed(self, one: Candidate) -> float | None:
+        """Seconds of a microbatch on a rank, of all stages; None where no program over as many ranks of `tp` is known."""
+        if not self.symbol or self._of(one)[0].tp != one.degrees.tp:
+            return None
+        return sum(self._seconds(one))
+
+    def _seconds(self, one: Candidate) -> tuple[float, float]:
+        """Seconds of a microbatch in all stages, first those that do not depend on the batch."""
+        program, parts, shards = self._of(one)
+        if shards == 1 or program.tp > 1:
+            return program.seconds(parts, shards)
+        has_records = self.search.has_records(one)
+        key = parts, shards, has_records
+        if key not in self._by_path:
+            paths = self.search.with_records(one.degrees) if has_records else self.search.whole(shards)
+            self._by_path[key] = program.seconds_by_path(parts, shards, paths, parts * shards if has_records else parts)
+        return self._by_path[key]
+
+    def _of(self, one: Candidate) -> tuple[_Program, int, int]:
+        """The program that says most of a candidate, with the parts of the batch, and into how many what is sharded is sharded further."""
+        tp = one.degrees.tp
+        some = [1] if self.search.has_records(one) else [shards for shards in self._programs if tp % shards == 0]
+        known = max(some)
+        return self._programs[known], one.degrees.dp * one.microbatches, tp // known
+
+    def _reduction(self, one: Candidate) -> float:
+        """The reduction of a rank's gradients, as far as it goes on beside computations, at the greatest speed of any link."""
+        given = self.reduced * self.search.own_share(one) / one.degrees.stages
+        return min(link.overlap * _reduce(link, one.degrees.dp, given) for link in self.machine.links)
+
+
+class _Program:
+    """The nodes of a rank's file of a plan of these degrees, those that cost the same as one kind; `whole`: the unsharded program."""
+
+    def __init__(
+        self,
+        sizes: FileSizes,
+        pricing: Pricing,
+        symbol: str,
+        degrees: Degrees = Degrees(),  # noqa: B008
+        whole: _Program | None = None,
+    ) -> None:
+        self.sizes, self.pricing, self.symbol = sizes, pricing, symbol
+        self.tp, self.records = degrees.tp, sizes.sizes[symbol] * degrees.dp
+        self.kinds: list[tuple[NodeProto, Segment]] = []
+        self.nodes: list[tuple[str, int, bool, list[str], list[str]]] = []
+        """By node its path, its kind, whether it may be sharded further, and what it reads and makes."""
+        there = whole.at(degrees.dp) if whole is not None else None
+        as_whole = {_shown(there, *one) for one in _nodes(there)} if there is not None else set()
+        numbers = dict[object, int]()
+        for node, segment in _nodes(sizes):
+            names = sizes.names(segment)
+            read, made = ([names.get(name, name) for name in some] for some in (node.input, node.output))
+            attributes = tuple(sorted(one.SerializeToString() for one in node.attribute))
+            shapes = tuple(
+                (str(sizes.shapes.get(name)), sizes.types.get(name), inner in sizes.fixed(segment))
+                for name, inner in zip((*read, *made), (*node.input, *node.output), strict=True)
+            )
+            kind = numbers.setdefault((node.domain, node.op_type, attributes, len(read), shapes), len(numbers))
+            if kind == len(self.kinds):
+                self.kinds.append((node, segment))
+            is_cut = there is None or _shown(sizes, node, segment) not in as_whole
+            self.nodes.append((path_of(node), kind, is_cut, read, made))
+        self.counts = Counter((kind, is_cut) for _, kind, is_cut, *_ in self.nodes)
+        updates = [node for step in sizes.file.steps if isinstance(step, Update) for node in step.nodes]
+        self.updated = {name for node in updates for name in node.input}
+        self._costs: dict[int, list[tuple[float, float, bool]]] = {}
+
+    def at(self, parts: int) -> FileSizes:
+        """The file for one of so many parts of the batch."""
+        return self.sizes.at({**self.sizes.sizes, self.symbol: self.records // parts})
+
+    def costs(self, parts: int) -> list[tuple[float, float, bool]]:
+        """By kind the seconds of a node, those that ranks take together at least, and whether it depends on the batch."""
+        if parts not in self._costs:
+            here, other = self.at(parts), self.sizes.at({**self.sizes.sizes, self.symbol: 2 * self.records})
+            processor, found = self.pricing.machine.processor(CPU), []
+            for node, segment in self.kinds:
+                operands = here.of_node(node, segment)
+                cost = self.pricing.node(node, *operands)
+                is_repeated = operands != other.of_node(node, segment)
+                found.append((cost.seconds(processor), cost.least(processor), is_repeated))
+            self._costs[parts] = found
+        return self._costs[parts]
+
+    def seconds(self, parts: int, shards: int) -> tuple[float, float]:
+        """Seconds of a microbatch of one of so many parts of the batch, where what is sharded is sharded into so many more.
+
+        First those that do not depend on the batch.
+        """
+        costs, once, repeated = self.costs(parts), 0.0, 0.0
+        for (kind, is_cut), many in self.counts.items():
+            exact, least, is_repeated = costs[kind]
+            own = many * (least / shards if is_cut and shards > 1 else exact)
+            once, repeated = (once, repeated + own) if is_repeated else (once + own, repeated)
+        return once, repeated
+
+    def seconds_by_path(self, parts: int, shards: int, paths: Collection[str], there: int) -> tuple[float, float]:
+        """The same where what runs at these paths is not sharded, and has one of `there` parts of the batch."""
+        costs, own, once, repeated = self.costs(parts), self.costs(there), 0.0, 0.0
+        for path, kind, *_ in self.nodes:
+            _, least, is_repeated = costs[kind]
+            seconds = own[kind][0] if path in paths else least / shards
+            once, repeated = (once, repeated + seconds) if is_repeated else (once + seconds, repeated)
+        return once, repeated
+
+    def task(self, parts: int, shards: int) -> Task:
+        """The same by path."""
+        costs, ends = self.costs(parts), dict[str, float]()
+        repeated, heads = defaultdict[str, float](float), dict[str, float]()
+        for path, kind, is_cut, read, made in self.nodes:
+            exact, least, is_repeated = costs[kind]
+            seconds = least / shards if is_cut and shards > 1 else exact
+            begin = max((ends.get(name, 0.0) for name in read), default=0.0)
+            ends.update(dict.fromkeys(made, begin + seconds))
+            if is_repeated:
+                repeated[path] += seconds
+                heads[path] = min(begin, heads.get(path, begin))
+        gradients = [ends[name] for name in self.updated if name in ends]
+        return Task(repeated, heads, min(gradients, default=0.0))
+
+
+def _segments(sizes: FileSizes) -> Iterator[tuple[Segment, FileSizes]]:
+    return ((step, sizes) for step in sizes.file.steps if isinstance(step, Segment))
+
+
+def _nodes(sizes: FileSizes) -> Iterator[tuple[NodeProto, Segment]]:
+    """The nodes of all segments, less those of an optimizer."""
+    return ((node, one) for one, _ in _segments(sizes) for node in one.formal.nodes if node.domain != OPTIMIZER)
+
+
+def _shown(sizes: FileSizes, node: NodeProto, segment: Segment) -> Hashable:
+    """A node by its place in the model and the sizes of what it reads and makes."""
+    return node.name, node.op_type, path_of(node), *map(tuple, sizes.of_node(node, segment))
+
+
+def _reduced(update: Update, sizes: FileSizes) -> float:
+    """The bytes of gradients that ranks of a batch reduce before an update; of rows none."""
+    functions = {one.name: one for one in sizes.file.model.functions}
+    total = 0.0
+    for name, operands in updated(update, functions, sizes):
+        if ROWS not in functions[name].input:
+            most = max(math.prod(one.sizes or ()) for one in operands)
+            total += min(one.bytes for one in operands if math.prod(one.sizes or ()) == most)
+    return total
+
+
+def _parameters(update: Update, sizes: FileSizes) -> Iterator[tuple[FunctionProto, list[Operand]]]:
+    """The function of each parameter that is updated, with its operands; of rows none."""
+    functions = {one.name: one for one in sizes.file.model.functions}
+    for node in update.nodes:
+        if node.op_type in functions and ROWS not in functions[node.op_type].input:
+            yield functions[node.op_type], [sizes.operand(name) for name in node.input]
+
+
+def _shard(one: Operand, shards: int) -> Operand:
+    """One of so many shards of an operand, numbers whole."""
+    return Operand((max(1, math.prod(one.sizes or ()) // shards),), one.item)
+
+
+def _reduce(link: Link, ranks: int, given: float) -> float:
+    """Seconds of so many bytes in however many AllReduces: the speed is greatest at a point of the curve, or at all of it."""
+    some = [*(amount for amount, _ in link.all_reduce.points if amount < given), given]
+    return given * min(link.collective(ALL_REDUCE, ranks, amount) / amount for amount in some) if given else 0.0

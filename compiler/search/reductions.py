@@ -1,0 +1,80 @@
+"""What ranks that share a batch give collectives for a model's gradients: the buckets that the compiler fills, without compiling it.
+
+    AllReduce       parameters of which each rank updates all, until they fill a bucket
+    ReduceScatter   of a sharded optimizer those whose dim 0 is divided, together; one that is divided along another dim by itself
+    AllGather       the updated shards of these
+
+Parameters are reduced in the order in which a backward pass comes to them, the last first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
+
+import onnx_ir as ir
+from partc.compiler.cost.machine import Link
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+Calls = Counter[tuple[str, float]]
+"""How many collectives there are of an op and the bytes that a rank gives."""
+
+
+class Reductions:
+    """The collectives for the gradients of a model's parameters; `limit`: the bytes that fill a bucket."""
+
+    def __init__(self, graph: ir.Graph, limit: int) -> None:
+        self.limit = limit
+        read = (value for node in graph for value in node.inputs if value is not None and value.is_initializer())
+        tensors = {value: value.const_value for value in read if value.const_value is not None}
+        self.parameters = [
+            (value, tuple(tensor.shape.numpy()), tensor.dtype.itemsize)
+            for value, tensor in reversed(tensors.items())
+            if tensor.dtype.is_floating_point()
+        ]
+        self._calls: dict[Hashable, Calls] = {}
+
+    @cached_property
+    def mean(self) -> float:
+        """The bytes of a bucket in the mean."""
+        calls = self.calls((), 1, 1, False)
+        return max(1.0, sum(bytes * many for (_, bytes), many in calls.items()) / max(1, calls.total()))
+
+    def calls(self, places: Sequence[tuple[ir.Value, int]], tp: int, dp: int, zero: bool) -> Calls:
+        """All of a step, where the dims at these places are sharded over `tp`, and the optimizer over `dp` if it is `zero`."""
+        key = tuple(places) if tp > 1 else (), tp, dp if zero else 1
+        if key not in self._calls:
+            self._calls[key] = self._counted(dict(places) if tp > 1 else {}, tp, dp if zero else 1)
+        return self._calls[key]
+
+    def _counted(self, cut: Mapping[ir.Value, int], tp: int, over: int) -> Calls:
+        found, filled = Calls(), dict[str, float]()
+
+        def fill(op: str, bytes: float) -> None:
+            filled[op] = filled.get(op, 0.0) + bytes
+            if filled[op] >= self.limit:
+                found[op, filled.pop(op)] += 1
+
+        for value, shape, item in self.parameters:
+            at = cut.get(value)
+            sizes = [size // tp if dim == at else size for dim, size in enumerate(shape)]
+            bytes = float(item)
+            for size in sizes:
+                bytes *= size
+            dim = next((k for k, size in enumerate(sizes) if over > 1 and size % over == 0 and size), None)
+            if dim is None:
+                fill(ALL_REDUCE, bytes)
+            elif dim == 0:
+                fill(REDUCE_SCATTER, bytes)
+                fill(ALL_GATHER, bytes / over)
+            else:
+                found[REDUCE_SCATTER, bytes] += 1
+                found[ALL_GATHER, bytes / over] += 1
+        found.update((op, bytes) for op, bytes in filled.items())
+        return found
+
+
+def seconds_of(calls: Calls, link: Link, ranks: int) -> float:
+    """The seconds of these collectives, one behind another."""
+    return sum(many * link.collective(op, ranks, bytes) for (op, bytes), many in calls.items())
