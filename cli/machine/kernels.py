@@ -23,6 +23,8 @@ _WARM = 2
 _TELLS = 1e-4
 """Seconds from which on the clock of a thread is exact enough."""
 _CHAIN = 33
+_BETWEEN = 1 << 24
+"""Bytes that a step touches between two runs of a session."""
 _MIXED = ("Neg", "Add", "Greater", "Where", "Mul", "Greater", "Cast", "Exp")
 _ELEMENT, _ID = 4, 8
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
@@ -60,8 +62,11 @@ def clock_of(threads: int) -> Callable[[], float]:
     return time.thread_time if threads == 1 else time.perf_counter
 
 
-def timed(action: Callable[[], object], threads: int) -> float:
-    """The seconds of an action that has run before, as others leave it alone; by its thread's work where that is long enough to tell."""
+def timed(action: Callable[[], object], threads: int, before: Callable[[], object] = lambda: None) -> float:
+    """The seconds of an action that has run before, as others leave it alone; by its thread's work where that is long enough to tell.
+
+    `before` is called before each run, and does not count.
+    """
     for _ in range(_WARM):
         action()
     clock, begun = clock_of(threads), time.perf_counter()
@@ -69,6 +74,7 @@ def timed(action: Callable[[], object], threads: int) -> float:
     for count in range(_MOST):
         if count >= _LEAST and time.perf_counter() - begun >= _LONGEST:
             break
+        before()
         work, start = clock(), time.perf_counter()
         action()
         taken.append(time.perf_counter() - start)
@@ -107,10 +113,18 @@ def session_run(sample: Sample, threads: int) -> Callable[[], object]:
     return run
 
 
-def overhead(threads: int) -> tuple[float, float, float]:
-    """Seconds of a session's run without its nodes, of a node of few elements, and of a node that makes a view, as Unsqueeze does."""
+def overhead(threads: int, apart: bool = False) -> tuple[float, float, float]:
+    """Seconds of a session's run without its nodes, of a node of few elements, and of a node that makes a view, as Unsqueeze does.
+
+    `apart`: as in a step, where other sessions have taken the caches since the last run; else of one run behind another.
+    """
+    others = np.zeros(_BETWEEN if apart else 1, np.uint8)
+
+    def before() -> None:
+        others.__iadd__(1)
+
     one, chain, views = (
-        timed(session_run(_chain(count, ops), threads), threads)
+        timed(session_run(_chain(count, ops), threads), threads, before)
         for count, ops in ((1, _MIXED), (_CHAIN, _MIXED), (_CHAIN, ("Unsqueeze",)))
     )
     node = max(1e-8, (chain - one) / (_CHAIN - 1))

@@ -70,7 +70,8 @@ def main() -> int:
 def _measured(transport: Transport, request: dict[str, Any], threads: int) -> dict[str, Any]:
     """What this rank measures; each measurement begins on all ranks at once."""
     working = max(1, len(usable_cores()) // threads)  # more would be in each other's way, and are simulated so
-    session, node, view = overhead(threads)
+    session, _, _ = overhead(threads)
+    apart, node, view = overhead(threads, apart=True)
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {
         "products": defaultdict(list),
         "kernels": defaultdict(list),
@@ -104,8 +105,8 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
                 "wake": wake(transport, among, threads),
             }
         )
-    segments = segment_times(request["artifacts"], transport, threads)
-    return {"session": session, **curves, "links": links, "segments": segments}
+    segments = segment_times(request["artifacts"], transport, threads, max(0.0, apart - session))
+    return {"session": apart, **curves, "links": links, "segments": segments}
 
 
 def _step(folder: Path, threads: int) -> float:

@@ -34,8 +34,13 @@ _SECONDS, _MOST, _WARM = 4.0, 30, 2
 _SEED = 7
 
 
-def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, threads: int) -> dict[str, float]:
-    """By digest the seconds of the segments of the files that fall to this rank, in turn with the others."""
+def segment_times(
+    artifacts: Sequence[dict[str, Any]], transport: Transport, threads: int, apart: float
+) -> dict[str, float]:
+    """By digest the seconds of the segments of the files that fall to this rank, in turn with the others.
+
+    `apart`: what a session's run takes longer in a step, where more than other segments lies between two of them.
+    """
     found: dict[str, float] = {}
     for one in artifacts:
         artifact = open_artifact(Path(one["folder"]), trust=True)
@@ -57,7 +62,7 @@ def segment_times(artifacts: Sequence[dict[str, Any]], transport: Transport, thr
                 elif isinstance(step, Segment):
                     run, key = _bound(program.runners[index], sizes, cells), digest(step, sizes)
                     runs |= {key: run} if run is not None and key not in runs else {}
-            found |= dict(_timed(runs, threads))
+            found |= {key: taken + apart for key, taken in _timed(runs, threads)}
     return found
 
 
