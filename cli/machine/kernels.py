@@ -121,7 +121,7 @@ def overhead(threads: int, apart: bool = False) -> tuple[float, float, float]:
     others = np.zeros(_BETWEEN if apart else 1, np.uint8)
 
     def before() -> None:
-        others.__iadd__(1)
+        np.add(others, 1, out=others)
 
     one, chain, views = (
         timed(session_run(_chain(count, ops), threads), threads, before)

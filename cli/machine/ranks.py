@@ -71,7 +71,7 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
     """What this rank measures; each measurement begins on all ranks at once."""
     working = max(1, len(usable_cores()) // threads)  # more would be in each other's way, and are simulated so
     session, _, _ = overhead(threads)
-    apart, node, view = overhead(threads, apart=True)
+    in_step, node, view = overhead(threads, apart=True)
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {
         "products": defaultdict(list),
         "kernels": defaultdict(list),
@@ -105,8 +105,8 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
                 "wake": wake(transport, among, threads),
             }
         )
-    segments = segment_times(request["artifacts"], transport, threads, max(0.0, apart - session))
-    return {"session": apart, **curves, "links": links, "segments": segments}
+    segments = segment_times(request["artifacts"], transport, threads, max(0.0, in_step - session))
+    return {"session": in_step, **curves, "links": links, "segments": segments}
 
 
 def _step(folder: Path, threads: int) -> float:

@@ -35,11 +35,11 @@ _SEED = 7
 
 
 def segment_times(
-    artifacts: Sequence[dict[str, Any]], transport: Transport, threads: int, apart: float
+    artifacts: Sequence[dict[str, Any]], transport: Transport, threads: int, longer: float
 ) -> dict[str, float]:
     """By digest the seconds of the segments of the files that fall to this rank, in turn with the others.
 
-    `apart`: what a session's run takes longer in a step, where more than other segments lies between two of them.
+    `longer`: what a session's run takes longer in a step, where more than other segments lies between two of them.
     """
     found: dict[str, float] = {}
     for one in artifacts:
@@ -62,7 +62,7 @@ def segment_times(
                 elif isinstance(step, Segment):
                     run, key = _bound(program.runners[index], sizes, cells), digest(step, sizes)
                     runs |= {key: run} if run is not None and key not in runs else {}
-            found |= {key: taken + apart for key, taken in _timed(runs, threads)}
+            found |= {key: taken + longer for key, taken in _timed(runs, threads)}
     return found
 
 

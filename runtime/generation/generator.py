@@ -95,8 +95,8 @@ class Generator:
         outputs = self._outputs(step)
         if step.encoded is not None:
             return lambda: [*slots.take(step, [])]
+        # where groups take turns the last stage has them
         made = next((one[self.record.next] for one in outputs.values() if self.record.next in one), None)
-        # where groups take turns the last stage has it
         chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
         draws = self._draws(step, outputs)
         together = draws is not None and self._several and draws.shards.is_sharded

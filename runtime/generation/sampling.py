@@ -163,13 +163,16 @@ class Draws:
         )
         while width < most:
             width *= FURTHER
-        rows = 1 << (len(self._pending) - 1).bit_length()
-        return rows * self.shards.count * (1 + min(width, self.shards.size))
+        return self._rows * self.shards.count * (1 + min(width, self.shards.size))
+
+    @property
+    def _rows(self) -> int:
+        """For how many rows there is room in what is told: the power of two that is enough."""
+        return 1 << (len(self._pending) - 1).bit_length()
 
     def _parts(self, told: Vector) -> Vector:
         """What is told by place of the row, shard, and place of the number."""
-        rows = 1 << (len(self._pending) - 1).bit_length()
-        return told.reshape(rows, self.shards.count, -1)
+        return told.reshape(self._rows, self.shards.count, -1)
 
     def _drawn(self, row: int, place: int, given: Vector, request: Request, number: int) -> int | None:
         """The token of a row, of what all have told; None where its candidates are too few."""

@@ -107,8 +107,8 @@ def measured(folder: Path, case: Case, turns: int) -> tuple[float, float, float,
     if done.returncode:
         raise RuntimeError(done.stderr)
     rows = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
-    disturbed = sorted(rows, key=lambda row: (round(row["others"], 1), statistics.median(row["steps"])))
-    quiet = disturbed[: max(1, round(QUIET * len(rows)))]
+    ordered = sorted(rows, key=lambda row: (round(row["others"], 1), statistics.median(row["steps"])))
+    quiet = ordered[: max(1, round(QUIET * len(rows)))]
     steps = sorted(seconds for row in quiet for seconds in row["steps"])
     others, work = (statistics.median(row[key] for row in some) for key, some in (("others", quiet), ("work", rows)))
     return statistics.median(steps), steps[len(steps) // 10], others, work

@@ -1,6 +1,6 @@
 """What onnxruntime itself measured of the nodes of sessions, on the clock of `time.perf_counter`.
 
-    session = new_session(..., profile="/tmp/x/rank0.0")      # from here on onnxruntime notes every node of every run
+    session = new_session(..., profile="folder/rank0.0")      # from here on onnxruntime notes every node of every run
     SessionRuns().of(session)                                 # ends that, and reads the session's file
 
 onnxruntime can note times from when a session is made to when they are read, once; of one session it keeps a limited number.
