@@ -234,6 +234,29 @@ def test_no_rank_sends_a_cache(form: str, tmp_path: Path) -> None:
     assert generated(FORMS[form], tmp_path, (tmp_path / "plan.yaml").read_text()) == reference(FORMS[form])
 
 
+@pytest.mark.parametrize("form", ["appended by Concat", "causal Attention of flat heads", "rotated"])
+def test_two_heads_of_keys_over_four_ranks_are_on_two_each(form: str, tmp_path: Path) -> None:
+    proto = decoder(ROTATED) if form == "rotated" else FORMS[form]
+    plan = f"mesh: {{tp: 4}}\nsharding: {{'layer.[qkv]_flat': colwise, layer.out: rowwise}}\n{of_slots(3)}".replace(
+        "s: 1", "s: 4"
+    )
+    assert generated(proto, tmp_path, plan) == reference(proto)
+    caches = [one for one in open_artifact(tmp_path / "build").model(1).graph.input if one.name.startswith("past_")]
+    kept = [[dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in caches]
+    assert kept == [[3, 1, LENGTH + CHUNK - 1, SIZE]] * 2
+    assert [event.op_type for event in analyse(tmp_path / "decoder.onnx", tmp_path / "plan.yaml").events] == [
+        "AllReduce"
+    ]
+
+
+def test_heads_of_keys_that_ranks_neither_divide_nor_are_a_multiple_of(tmp_path: Path) -> None:
+    onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
+    plan = f"sharding: {{'layer.[qkv]_flat': colwise}}\n{of_slots(3)}".replace("s: 1", "s: 3")
+    (tmp_path / "plan.yaml").write_text(plan)
+    with pytest.raises(CompileError, match=r"(?s)'layer.k_flat' makes 2 heads of keys.*over 3 ranks.*use 2, 4 ranks"):
+        analyse(tmp_path / "decoder.onnx", tmp_path / "plan.yaml")
+
+
 @pytest.mark.parametrize("given", [["--slots", "2"], ["--generate", "20", "--plan", "other.yaml", "--target", "auto"]])
 def test_options_of_a_proposal_that_do_not_fit(given: list[str], tmp_path: Path) -> None:
     onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
