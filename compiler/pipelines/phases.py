@@ -160,8 +160,8 @@ def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
     """
     received = [{value for step in unit.steps if isinstance(step, Comm) for value in step.makes} for unit in units]
     used = [{held.value for held in unit.program.outputs} for unit in units]
-    for unit, values in zip(units, used, strict=True):
-        values.update(value for step in unit.steps for value in step.reads)
+    for one, values in zip(units, used, strict=True):
+        values.update(value for step in one.steps for value in step.reads)
     readers: list[set[Value]] = [set() for _ in units]
     for places in reversed(found.order):
         (first, at), *_ = places
