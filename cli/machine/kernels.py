@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
 _IR_VERSION, _OPSET = 10, 21
-_LONGEST, _MOST, _LEAST = 0.15, 200, 7
+_LONGEST, _MOST, _LEAST = 0.1, 200, 5
 """Seconds, runs and runs at least of one measurement."""
 _WARM = 2
 _TELLS = 1e-4

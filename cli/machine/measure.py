@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,9 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="partc-measure-") as name:
         folder = Path(name)
         _compile_tiny(folder)
-        request = {"threads": threads, "links": links, "artifacts": artifacts}
-        (folder / REQUEST).write_text(json.dumps(request))
-        found = _run(folder, ranks)
-    machine = _machine(out, found, links)
+        found = _run(folder, ranks, {"threads": threads, "links": links, "artifacts": artifacts})
+        alone = _run(folder, 1, {"threads": threads, "links": [], "artifacts": []}) if found["ranks"] > 1 else None
+    machine = _machine(out, found, alone, links)
     write_text(out, machine_text(machine))
     link, product = machine.links[0], machine.processors[CPU].products["matmul"].points[-1]
     speed = product[0] / product[1] / 1e9
@@ -99,8 +99,9 @@ def _compile_tiny(folder: Path) -> None:
     compile_model(folder / "tiny.onnx", folder / "plan.yaml", folder / TINY)
 
 
-def _run(folder: Path, ranks: int) -> dict[str, Any]:
-    """What the ranks have found; RankError where they fail."""
+def _run(folder: Path, ranks: int, request: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks have found of what is requested; RankError where they fail."""
+    (folder / REQUEST).write_text(json.dumps(request))
     launcher = find_launcher(ranks)
     with RunDir(ranks) as run_dir:
         program = [sys.executable, "-P", "-m", "partc.cli.machine.ranks", str(folder)]
@@ -116,18 +117,13 @@ def _run(folder: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-def _machine(out: Path, found: dict[str, Any], links: Sequence[dict[str, Any]]) -> Machine:
-    """The machine of what the ranks have found over these links."""
-
-    def curve(points: Sequence[Sequence[float]]) -> Curve:
-        return Curve(tuple((amount, time) for amount, time in points))
-
-    processor = Processor(
-        found["session"],
-        found["step"],
-        {name: curve(points) for name, points in found["products"].items()},
-        {name: curve(points) for name, points in found["kernels"].items()},
-    )
+def _machine(
+    out: Path, found: dict[str, Any], alone: dict[str, Any] | None, links: Sequence[dict[str, Any]]
+) -> Machine:
+    """The machine of what the ranks have found over these links, and of what one rank has alone."""
+    processor = _processor(found)
+    if alone is not None:
+        processor = replace(processor, alone=_processor(_least(alone, found)), ranks=found["ranks"])
     connections = [
         Link(
             asked["name"],
@@ -135,10 +131,28 @@ def _machine(out: Path, found: dict[str, Any], links: Sequence[dict[str, Any]]) 
             asked["stride"],
             one["overlap"],
             one["wake"],
-            curve(one["send"]),
-            curve(one["all_reduce"]),
+            _curve(one["send"]),
+            _curve(one["all_reduce"]),
         )
         for asked, one in zip(links, found["links"], strict=True)
     ]
     cores = min(len(usable_cores()), os.cpu_count() or 1)
     return Machine(str(out), cores, {CPU: processor}, connections, found["segments"])
+
+
+def _processor(found: dict[str, Any]) -> Processor:
+    products, kernels = ({name: _curve(one) for name, one in found[key].items()} for key in ("products", "kernels"))
+    return Processor(found["session"], found["step"], products, kernels)
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    return Curve(tuple((amount, time) for amount, time in points))
+
+
+def _least(alone: Any, together: Any) -> Any:
+    """What one rank has found; where it took longer than ranks together, as others disturbed it, what these took."""
+    if isinstance(alone, dict):
+        return {key: _least(one, together[key]) for key, one in alone.items()}
+    if isinstance(alone, list):
+        return [_least(*pair) for pair in zip(alone, together, strict=False)]
+    return min(alone, together)

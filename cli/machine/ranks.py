@@ -1,5 +1,7 @@
 """One of the ranks that `partc measure` starts: all measure at the same time, as they compute in a job, and rank 0 prints the medians.
 
+It is started once more as the one rank of a job, which has the host's memory by itself.
+
 The launcher starts it as `python -P -m partc.cli.machine.ranks FOLDER`; `FOLDER/request.json` says what is to be measured.
 """
 
@@ -106,7 +108,8 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
             }
         )
     segments = segment_times(request["artifacts"], transport, threads, max(0.0, in_step - session))
-    return {"session": in_step, **curves, "links": links, "segments": segments}
+    ranks = min(working, transport.size)
+    return {"ranks": ranks, "session": in_step, **curves, "links": links, "segments": segments}
 
 
 def _step(folder: Path, threads: int) -> float:
@@ -143,6 +146,7 @@ def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return [[some[0][0], median([time for _, time in some if time] or [0.0])] for some in zip(*tables, strict=True)]
 
     return {
+        "ranks": first["ranks"],
         "session": median(one["session"] for one in told),
         "step": median(one["step"] for one in told),
         **{table: {name: points(table, name) for name in first[table]} for table in ("products", "kernels")},

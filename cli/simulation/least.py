@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from partc.cli.simulation.actions import Pricing, updated
 from partc.cli.simulation.sizes import FileSizes
 from partc.cli.simulation.step import Simulation
-from partc.compiler.cost.machine import Link
+from partc.compiler.cost.machine import Link, Machine
 from partc.compiler.cost.price import Operand
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate
@@ -56,10 +56,10 @@ class Task:
 
 
 class Least:
-    """Seconds of candidates of a search, by the unsharded program `whole`; where its batch has no symbol, by its work alone."""
+    """Seconds of candidates of a search on a machine, by the unsharded program `whole`; by its work alone where its batch has no symbol."""
 
-    def __init__(self, search: Search, whole: Simulation) -> None:
-        self.search, self.machine, self.pricing = search, search.request.machine, Pricing(search.request.machine)
+    def __init__(self, search: Search, whole: Simulation, machine: Machine) -> None:
+        self.search, self.machine, self.pricing = search, machine, Pricing(machine)
         (sizes,) = whole.files.values()
         self.update = sum(self.pricing.least(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
         self.work = self.update + sum(self.pricing.least(*one) for one in _segments(sizes))
@@ -156,6 +156,47 @@ class Least:
         """The reduction of a rank's gradients, as far as it goes on beside computations, at the greatest speed of any link."""
         given = self.reduced * self.search.own_share(one) / one.degrees.stages
         return min(link.overlap * _reduce(link, one.degrees.dp, given) for link in self.machine.links)
+
+
+class Leasts:
+    """What candidates take at least, each on the machine as its ranks find it, of whose host more or fewer of them work."""
+
+    def __init__(self, search: Search, whole: Simulation) -> None:
+        self.search, self.whole = search, whole
+        self._learned: list[tuple[Candidate, Simulation]] = []
+        self._of: dict[int, Least] = {}
+
+    def on(self, ranks: int) -> Least:
+        """For candidates on so many ranks."""
+        request = self.search.request
+        busy = request.machine.busy(ranks, request.hosts)
+        if busy not in self._of:
+            found = self._of[busy] = Least(self.search, self.whole, request.machine.among(busy))
+            for pair in self._learned:
+                found.learn(*pair)
+        return self._of[busy]
+
+    def learn(self, one: Candidate, simulation: Simulation) -> None:
+        """Takes the program of a candidate over `tp` that was played."""
+        self._learned.append((one, simulation))
+        for found in self._of.values():
+            found.learn(one, simulation)
+
+    def quick(self, one: Candidate) -> float:
+        """Seconds that no step of a candidate is below, by its work alone."""
+        return self.on(one.degrees.ranks).quick(one)
+
+    def __call__(self, one: Candidate) -> float:
+        """Seconds that no step of a candidate is below."""
+        return self.on(one.degrees.ranks)(one)
+
+    def updates(self, one: Candidate) -> float:
+        """As `Least.updates`."""
+        return self.on(one.degrees.ranks).updates(one)
+
+    def computed(self, one: Candidate) -> float | None:
+        """As `Least.computed`."""
+        return self.on(one.degrees.ranks).computed(one)
 
 
 class _Program:

@@ -1,7 +1,7 @@
 """The candidates of a search that are compiled, and played as by `partc simulate`: the best by their estimates, and baselines.
 
 First of all the model is compiled for one rank: what its nodes take at the sizes of a candidate's ranks that candidate takes at least
-(`Least`), and its estimate begins with it. The least of what was played, and of what all others take at least, is the bound.
+(`Leasts`), and its estimate begins with it. The least of what was played, and of what all others take at least, is the bound.
 
 A candidate that cannot be faster than what is found is not played; nor is one of a large model whose estimate is above what is found, as
 far as the estimates of what was played, of the same degrees or else of the same kind, were off. How many are played does not depend on
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from partc.cli.simulation.least import Least
+from partc.cli.simulation.least import Leasts
 from partc.cli.simulation.step import Simulation, simulated
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
@@ -74,7 +74,7 @@ class Plays:
     played: list[Play] = field(default_factory=list)
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
-    least: Least | None = None
+    least: Leasts | None = None
 
     def bound(self) -> float:
         """Seconds that no candidate takes less than, of those that are within the memory: what was played takes as long as it does."""
@@ -140,7 +140,7 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             continue
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
-            found.least = Least(search, step)
+            found.least = Leasts(search, step)
             search.estimates.calibrate(step.played.busy[0])
             search.estimates.computed, search.estimates.updates = found.least.computed, found.least.updates
         elif found.least is not None:

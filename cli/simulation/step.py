@@ -111,7 +111,7 @@ def simulated(
     manifest, sizes = artifact.manifest, chosen_sizes(artifact, given)
     if traced is not None:
         traced.refuse_other(manifest.ranks)
-    pricing, unknown = Pricing(machine), set[str]()
+    pricing, unknown = Pricing(machine.among(machine.busy(manifest.ranks, hosts))), set[str]()
     actions, files = {}, {}
     for ranks in manifest.by_file(range(manifest.ranks)).values():
         file = FileSizes(read_rank_file(artifact, ranks[0]), sizes)

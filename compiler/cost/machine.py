@@ -15,6 +15,9 @@ With p ranks of which each gives b bytes:
 
 AllReduce, Broadcast and Reduce are by a tree where that is faster, as with many ranks and few bytes: log2(p) levels, twice of an AllReduce,
 of which each sends all bytes.
+
+Ranks of a host share its memory, and may share more: what a target takes is known of a rank whose host has no other, and of each of so many
+that work at the same time. A plan is priced by how many ranks it has on a host: between the two along a straight line, beyond as with many.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 
@@ -60,19 +63,45 @@ class Curve:
         some = [one for one, _ in self.points if one < amount]
         return amount * min(self(one) / one for one in (*some, amount))
 
+    def towards(self, other: Curve, share: float) -> Curve:
+        """The curve between this one, at a share of 0, and another one, at 1."""
+        amounts = sorted({amount for one in (self, other) for amount, _ in one.points})
+        return Curve(tuple((one, self(one) + share * (other(one) - self(one))) for one in amounts))
+
 
 @dataclass(frozen=True)
 class Processor:
-    """A target: seconds of a session's run, and of a step beside its actions; curves by FLOP of products, and by bytes of others."""
+    """A target: seconds of a session's run, and of a step beside its actions; curves by FLOP of products, and by bytes of others.
+
+    They hold where so many `ranks` of a host work at the same time; `alone`: the same for one whose host has no other, None where that is
+    not known. It has the same curves, and is slower in none.
+    """
 
     session: float
     step: float
     products: Mapping[str, Curve]
     kernels: Mapping[str, Curve]
+    alone: Processor | None = None
+    ranks: int = 1
 
     def kernel(self, name: str) -> Curve:
         """The curve of a kernel by bytes."""
         return self.kernels.get(name) or self.kernels[FALLBACK]
+
+    def among(self, busy: int) -> Processor:
+        """The speeds where so many ranks of a host work."""
+        one = self.alone
+        if one is None:
+            return self
+        share = min(1.0, max(0.0, (busy - 1) / max(1, self.ranks - 1)))
+        products, kernels = (
+            {name: alone[name].towards(curve, share) for name, curve in some.items()}
+            for alone, some in ((one.products, self.products), (one.kernels, self.kernels))
+        )
+        session, step = (
+            own + share * (more - own) for own, more in ((one.session, self.session), (one.step, self.step))
+        )
+        return Processor(session, step, products, kernels)
 
 
 @dataclass(frozen=True)
@@ -133,6 +162,15 @@ class Machine:
     def processor(self, target: str) -> Processor:
         """The speeds of a target, of one that is not in the file those of the first."""
         return self.processors.get(target) or next(iter(self.processors.values()))
+
+    def busy(self, ranks: int, hosts: int = 1) -> int:
+        """How many of these ranks work at the same time on a host: at most its cores, if they share them, and at most as are known of."""
+        most = max(one.ranks for one in self.processors.values())
+        return min(-(-ranks // hosts), self.cores or most, most)
+
+    def among(self, busy: int) -> Machine:
+        """The machine as a plan finds it of whose ranks so many work on a host at the same time."""
+        return replace(self, processors={name: one.among(busy) for name, one in self.processors.items()})
 
     def link(self, ranks: Sequence[int]) -> Link:
         """What connects these ranks: the one that was measured at their stride, else the first."""

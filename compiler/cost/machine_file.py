@@ -8,14 +8,20 @@ targets:
     step: 160us
     products: {matmul: {65.5 kFLOP: 9us, 33.6 MFLOP: 1.1ms}, convolution: {...}}
     kernels: {elementwise: {4KiB: 1.2us, 16MiB: 4.1ms}, function: {...}}
+    ranks: 2
+    alone: {session: 8us, step: 150us, products: {...}, kernels: {...}}
 links:
   - {name: default, ranks: 2, stride: 1, overlap: 0.3, wake: 9us, send: {1KiB: 21us}, all_reduce: {1KiB: 28us, 4MiB: 4ms}}
 segments: {5f0c2a91: 1.31ms}
+
+`ranks` and `alone` may be left out together: the figures then hold however many ranks of a host work. With them the figures of the target
+are what each of so many ranks takes, and those of `alone` what one takes whose host has no other: the same keys and curves, none slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,9 @@ from partc.runtime.units import (
 )
 
 FORMAT = 1
+_FIGURES = ("session", "step", "products", "kernels")
+_EQUAL = 1e-9
+"""The share by which equal times may differ, for what curves compute between points."""
 _HELP = "`partc measure -o machine.yaml` writes one"
 
 
@@ -83,8 +92,24 @@ class _Reading:
         return None if self.problems else Machine(where, int(cores), processors, connections, times)
 
     def processor(self, data: Mapping[str, Any], name: str) -> Processor:
-        steps = ("targets", name)
-        self.unknown(data, steps, ("session", "step", "products", "kernels"))
+        steps, at_once = ("targets", name), {"alone", "ranks"}
+        found = self.figures(data, steps, (*_FIGURES, *sorted(at_once)))
+        if not at_once & {*data}:
+            return found
+        if (ranks := self.number(data, steps, "ranks", int)) in (0, 1) and "ranks" in data:
+            self.wrong(
+                (*steps, "ranks"),
+                f"'ranks' is {ranks:g}",
+                "say how many ranks work at the same time, which 'alone' is not",
+            )
+        alone = self.figures(self.mapping(data, steps, "alone"), (*steps, "alone"), _FIGURES)
+        if not self.problems:
+            self.no_slower(alone, found, (*steps, "alone"))
+        return replace(found, alone=alone, ranks=int(ranks))
+
+    def figures(self, data: Mapping[str, Any], steps: tuple[str, ...], known: tuple[str, ...]) -> Processor:
+        """The speeds of a target at some number of ranks."""
+        self.unknown(data, steps, known)
         products, kernels = self.mapping(data, steps, "products"), self.mapping(data, steps, "kernels")
         for wanted, some, key in ((MATMUL, products, "products"), (FALLBACK, kernels, "kernels")):
             if some and wanted not in some:
@@ -95,6 +120,27 @@ class _Reading:
             {one: self.curve(products, (*steps, "products"), one, parse_operations, OPERATIONS) for one in products},
             {one: self.curve(kernels, (*steps, "kernels"), one, parse_bytes, FORMS) for one in kernels},
         )
+
+    def no_slower(self, alone: Processor, together: Processor, steps: tuple[str, ...]) -> None:
+        """A rank that works alone is as fast as one of many in all that these have."""
+        help = "write no more than the figure of the target itself, which is that of ranks that work at the same time"
+        for key in ("session", "step"):
+            own, other = getattr(alone, key), getattr(together, key)
+            if own > other:
+                self.wrong((*steps, key), f"'{key}' is {seconds(own)}, beside other ranks {seconds(other)}", help)
+        tables = {"products": (alone.products, together.products), "kernels": (alone.kernels, together.kernels)}
+        for key, (one, others) in tables.items():
+            if {*one} != {*others}:
+                fact = f"'{key}' are {', '.join(one)}, and of the target {', '.join(others)}"
+                self.wrong((*steps, key), fact, "write the same ones")
+                continue
+            shown = operations_text if key == "products" else size_text
+            for name, curve in one.items():
+                points = sorted({amount for some in (curve, others[name]) for amount, _ in some.points})
+                slow = next((at for at in points if curve(at) > others[name](at) * (1 + _EQUAL)), None)
+                if slow is not None:
+                    fact = f"'{name}' at {shown(slow)} is {seconds(curve(slow))}, beside other ranks"
+                    self.wrong((*steps, key, name), f"{fact} {seconds(others[name](slow))}", help)
 
     def link(self, data: Any, k: int) -> Link:
         steps = ("links", k)
@@ -178,12 +224,11 @@ def _lines(machine: Machine) -> Iterator[str]:
     yield "targets:"
     for name, one in machine.processors.items():
         yield f"  {name}:"
-        yield f"    session: {seconds(one.session)}    # a session's run"
-        yield f"    step: {seconds(one.step)}    # of a step, beside its actions"
-        yield "    products:    # seconds by operations of one matrix"
-        yield from (f"      {key}: {_curve_text(curve, operations_text)}" for key, curve in one.products.items())
-        yield "    kernels:    # seconds by bytes that a node moves"
-        yield from (f"      {key}: {_curve_text(curve, size_text)}" for key, curve in one.kernels.items())
+        yield from (f"    {line}" for line in _figures(one))
+        if one.alone is not None:
+            yield f"    ranks: {one.ranks}    # so many of a host work at the same time, and take that; with no other a rank takes"
+            yield "    alone:"
+            yield from (f"      {line}" for line in _figures(one.alone))
     yield "links:"
     for link in machine.links:
         yield f"  - name: {link.name}"
@@ -196,6 +241,15 @@ def _lines(machine: Machine) -> Iterator[str]:
     if machine.segments:
         yield "segments:    # measured by themselves"
         yield from (f"  {key!r}: {seconds(time)}" for key, time in machine.segments.items())
+
+
+def _figures(one: Processor) -> Iterator[str]:
+    yield f"session: {seconds(one.session)}    # a session's run"
+    yield f"step: {seconds(one.step)}    # of a step, beside its actions"
+    yield "products:    # seconds by operations of one matrix"
+    yield from (f"  {key}: {_curve_text(curve, operations_text)}" for key, curve in one.products.items())
+    yield "kernels:    # seconds by bytes that a node moves"
+    yield from (f"  {key}: {_curve_text(curve, size_text)}" for key, curve in one.kernels.items())
 
 
 def _curve_text(curve: Curve, amount: Callable[[float], str]) -> str:

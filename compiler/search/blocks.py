@@ -95,7 +95,7 @@ def chain_of(estimates: Estimates, blocks: Sequence[Block], candidate: Candidate
 
 def _cost(estimates: Estimates, block: Block, one: Candidate, way: Way) -> tuple[float, float]:
     """Seconds of a step, and bytes, of a block."""
-    degrees, processor = one.degrees, estimates.processor
+    degrees, processor = one.degrees, estimates.processor(one.degrees.ranks)
     trains, link = estimates.slots is not None, estimates.link(1, degrees.tp)
     records = degrees.dp * one.microbatches * (degrees.tp if way is Way.RECORDS else 1)
     total = kept = 0.0

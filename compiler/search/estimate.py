@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import onnx_ir as ir
-from partc.compiler.cost.machine import FALLBACK, Link, Machine
+from partc.compiler.cost.machine import FALLBACK, Link, Machine, Processor
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import stored_bytes
 from partc.compiler.proposal.linked import Place
@@ -79,8 +79,8 @@ class Estimates:
     ) -> None:
         self.work, self.machine, self.slots = work, machine, slots
         self.reductions = Reductions(work.program.model.graph, bucket)
-        self.cores = machine.cores * hosts
-        self.processor = machine.processor(CPU)
+        self.hosts, self.cores = hosts, machine.cores * hosts
+        self._processors: dict[int, Processor] = {}
         graph = work.program.model.graph
         self.weights = float(sum(map(stored_bytes, graph.initializers.values())))
         self.backward = 1.0
@@ -105,19 +105,19 @@ class Estimates:
         forward, backward = self._passes(one, sharding)
         again = forward if self.slots is not None and one.recompute else 0.0
         shared = self.turns(degrees.ranks)
-        session = self.processor.session
+        processor = self.processor(degrees.ranks)
         sums = self._sums(sharding, one)
-        task = shared * ((forward + again + backward) / degrees.stages + 2 * session) + sums / degrees.stages
+        task = shared * ((forward + again + backward) / degrees.stages + 2 * processor.session) + sums / degrees.stages
         late = backward / degrees.stages
         filled = message = 0.0
         if one.schedule == "zb_h1":
-            late = min(backward, self._of_weights(sharding, degrees.dp * count, degrees.tp)) / degrees.stages
+            late = min(backward, self._of_weights(sharding, one)) / degrees.stages
             filled = min(2 * shared * late, task)
         if degrees.stages > 1:
             crossing = self.crossing / degrees.dp / one.microbatches
             message = self.link(degrees.tp * degrees.dp, 2).send(crossing)
         bubble = (degrees.stages - 1) * (heaviest * (task - filled) + 2 * message)
-        step, update = self.processor.step + count * heaviest * task + bubble, self._updated(one, sharding)
+        step, update = processor.step + count * heaviest * task + bubble, self._updated(one, sharding)
         reduced, gathered = self._reduced(one, sharding)
         overlap, beside = self.link(degrees.tp, degrees.dp).overlap, shared * late
         if count == 1:  # what is reduced first is updated, and gathered, meanwhile
@@ -152,41 +152,56 @@ class Estimates:
     def _passes(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Seconds forward and backward of a microbatch, of all stages."""
         parts, shards = one.degrees.dp * one.microbatches, one.degrees.tp
-        forward, backward = self.task(sharding, parts, shards)
+        forward, backward = self.task(sharding, parts, shards, one.degrees.ranks)
         if self.slots is None:
             return forward, 0.0
         if (both := self.computed(one)) is not None:
             return forward, max(0.0, both - forward)
-        if (whole := self.computed(replace(one, degrees=replace(one.degrees, tp=1)))) is not None:
-            plain = sum(self.task(Sharding(), parts, 1))
+        other = replace(one, degrees=replace(one.degrees, tp=1))
+        if (whole := self.computed(other)) is not None:
+            plain = sum(self.task(Sharding(), parts, 1, other.degrees.ranks))
             return forward, max(0.0, whole * (forward + backward) / plain - forward)
         return forward, self.backward * backward
 
     def calibrate(self, seconds: float) -> None:
         """Takes what one rank computes in a step of the unsharded model: what its estimate lacks is of the backward pass."""
-        forward, backward = self.task(Sharding(), 1, 1)
+        forward, backward = self.task(Sharding(), 1, 1, 1)
         if self.slots is not None and backward > 0:
-            beside = self.processor.step + self.processor.session + self.after(Candidate(Degrees()), self.weights)
+            processor = self.processor(1)
+            beside = processor.step + processor.session + self.after(Candidate(Degrees()), self.weights)
             self.backward = max(0.0, (seconds - beside - forward) / backward)
 
-    def task(self, sharding: Sharding, records: int, shards: int) -> tuple[float, float]:
+    def processor(self, ranks: int) -> Processor:
+        """The speeds of a rank of a plan on so many."""
+        busy = self.machine.busy(ranks, self.hosts)
+        if busy not in self._processors:
+            self._processors[busy] = self.machine.among(busy).processor(CPU)
+        return self._processors[busy]
+
+    def task(self, sharding: Sharding, records: int, shards: int, ranks: int) -> tuple[float, float]:
         """The seconds of all nodes forward and backward, of one of so many shards of the records, and of layers that are sharded."""
-        key = sharding.nodes, records, shards
+        processor = self.processor(ranks)
+        key = sharding.nodes, records, shards, id(processor)
         if key not in self._tasks:
             forward = backward = 0.0
             for (work, is_sharded), many in self.counted(sharding).items():
                 own = shards if is_sharded else 1
-                forward += many * work.seconds(self.processor, records, own)
-                backward += many * work.backward(self.processor, records, own)
+                forward += many * work.seconds(processor, records, own)
+                backward += many * work.backward(processor, records, own)
             self._tasks[key] = forward, backward
         return self._tasks[key]
 
-    def _of_weights(self, sharding: Sharding, records: int, shards: int) -> float:
+    def _of_weights(self, sharding: Sharding, one: Candidate) -> float:
         """The seconds of the gradients of weights alone, which zb_h1 computes where it would wait."""
-        key = sharding.nodes, records, shards
+        processor, records, shards = (
+            self.processor(one.degrees.ranks),
+            one.degrees.dp * one.microbatches,
+            one.degrees.tp,
+        )
+        key = sharding.nodes, records, shards, id(processor)
         if key not in self._weights:
             self._weights[key] = sum(
-                many * work.seconds(self.processor, records, shards if is_sharded else 1)
+                many * work.seconds(processor, records, shards if is_sharded else 1)
                 for (work, is_sharded), many in self.counted(sharding).items()
                 if work.is_product and work.weights
             )
@@ -273,8 +288,9 @@ class Estimates:
             return 0.0
         updated = own / (one.degrees.dp if one.zero else 1)
         nodes = 4 + 5 * self.slots  # about: Adam has 14, momentum 9
-        kernel, at_once = self.processor.kernel(FALLBACK), max(1.0, min(updated, float(_AT_ONCE)))
+        processor = self.processor(one.degrees.ranks)
+        kernel, at_once = processor.kernel(FALLBACK), max(1.0, min(updated, float(_AT_ONCE)))
         shards = updated / at_once
         moved = kernel((3 + 2 * self.slots) * updated) if shards > 1 else 0.0
-        seconds = shards * (self.processor.session + nodes * kernel(_OPERANDS * at_once)) + moved
+        seconds = shards * (processor.session + nodes * kernel(_OPERANDS * at_once)) + moved
         return self.turns(one.degrees.ranks) * seconds

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from partc.compiler.cost.machine import Curve, Link, Machine, Processor
 
 
@@ -15,3 +18,16 @@ def machine(cores: int = 0, overlap: float = 1.0) -> Machine:
     products, kernels = {"matmul": curve(1e9), "convolution": curve(1e9)}, {"elementwise": curve(1e9)}
     link = Link("default", 2, 1, overlap, 0.0, curve(1e9, 10e-6), curve(1e9, 20e-6))
     return Machine("machine.yaml", cores, {"cpu": Processor(5e-6, 100e-6, products, kernels)}, [link])
+
+
+def shared(one: Machine, ranks: int = 2, times: float = 2.0) -> Machine:
+    """The machine where each of so many ranks of a host takes what it takes, and one alone so many times less."""
+
+    def faster(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+        return {name: Curve(tuple((at, own / times) for at, own in curve.points)) for name, curve in curves.items()}
+
+    processors = {
+        name: replace(own, alone=replace(own, products=faster(own.products), kernels=faster(own.kernels)), ranks=ranks)
+        for name, own in one.processors.items()
+    }
+    return replace(one, processors=processors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from machines import curve, machine
+from machines import curve, machine, shared
 from partc.compiler.cost.machine import Curve, Link
 from partc.compiler.cost.machine_file import machine_text, read_machine
 from partc.compiler.errors import CompileError
@@ -42,6 +42,39 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert found.cores == 3
     assert found.links[0].overlap == 0.25
     assert found.processor("cuda").session == pytest.approx(5e-6)
+
+
+def test_ranks_of_a_host_share_its_memory(tmp_path: Path) -> None:
+    """A product of 2 ms beside two other ranks takes half of that alone, and between them where there is one other."""
+    text = machine_text(shared(machine(cores=4), ranks=3))
+    (tmp_path / "machine.yaml").write_text(text)
+    found = read_machine(tmp_path / "machine.yaml")
+    assert machine_text(found) == text
+    busy = [found.busy(*on) for on in ((1,), (2,), (3,), (8,), (4, 2), (4, 4))]
+    assert busy == [1, 2, 3, 3, 2, 1]
+    for table in ("products", "kernels"):
+        curves = [next(iter(getattr(found.among(one).processors["cpu"], table).values())) for one in (1, 2, 3)]
+        assert [one(2e6) for one in curves] == pytest.approx([1e-3, 1.5e-3, 2e-3], rel=1e-2)
+    assert machine(cores=4).busy(4) == 1, "however many work, it is known of none"
+
+
+def test_curves_of_other_points_meet_between(tmp_path: Path) -> None:
+    fast, slow = Curve(((1e3, 1e-6), (1e6, 5e-4))), Curve(((1e4, 2e-5), (1e5, 4e-4), (1e7, 1e-1)))
+    for amount in (10.0, 1e3, 5e3, 5e4, 3e5, 5e6, 1e8):
+        assert fast.towards(slow, 0.25)(amount) == pytest.approx(0.75 * fast(amount) + 0.25 * slow(amount))
+
+
+ALONE = GOOD.replace(
+    "links:\n",
+    """    ranks: 2
+    alone:
+      session: 7us
+      step: 160us
+      products: {matmul: {65.5 kFLOP: 9us, 33.6 MFLOP: 1.1ms}}
+      kernels: {elementwise: {4KiB: 1.2us, 16MiB: 2ms}}
+links:
+""",
+)
 
 
 def test_a_curve_is_straight_between_points_and_ends_in_its_speed() -> None:
@@ -123,6 +156,17 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         (GOOD.replace("matmul", "conv"), "'products' has no 'matmul'"),
         (GOOD.replace("ranks: 2,", "ranks: 1,"), "'ranks' is 1"),
         (GOOD + "network: 3\n", "'network' is not a key here"),
+        (ALONE.replace("7us", "9us"), "/machine.yaml:11: 'session' is 9 us, beside other ranks 8 us"),
+        (ALONE.replace("2ms}}\nl", "5ms}}\nl"), "'elementwise' at 16.0 MiB is 5 ms, beside other ranks 4.1 ms"),
+        (ALONE.replace("16MiB: 2ms", "16KiB: 5us"), "'elementwise' at 16.0 KiB is 5 us, beside other ranks"),
+        (ALONE.replace("ranks: 2\n", "ranks: 1\n"), "/machine.yaml:9: 'ranks' is 1"),
+        (ALONE.replace("    ranks: 2\n", ""), "'ranks' is missing"),
+        (GOOD.replace("links:", "    ranks: 2\nlinks:"), "'alone' is missing"),
+        (
+            ALONE.replace("{elementwise: {4KiB: 1.2us, 16MiB: 2ms}}", "{elementwise: {4KiB: 1us}, sort: {4KiB: 1us}}"),
+            "same",
+        ),
+        (ALONE.replace("      step: 160us\n", "      step: 160us\n      alone: {}\n"), "'alone' is not a key here"),
         ("machine: [", "this is not YAML"),
     ],
 )

@@ -32,6 +32,9 @@ def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureF
     assert {*cpu.kernels} == {entry.kernel for entry in entries()} - {"product", "convolution"} | {"pack", "unfold"}
     assert 0 < cpu.session < cpu.step < 0.1
     assert 0 < cpu.kernels["view"].least < 1e-4
+    assert cpu.ranks == 2
+    assert cpu.alone is not None, "and read again, so it is slower in nothing"
+    assert 0 < cpu.alone.step <= cpu.step
     by_size = (curve for name, curve in cpu.kernels.items() if name != "view")
     for curve in (*cpu.products.values(), *by_size, link.send, link.all_reduce):
         assert curve.points[0][1] < curve.points[-1][1] < 10

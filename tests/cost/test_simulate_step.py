@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import machine
+from machines import machine, shared
 from partc.cli.main import invoke
 from partc.cli.simulation.step import simulated
+from partc.compiler.cost.machine import Machine
 from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.pipeline import compile_model
-from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.artifact.manifest import Artifact, open_artifact
 
 Capture = pytest.CaptureFixture[str]
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
@@ -66,6 +67,20 @@ def refused(capsys: Capture, *arguments: str) -> str:
     capsys.readouterr()
     assert invoke(["simulate", *arguments]) == 2
     return capsys.readouterr().err
+
+
+def test_a_rank_without_others_on_its_host_has_its_memory_alone(model: Path) -> None:
+    """On the machine whose ranks are twice as fast alone: by how many a plan has on a host, not by how many cores there are."""
+    on = shared(machine(cores=2))
+    one, two = (open_artifact(built(model, plan, name)) for plan, name in (("ranks: 1\n", "one"), (TENSOR, "two")))
+
+    def busy(artifact: Artifact, on: Machine, hosts: int = 1) -> float:
+        return max(simulated(artifact, on, {"batch": 512}, hosts).played.busy) - 105e-6
+
+    whole, half = busy(one, machine(cores=2)), busy(two, machine(cores=2))
+    assert busy(one, on) == pytest.approx(whole / 2)
+    assert busy(two, on) == pytest.approx(half)
+    assert busy(two, on, hosts=2) == pytest.approx(half / 2)
 
 
 def test_a_cut_product_is_its_operations_and_one_sum(model: Path, capsys: Capture) -> None:

@@ -43,6 +43,7 @@ WITHOUT_RANKS = re.compile(
 )
 SCRIPT = re.compile(r"python (\w+\.py)((?: [\w-]+)*)")
 MEASURED = {
+    "ranks": 2,
     "session": 2e-5,
     "step": 2e-4,
     "products": {"matmul": [[1e6, 2e-5], [1e9, 2e-2]]},
@@ -128,7 +129,7 @@ def test_a_page_shows_what_happens(
         pytest.importorskip("torch", reason="its models are torch modules")
     if page.name == "data.md":
         pytest.importorskip("torch", reason='needs torch, whose DataLoader it shows: pip install "partc[torch]"')
-    monkeypatch.setattr(measure, "_run", lambda folder, ranks: MEASURED)
+    monkeypatch.setattr(measure, "_run", lambda folder, ranks, request: MEASURED)
     folder = tmp_path / "samples"
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("build*", "resnet18.*", "__pycache__"))
     trouble = shown(page, folder, capsys)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from equivalence import same_as_whole
-from machines import curve, machine
+from machines import curve, machine, shared
 from onnx import TensorProto, helper
 from partc.cli.main import invoke
 from partc.cli.simulation import plays
@@ -137,12 +137,21 @@ def size(text: str) -> int:
     return parse_bytes(stated) or 0
 
 
+def test_two_ranks_that_share_memory_gain_nothing(tmp_path: Path) -> None:
+    """Of ranks that are three times as slow beside each other no more than one is used."""
+    on = replace(links(1e-7, 1e12), cores=2)
+    plain, slowed = (found(tmp_path, one, ranks=2) for one in (on, shared(on, times=1.0)))
+    assert plain.text == slowed.text
+    assert "ranks: 2\n" in plain.text
+    assert "ranks: 1\n" in found(tmp_path, shared(on, times=3.0), ranks=2).text
+
+
 @pytest.mark.parametrize("train", ["", TRAIN.replace("64", "4")])
 def test_no_candidate_is_below_the_bound(train: str, tmp_path: Path) -> None:
-    """All candidates are played, on a machine whose products are faster the larger they are; none takes less than its own bound."""
+    """All are played, where products are faster the larger they are, and slower beside other ranks; none takes less than its bound."""
     on = links(1e-7, 1e12)
     products = {"matmul": Curve(((1e3, 2e-6), (1e6, 1e-4), (1e9, 5e-2)))}
-    on = replace(on, processors={"cpu": replace(on.processors["cpu"], products=products)})
+    on = shared(replace(on, processors={"cpu": replace(on.processors["cpu"], products=products)}), times=1.5)
     one, base = source(layers(16, 1)), Base()
     if train:
         (tmp_path / "train.yaml").write_text(train)
@@ -154,8 +163,8 @@ def test_no_candidate_is_below_the_bound(train: str, tmp_path: Path) -> None:
     assert found.least is not None
     assert found.best is not None
     assert {one for one, seconds in least.items() if seconds < found.least(one)} == set()
-    assert found.least.shared(2) <= found.bound() <= min(least.values())
-    assert any(found.least(one) > found.least.shared(one.degrees.ranks) for one in least)
+    assert found.least.on(2).shared(2) <= found.bound() <= min(least.values())
+    assert any(found.least(one) > found.least.on(2).shared(one.degrees.ranks) for one in least)
     assert found.best.seconds == min(least.values())
 
 
