@@ -86,15 +86,11 @@ def fuse_attention(
         else:
             _fuse(build, node, count, (keys, values), found, positions)
     if later:
-        fact = f"in {_named(later)} a token sees later ones: {'its' if len(later) == 1 else 'their'} mask is not causal"
+        more = f" and {len(later) - 1} more" if later[1:] else ""
+        fact = f"in Attention '{later[0].name}'{more} a token sees later ones: {'its' if len(later) == 1 else 'their'} mask is not causal"
         law = "a step has the tokens up to its own: what is behind them is of a later step, or of no sequence"
         raise CompileError(Problem(name, fact, law, "export the model with a causal mask"))
     return left
-
-
-def _named(nodes: Sequence[ir.Node]) -> str:
-    more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
-    return f"Attention '{nodes[0].name}'{more}"
 
 
 class _Sight(enum.Enum):
