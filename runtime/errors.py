@@ -106,6 +106,8 @@ def printable(text: str) -> str:
 
     Control characters, those that turn the direction of writing, and line ends but for the plain one, which stays.
     """
+    if text.isascii() and not text.encode().translate(None, _PLAIN):
+        return text  # as dumps of many megabytes are
     return _RARE.sub(_escaped, text)
 
 
@@ -174,6 +176,8 @@ _PATH = re.compile(r"(?<!\w)\w++(?:\.\w++)+")
 _NAME = re.compile("[A-Za-z_]")
 _LINE_END = re.compile("[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _RARE = re.compile(r"[^ -~\n\t]")
+_PLAIN = bytes(range(ord(" "), ord("~") + 1)) + b"\n\t"
+"""The characters that `_RARE` leaves out."""
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -82,22 +82,17 @@ def mpi() -> Iterator[Finding]:
     yield Finding("launcher", OK, f"{launcher.path}, {starts}")
     if library is None:
         return
-    if problem := _mismatch(library, starts):
+    # srun starts ranks of any library, and of a kind that is not known nothing can be said
+    is_known = None not in (library.kind, starts.kind) and starts.kind is not Kind.SLURM
+    if is_known and library.kind is not starts.kind:
         yield Finding(
             "launcher",
             FAULT,
-            f"{launcher.path} {problem}",
+            f"{launcher.path} is of {starts}, mpi4py loads {library}: each process would be a job of its own",
             f"take the launcher of the library that mpi4py loads: put its folder first in PATH, or {_INSTALL}",
         )
         return
     yield from _meeting(launcher)
-
-
-def _mismatch(library: _Named, launcher: _Named) -> str:
-    """Why ranks of the launcher would not find each other by the library; empty where they would, or where that is not known."""
-    if None in (library.kind, launcher.kind) or Kind.SLURM is launcher.kind or library.kind is launcher.kind:
-        return ""
-    return f"is of {launcher}, mpi4py loads {library}: each process would be a job of its own"
 
 
 def _surrounding(library: _Named) -> Iterator[Finding]:

@@ -34,20 +34,14 @@ def rank_classes(artifact: Artifact) -> list[RankClass]:
     found: dict[str, tuple[list[int], ModelProto]] = {}
     for ranks in artifact.manifest.by_file(range(artifact.manifest.ranks)).values():
         model = artifact.model(ranks[0])
-        found.setdefault(_signature(model), ([], model))[0].extend(ranks)
+        signature = hashlib.sha256(b"".join(_lines(model))).hexdigest()
+        found.setdefault(signature, ([], model))[0].extend(ranks)
     some = [RankClass(tuple(sorted(ranks)), model) for ranks, model in found.values()]
     return sorted(some, key=lambda one: one.ranks)
 
 
-def _signature(model: ModelProto) -> str:
-    """A hash of what the rank computes and communicates, and of the shapes that it holds."""
-    text = hashlib.sha256()
-    for line in _lines(model):
-        text.update(line)
-    return text.hexdigest()
-
-
 def _lines(model: ModelProto) -> Iterator[bytes]:
+    """What the rank computes and communicates, and the shapes that it holds."""
     graph = model.graph
     for node in chain(graph.node, *(function.node for function in model.functions)):
         yield _node(node)

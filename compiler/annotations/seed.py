@@ -15,7 +15,7 @@ from partc.compiler.annotations.followed import Followed
 from partc.compiler.annotations.spread import Spread, any_layout, layout_on, meshes
 from partc.compiler.errors import Problem
 from partc.compiler.frontend import annotation_keys as keys
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned, ValueOnGroup
 from partc.compiler.ir.graph import operand_name
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
@@ -189,7 +189,7 @@ def _arriving(program: Placed, given: Pinned) -> list[Problem]:
     for value, key, said in found:
         try:
             for group, layout in _layouts(value, key, said):
-                given.arriving[value, group] = (layout, program.name)
+                given.arriving[ValueOnGroup(value, group)] = (layout, program.name)
         except ValueError as error:
             kind = "input" if key == keys.ARRIVES else "weight"
             problems.append(Problem(program.name, f"{kind} '{value.name}': {error}", help=help))

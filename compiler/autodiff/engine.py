@@ -141,7 +141,10 @@ def differentiate_nodes(
     scope = scope or Scope()
     scope.know(values, shapes, constants)
     _infer(nodes, shapes, constants, scope)
-    _infer_seeds(cotangents, scope)
+    for primal, cotangent in cotangents.items():  # one of which nothing is known has type and shape of its primal
+        seed, value = scope.value(cotangent), scope.value(primal)
+        seed.type = seed.type or value.type
+        seed.shape = seed.shape if seed.shape is not None else value.shape
     names = around or {}
     inner = {
         node: list(dict.fromkeys(names.get(name_of(value), name_of(value)) for value in captured_by(node)))
@@ -208,14 +211,6 @@ def _infer(
             known = scope.value(operand_name(out))
             known.type = known.type or out.type
             known.shape = out.shape if known.shape is None or scope.is_doubtful(copy) else known.shape
-
-
-def _infer_seeds(cotangents: Mapping[str, str], scope: Scope) -> None:
-    """Gives cotangents of which `scope` knows nothing the types and shapes of their primals."""
-    for primal, cotangent in cotangents.items():
-        seed, value = scope.value(cotangent), scope.value(primal)
-        seed.type = seed.type or value.type
-        seed.shape = seed.shape if seed.shape is not None else value.shape
 
 
 def _needed(nodes: Sequence[ir.Node], wanted: Collection[str], inner: Mapping[ir.Node, Sequence[str]]) -> set[str]:

@@ -208,18 +208,19 @@ def _terms(layout: Layout, group: Group) -> dict[str, list[list[int]]]:
 
 
 def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]:
-    for (each, group), (layout, _) in program.given.arriving.items():
-        if each is value:
-            yield {"ranks": group, "mesh": layout.mesh, "cuts": layout.cuts}
+    for there, (layout, _) in program.given.arriving.items():
+        if there.value is value:
+            yield {"ranks": there.group, "mesh": layout.mesh, "cuts": layout.cuts}
 
 
 def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
     """How weights are kept that are read in another layout somewhere, by name."""
     found: dict[str, list[dict[str, object]]] = {}
-    for (value, group), (layout, _) in program.given.arriving.items():
+    for there, (layout, _) in program.given.arriving.items():
+        value = there.value
         if value.is_initializer() and any(
             (read := program.choices[instance].input(k)) is None or normal(read) != normal(layout)
-            for instance, k in ((NodeOnGroup(use.node, group), use.idx) for use in value.uses())
+            for instance, k in ((NodeOnGroup(use.node, there.group), use.idx) for use in value.uses())
             if instance in program.choices
         ):
             found[name_of(value)] = list(_arrivals(program, value))

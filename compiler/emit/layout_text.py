@@ -39,11 +39,18 @@ def part_of(program: Typed, copy: ShardedValue, ranks: Sequence[int]) -> str:
     Where they have each another one it is told how large these are: `   Shard: (16, 32) of (64, 128) by rank`.
     """
     shape = program.values[copy.value].shape if copy.value in program.values else None
-    sizes = [size for size in shape or () if isinstance(size, int)]
+    sizes = tuple([size for size in shape or () if isinstance(size, int)])
     if copy.layout.is_replicated or shape is None or len(sizes) != len(copy.layout.cuts):
         return ""
-    box = copy.layout.box(copy.places[ranks[0]], sizes)
-    if not _alike(copy.layout, facts_of(copy.group), facts_of(tuple(ranks))):
+    together = _alike(copy.layout, facts_of(copy.group), facts_of(tuple(ranks)))
+    return _shard_text(copy.layout, copy.places[ranks[0]], sizes, together)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard_text(layout: Layout, place: int, sizes: tuple[int, ...], together: bool) -> str:
+    """Which part of a tensor of these sizes the rank at a place has; of ranks that do not have it `together` how large theirs are."""
+    box = layout.box(place, sizes)
+    if not together:
         return f"   Shard: ({', '.join([str(end - begin) for begin, end in box])}) of ({', '.join(map(str, sizes))}) by rank"
     return f"   Shard: [{', '.join([f'{begin}:{end}' for begin, end in box])}] of ({', '.join(map(str, sizes))})"
 

@@ -34,6 +34,18 @@ class NodeOnGroup:
         return hash(self.node) ^ self.group[0]
 
 
+@dataclass(frozen=True)
+class ValueOnGroup:
+    """A value on one of the groups that have it."""
+
+    value: ir.Value
+    group: Group
+
+    def __hash__(self) -> int:
+        """Hashes only the first rank, as `NodeOnGroup` does."""
+        return hash(self.value) ^ self.group[0]
+
+
 @dataclass
 class NodeSharding:
     """Axes by factor, major first. While `open`, axes that cut nothing yet may be given to factors that have none.
@@ -161,4 +173,4 @@ class Pinned:
 
     inputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
     outputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
-    arriving: dict[tuple[ir.Value, Group], tuple[Layout, str]] = field(default_factory=dict)
+    arriving: dict[ValueOnGroup, tuple[Layout, str]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from partc.compiler.ir.constants import Constant
 from partc.compiler.ir.programs import Comm, Compute, RankTensor, State, Value
@@ -26,6 +27,7 @@ class DistinctProgram:
     appended: dict[Value, None] = field(default_factory=dict)
 
 
+T = TypeVar("T")
 _RECORDS = ("inputs", "weights", "kept", "scalars", "outputs", "appended")
 
 
@@ -81,13 +83,20 @@ class Finished:
                     one.steps.append(self._op(step, constants[one.ranks]))
         for records in _RECORDS:
             for value, item, ranks in getattr(job, records):
+                differs = value in somewhere or (isinstance(item, State) and item.next in somewhere)
+                shared = None if differs else self._listed(value, item, {})
                 for one in those(ranks):
-                    own = self.value(value, constants[one.ranks])
-                    listed = replace(item, value=own) if isinstance(item, State | RankTensor) else item
-                    if isinstance(listed, State) and listed.next is not None:
-                        listed = replace(listed, next=self.value(listed.next, constants[one.ranks]))
+                    own, listed = shared or self._listed(value, item, constants[one.ranks])
                     getattr(one, records)[own] = listed
         return found
+
+    def _listed(self, value: Value, item: T, constants: Mapping[Value, Constant]) -> tuple[Value, T]:
+        """A value with its name, and what is listed of it over values with names."""
+        own = self.value(value, constants)
+        if isinstance(item, State):
+            after = None if item.next is None else self.value(item.next, constants)
+            return own, replace(item, value=own, next=after)
+        return own, replace(item, value=own) if isinstance(item, RankTensor) else item
 
     def _op(self, step: Compute | Comm, constants: Mapping[Value, Constant]) -> Compute | Comm:
         """An op over values with names."""

@@ -67,7 +67,9 @@ def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
 
 def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
     """By node the bytes of the inputs it depends on that arrive sharded."""
-    cut = {value: done.weigh(value) for value, _ in done.given.arriving if value.is_graph_input()}
+    cut = {
+        value: done.weigh(value) for value in (there.value for there in done.given.arriving) if value.is_graph_input()
+    }
     below: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset({value}) for value in cut}
     found: dict[ir.Node, float] = {}
     for node in program.model.graph:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import onnx_ir as ir
-from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding, Operand, Pinned
+from partc.compiler.ir.choice import Axes, NodeOnGroup, NodeSharding, Operand, Pinned, ValueOnGroup
 from partc.compiler.ir.graph import PINNED
 from partc.compiler.ir.sharded import Group
 from partc.compiler.layout.layout import Layout, Mesh, layout_of
@@ -117,7 +117,7 @@ class Propagation:
         Beside it what decided so: a line without its folder, which differs by machine, or a neighbour's path.
         """
         producer = value.producer()
-        if arriving := self.given.arriving.get((value, group)) if self.given.arriving else None:
+        if arriving := self.given.arriving.get(ValueOnGroup(value, group)):
             return arriving[0], PurePath(arriving[1]).name
         made = [self.instances[place] for place in self.places.get(producer, ())] if producer is not None else []
         instance = next((one for one in made if one.group == group), None)

@@ -174,7 +174,7 @@ class _Laws:
                 where = choice.why.get(letter, "").split(" ")[0]
                 if refusal := self.refusal(instance, choice, letter, shards, where):
                     yield refusal
-        lying = [(value, group, layout, where) for (value, group), (layout, where) in given.arriving.items()]
+        lying = [(there.value, there.group, layout, where) for there, (layout, where) in given.arriving.items()]
         lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
         for value, group, layout, where in lying:
             for dim in range(len(layout.cuts)):

@@ -31,7 +31,7 @@ from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
-from partc.compiler.training.graph_appender import DENOMINATOR
+from partc.compiler.training.graph_appender import DENOMINATOR, Inferred
 from partc.compiler.training.in_parts import PART
 from partc.compiler.training.loss_and_metrics import add_loss, add_metric, meant
 from partc.compiler.training.own_backward import refuse_own_backward
@@ -127,9 +127,10 @@ def add_loss_and_metrics(
         labels = (rules.loss.labels, *(getattr(metric, "labels", None) for metric in rules.metrics.values()))
         if modes.needs_step and STEP in labels:
             raise CompileError(_taken(STEP))
-    loss = add_loss(model, rules.loss, rules.where("loss"), known, shards)
+    inferred: Inferred = {}
+    loss = add_loss(model, rules.loss, rules.where("loss"), known, shards, inferred)
     metrics = [
-        add_metric(model, name, metric, rules.where("metrics"), rules.loss, known)
+        add_metric(model, name, metric, rules.where("metrics"), rules.loss, known, inferred)
         for name, metric in rules.metrics.items()
     ]
     told = () if part is ProgramKind.TOTALS else (loss, *metrics)

@@ -30,11 +30,19 @@ _PASSED = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")
 _BOUNDS = ("Clip", "Max")
 
 
-class GraphAppender:
-    """Appends nodes below `path` to a model; `where` stands in errors, and `known` is what is promised of the inputs' dims."""
+Inferred = dict[ir.Value, tuple[Dims | None, ir.DataType | None]]
+"""The dims and the types of a model's outputs, as far as they have been inferred."""
 
-    def __init__(self, model: ir.Model, path: str, where: str, known: Known) -> None:
+
+class GraphAppender:
+    """Appends nodes below `path` to a model; `where` stands in errors, and `known` is what is promised of the inputs' dims.
+
+    Appenders of one model share what is `inferred`: what one of them appends changes nothing of the outputs that were there before.
+    """
+
+    def __init__(self, model: ir.Model, path: str, where: str, known: Known, inferred: Inferred | None = None) -> None:
         self.model, self.graph, self.path, self.where, self.known = model, model.graph, path, where, known
+        self._outputs = {} if inferred is None else inferred
         self._names = {value.name for part in graphs_of(self.graph) for value in _values(part)}
         self._scopes = {
             key for node in self.graph for key in (TORCH_SCOPES, ONNXSCRIPT_SCOPES) if key in node.metadata_props
@@ -221,11 +229,14 @@ class GraphAppender:
                         for axis, dim in enumerate(dims)
                     ]
                 )
-        copy = self.model.clone()
-        infer_shapes(copy, {name: self.known.get(name, ANY_DIM) for name in self._named_dims()})
-        found = next(out for out in copy.graph.outputs if out.name == value.name)
-        shape = found.shape if found.shape is not None else value.shape
-        return None if shape is None else tuple(shape.dims), found.dtype or value.dtype
+        if value not in self._outputs:
+            copy = self.model.clone()
+            infer_shapes(copy, {name: self.known.get(name, ANY_DIM) for name in self._named_dims()})
+            for own, found in zip(self.graph.outputs, copy.graph.outputs, strict=True):
+                shape = found.shape if found.shape is not None else own.shape
+                inferred = None if shape is None else tuple(shape.dims)
+                self._outputs.setdefault(own, (inferred, found.dtype or own.dtype))
+        return self._outputs[value]
 
     def _named_dims(self) -> set[str]:
         dims = (dim for value in self.graph.inputs for dim in (value.shape.dims if value.shape is not None else ()))

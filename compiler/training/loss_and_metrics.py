@@ -14,7 +14,7 @@ from partc.compiler.plan.training.losses import Loss
 from partc.compiler.plan.training.metric import Metric
 from partc.compiler.plan.training.metrics import METRICS, OutputMetric
 from partc.compiler.plan.training.usual_names import known_type, usual_names
-from partc.compiler.training.graph_appender import GraphAppender
+from partc.compiler.training.graph_appender import GraphAppender, Inferred
 
 
 def add_loss(
@@ -23,13 +23,14 @@ def add_loss(
     where: str = "train.loss",
     known: Known = MappingProxyType({}),
     shards: int = 1,
+    inferred: Inferred | None = None,
 ) -> ir.Value:
     """The scalar that the loss is, in float32: an output `loss` appended to the graph, or the model's own output.
 
-    `known` is what is promised of the inputs' dims; `shards`: into how many a batch is dealt out whose means are the mean's terms. Raises
-    CompileError where the model has not what the loss speaks of.
+    `known` is what is promised of the inputs' dims; `shards`: into how many a batch is dealt out whose means are the mean's terms;
+    `inferred` is as `GraphAppender` says. Raises CompileError where the model has not what the loss speaks of.
     """
-    return loss.add(GraphAppender(model, "loss", where, known), shards)
+    return loss.add(GraphAppender(model, "loss", where, known, inferred), shards)
 
 
 def add_metric(
@@ -39,13 +40,14 @@ def add_metric(
     where: str = "train.metrics",
     of: Loss | None = None,
     known: Known = MappingProxyType({}),
+    inferred: Inferred | None = None,
 ) -> ir.Value:
     """The scalar that the metric is, or its sums, in float32: an output `name` appended to the graph, or the model's own output.
 
-    What the metric does not say is as in the loss `of`; `known` is what is promised of the inputs' dims. Raises CompileError where the
-    model has not what the metric speaks of.
+    What the metric does not say is as in the loss `of`; `known` is what is promised of the inputs' dims, `inferred` as `GraphAppender`
+    says. Raises CompileError where the model has not what the metric speaks of.
     """
-    to, metric = GraphAppender(model, name, where, known), meant(model, metric, where)
+    to, metric = GraphAppender(model, name, where, known, inferred), meant(model, metric, where)
     if of is not None:
         metric = metric.filled(to, of)
     if missing := metric.missing:

@@ -208,7 +208,7 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
         raise ArtifactError(f"{file}: {error.strerror}\n  {_AGAIN}") from None
     except ValueError as error:
         raise ArtifactError(f"{file}: is not JSON: {error}\n  {_AGAIN}") from None
-    if found := _LINE_END.search(text):
+    if (b"\\" in text or not text.isascii()) and (found := _LINE_END.search(text)):
         fact = f"a text in it has a line end, at byte {found.start()}"
         raise ArtifactError(f"{file}: {fact}\n  {_AGAIN}")
     if isinstance(data, dict) and (version := data.get("format")) != FORMAT:

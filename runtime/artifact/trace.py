@@ -93,7 +93,10 @@ def _events(row: dict[str, Any], begun: float, arrows: dict[tuple[int, ...], int
         yield {"ph": "X", "name": f"step {number}", "cat": STEP, **place, **whole, "args": {"step": number}}
         for action, (span, begin, end) in enumerate(zip(row["plans"][plan], begins, ends, strict=True)):
             at = {"pid": rank, "tid": span["lane"]}
-            yield _span(span, number, at, begin, end)
+            category = _OF_STEPS.get(span["kind"], COMMUNICATION)
+            said = {key: value for key, value in span.items() if key not in ("name", "lane", "link", "sends")}
+            event = {"cat": category, **at, "ts": begin, "ph": "X", "name": span["name"]}
+            yield {**event, "dur": _us_between(begin, end), "args": {**said, "step": number}}
             for op, module, start, stop in ops.get((at_step, action), ()):
                 first, last = min(max(start, begin), end), min(max(stop, begin), end)
                 told = {"ph": "X", "name": f"{op} ({module})", "cat": OP, **at, "ts": first}
@@ -113,14 +116,6 @@ def _ops_by_action(row: dict[str, Any], begun: float) -> dict[tuple[int, int], l
             times = _us(start - begun), _us(start - begun + taken)
             found.setdefault((step, action), []).append((*ops["names"][which], *times))
     return found
-
-
-def _span(span: dict[str, Any], number: int, place: dict[str, int], begin: float, end: float) -> dict[str, Any]:
-    """The span of an action."""
-    category = _OF_STEPS.get(span["kind"], COMMUNICATION)
-    args = {key: value for key, value in span.items() if key not in ("name", "lane", "link", "sends")}
-    event = {"cat": category, **place, "ts": begin}
-    return {**event, "ph": "X", "name": span["name"], "dur": _us_between(begin, end), "args": {**args, "step": number}}
 
 
 def _us(seconds: float) -> float:

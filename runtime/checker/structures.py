@@ -65,7 +65,9 @@ def structures(folder: Path) -> list[Structure]:
                     known.add(structure)
                     name = (inside / file).relative_to(folder).as_posix()
                     model = unrolled(model, name, once=True)
-                    found.append(Structure(name, model, _unseen(name, model, seen), manifest, inside))
+                    new = _new_nodes(name, model, seen)
+                    rest = model if len(new) == len(model.graph.node) else _with_nodes(model, new)
+                    found.append(Structure(name, model, rest, manifest, inside))
     return found
 
 
@@ -98,12 +100,6 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
     if not (text := can_load(_alone(light, light.graph.node if risky else _unlike(light)), "", optimized=risky)):
         return ""
     return text if folder is None else can_load(_alone(model, model.graph.node), str(folder.resolve()), optimized=risky)
-
-
-def _unseen(file: str, model: ModelProto, known: _Kinds) -> ModelProto:
-    """The program without the nodes of kinds that it, or one before it, has had: those that are `known`, to which its own are added."""
-    new = _new_nodes(file, model, known)
-    return model if len(new) == len(model.graph.node) else _with_nodes(model, new)
 
 
 def _new_nodes(file: str, model: ModelProto, known: _Kinds) -> set[int]:

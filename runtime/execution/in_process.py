@@ -77,17 +77,13 @@ class LocalProgram:
             for port in self.inputs:
                 if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
                     given[port.name] = Whole(given[port.name])
-            return self._joined([partial(program, given) for program in self._ranks])
+            found = self._all([partial(program, given) for program in self._ranks])
+            return {port.name: joined_output(port, found) for port in self.outputs if port.ranks}
 
     def step_of_all(self, inputs: Mapping[str, object]) -> list[Outputs]:
         """By rank what its `Program.step_of_all` gives of these inputs."""
         with self.turn.taken(PROGRAM, "a step"):
             return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
-
-    def _joined(self, jobs: Sequence[Callable[[], Outputs]]) -> Outputs:
-        """The global outputs of what the ranks run."""
-        found = self._all(jobs)
-        return {port.name: joined_output(port, found) for port in self.outputs if port.ranks}
 
     def beside(self, name: str) -> LocalProgram:
         """Another program of the artifact over the same state, such as `prefill` of one that makes tokens; it ends with this one."""

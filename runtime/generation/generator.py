@@ -54,7 +54,8 @@ class Generator:
         ports = [port for one in programs for port in one.manifest.inputs]
         self._cut = {port.name for port in ports if port.boxes is not None}
         self._scratch = Scratch(self.record.vocabulary)
-        self._shards = [self._shards_of(one) for one in (program, self._prefill)] if self.record.logits else []
+        made = [port for one in (program, self._prefill) for port in one.manifest.outputs]
+        self._shards = [LogitShards.of(port) for port in made if port.name == self.record.logits]
         """Where the logits of a decode and of a prefill lie."""
         self._several = isinstance(program, Program) and program.size > 1
         self._tokens: list[Agreements] = []
@@ -159,10 +160,6 @@ class Generator:
                 np.copyto(kept, array)
                 logits[rank] = kept
         return Draws(shards, drawing, logits, self._scratch)
-
-    def _shards_of(self, program: Program | LocalProgram) -> LogitShards:
-        """Where the logits of a program's steps lie."""
-        return LogitShards.of(next(port for port in program.manifest.outputs if port.name == self.record.logits))
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
         """What one of the programs makes of a step, by rank of this process."""

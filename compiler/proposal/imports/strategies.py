@@ -87,7 +87,11 @@ def plan_of_strategies(source: Source, name: str, imported: Imported) -> str:
             *(f"  {one.text}" for one in rules.values()),
             "",
         )
-        told = tuple(_head(imported.source, rules, left))
+        told = (
+            f"# Imported from {imported.source}: {len(rules)} of its strategies; all other shards are derived.",
+            *(["# Not taken:"] if left else []),
+            *(f"#   {line}" for line in dict.fromkeys(left)),
+        )
         given = Proposed(told, (f"ranks: {stages * each}",), sections, batch.names)
         text = starting_plan(source.model, paths, name, symbols, given)
         try:
@@ -175,13 +179,6 @@ def _placement(rules: Iterable[_Rule], stages: int, each: int) -> Iterator[str]:
     for rule in rules:
         yield f"  {key(literal_pattern(rule.path))}: {list(range(rule.stage * each, (rule.stage + 1) * each))}"
     yield ""
-
-
-def _head(file: str, rules: dict[str, _Rule], left: Sequence[str]) -> Iterator[str]:
-    yield f"# Imported from {file}: {len(rules)} of its strategies; all other shards are derived."
-    if left:
-        yield "# Not taken:"
-        yield from (f"#   {line}" for line in dict.fromkeys(left))
 
 
 def _refused(text: str, rules: dict[str, _Rule], problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ later ones is refused, in either form: they are of a later step, or of no sequen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -78,15 +78,12 @@ def fuse_attention(
             _fuse(build, node, count, (reads[0], reads[1]), found, positions)
     later += seeing_later(build.graph, positions, form)
     if later:
-        fact = f"in {_named(later)} a token sees later ones: {'its' if len(later) == 1 else 'their'} mask is not causal"
+        more = f" and {len(later) - 1} more" if later[1:] else ""
+        whose = "their" if later[1:] else "its"
+        fact = f"in {later[0].op_type} '{later[0].name}'{more} a token sees later ones: {whose} mask is not causal"
         law = "a step has the tokens up to its own: what is behind them is of a later step, or of no sequence"
         raise CompileError(Problem(name, fact, law, "export the model with a causal mask"))
     return left
-
-
-def _named(nodes: Sequence[ir.Node]) -> str:
-    more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
-    return f"{nodes[0].op_type} '{nodes[0].name}'{more}"
 
 
 def _read(node: ir.Node, k: int) -> _Read | None:

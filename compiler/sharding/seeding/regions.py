@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned, ValueOnGroup
 from partc.compiler.ir.graph import WRITTEN, operand_name
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
@@ -293,7 +293,7 @@ class RegionShardings:
     ) -> None:
         for value, cut in parameters:
             if layout := self._layout(region, joint, cut, value, group):
-                self.given.arriving[value, group] = (layout, region.rule.where)
+                self.given.arriving[ValueOnGroup(value, group)] = (layout, region.rule.where)
 
     def _leaving(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from partc.compiler.annotations.seed import seed_annotations
 from partc.compiler.errors import Problem
-from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
+from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned, ValueOnGroup
 from partc.compiler.ir.graph import SERVED, name_of
 from partc.compiler.ir.program import Placed
 from partc.compiler.ir.sharded import Group
@@ -203,7 +203,10 @@ class _Seeds:
                 cut = given.spec if given else self._batch_sharding(value, group)
                 where = given.where if given else plan.dataset.where
                 try:
-                    self.given.arriving[value, group] = (layout_of_spec(self.program, cut, value, group), where)
+                    self.given.arriving[ValueOnGroup(value, group)] = (
+                        layout_of_spec(self.program, cut, value, group),
+                        where,
+                    )
                     fits = True
                 except ValueError as error:
                     wrong.append(Problem(where, f"dataset of '{value.name}': {error}"))

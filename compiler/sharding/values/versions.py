@@ -12,7 +12,7 @@ from itertools import chain
 
 import onnx_ir as ir
 from partc.compiler.analysis.lost import how_lost, unknown_dims
-from partc.compiler.ir.choice import NodeOnGroup
+from partc.compiler.ir.choice import NodeOnGroup, ValueOnGroup
 from partc.compiler.ir.graph import name_of, operand_name
 from partc.compiler.ir.program import Sharded
 from partc.compiler.ir.sharded import Group, Ranks, ShardedValue, facts_of, members, ranks_of
@@ -75,9 +75,9 @@ def _arrivals(
     for value in graph.inputs:
         groups = list(dict.fromkeys(version.group for version in versions.uses.get(value, ())))
         cut = [
-            ShardedValue(value, group, normal(arriving[value, group][0]))
+            ShardedValue(value, group, normal(arriving[there][0]))
             for group in groups
-            if (value, group) in arriving
+            if (there := ValueOnGroup(value, group)) in arriving
         ]
         whole = [replicated_on(value, group) for group in groups]
         apart: list[ShardedValue] = []
@@ -98,7 +98,7 @@ def _arrivals(
 
 def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
     """How a weight is kept on the ranks that read `version` of it: in the layout that a rule gives it there, else as it is read."""
-    said = program.given.arriving.get((version.value, version.group))
+    said = program.given.arriving.get(ValueOnGroup(version.value, version.group))
     return ShardedValue(version.value, version.group, normal(said[0])) if said else version
 
 

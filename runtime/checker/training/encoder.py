@@ -38,7 +38,9 @@ def encoder_faults(subject: Subject, record: GenerationRecord, rows: int) -> Ite
                 yield f"a decoder begins with {token}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
     if manifest.name == ENCODE:
         yield from _input("input", encoder.input, given, encoder.type, [rows, *encoder.shape])
-        yield from _tokens(encoder, given)
+        for law in given[encoder.input].ids if encoder.input in given else ():
+            if encoder.vocabulary is not None and encoder.vocabulary > law.rows:
+                yield f"the encoder knows {encoder.vocabulary} tokens, and its table '{law.table}' has {law.rows} rows"
         yield from _room(subject, encoder)
 
 
@@ -49,13 +51,6 @@ def _input(what: str, name: str, given: Mapping[str, Port], kind: str, shape: Se
     elif (port.type, port.shape) != (kind, [*shape]):
         fact = f"the encoder's {what}: the input '{name}' is {port.type}, {port.shape}"
         yield f"{fact}; it must be {kind}, [{', '.join(map(str, shape))}]"
-
-
-def _tokens(encoder: EncoderRecord, given: Mapping[str, Port]) -> Iterator[str]:
-    port = given.get(encoder.input)
-    for law in port.ids if port is not None else ():
-        if encoder.vocabulary is not None and encoder.vocabulary > law.rows:
-            yield f"the encoder knows {encoder.vocabulary} tokens, and its table '{law.table}' has {law.rows} rows"
 
 
 def _room(subject: Subject, encoder: EncoderRecord) -> Iterator[str]:

@@ -45,7 +45,11 @@ def check_generation(subject: Subject) -> list[Violation]:
         facts = [
             *_ports(manifest, record, rows),
             *_caches(subject, record, rows),
-            *(_stop(record) if manifest.is_main else ()),
+            *(
+                f"a sequence stops at {token}, which is not a token; tokens are 0 to {record.vocabulary - 1}"
+                for token in record.stop
+                if manifest.is_main and not 0 <= token < record.vocabulary
+            ),
             *encoder_faults(subject, record, rows),
         ]
     return [Violation(MANIFEST, fact, "generation", help=_AGAIN) for fact in facts]
@@ -115,9 +119,3 @@ def _caches(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[s
         if axis is not None and one.shape[axis] < needed:
             fact = f"the cache '{one.value}' has room for {one.shape[axis]} entries"
             yield f"{fact}; sequences of {record.length} tokens in chunks of {record.chunk} need {needed}"
-
-
-def _stop(record: GenerationRecord) -> Iterator[str]:
-    for token in record.stop:
-        if not 0 <= token < record.vocabulary:
-            yield f"a sequence stops at {token}, which is not a token; tokens are 0 to {record.vocabulary - 1}"

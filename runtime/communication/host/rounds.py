@@ -190,12 +190,6 @@ class HostGroup:
             action()
         return True
 
-    def _round(self, number: int) -> tuple[int, int, Rounds]:
-        at = 0
-        while number > self._open[at][1]:
-            at += 1
-        return self._open[at]
-
     def _get(self, number: int) -> None:
         """Gets a round that is closed."""
         first, last, rounds = self._open[0]
@@ -208,7 +202,7 @@ class HostGroup:
 
     def _put(self, number: int) -> bool:
         """Puts a round, where its turn has come."""
-        first, _, rounds = self._round(number)
+        first, _, rounds = next(one for one in self._open if number <= one[1])
         if self.got < number - 1 and self.got < number - rounds.ahead(number - first):
             return False
         action = rounds.put(number - first, number % ROOMS)

@@ -99,8 +99,12 @@ def _(g: GradientBuilder, *names: str | None) -> list[str | None]:
     cotangents = {primal: dy for primal, dy in zip(made, dys, strict=False) if dy}
     wanted = [name for k, name in enumerate(own) if name and g.wants(k)]
     found = differentiate_nodes(plain, cotangents, wanted, scope=g.scope).gradients
-    here = {out.name for node in g.scope.nodes[first : begin + len(plain)] for out in node.outputs}
-    _keep_here(g, early, begin + len(plain), here)
+    end = begin + len(plain)
+    made_here = {out.name for node in g.scope.nodes[first:end] for out in node.outputs}
+    # shapes of the plain ops' values are taken where these are made: in the backward pass, not in the forward one
+    late = [node for node in g.scope.early[early:] if any(one and one.name in made_here for one in node.inputs)]
+    g.scope.early[early:] = [node for node in g.scope.early[early:] if node not in late]
+    g.scope.nodes[end:end] = late
     _drop_unread(g, first, set(found.values()))
     return [found.get(name) if name else None for name in own]
 
@@ -259,13 +263,6 @@ def _dim(g: GradientBuilder, x: str, axis: int) -> Dim:
     if shape is None:
         raise NoGradient(f"the rank of {x!r} is not known")
     return shape[axis]
-
-
-def _keep_here(g: GradientBuilder, early: int, place: int, made: set[str | None]) -> None:
-    """Shapes of the plain ops' values are taken where these are made: in the backward pass, not in the forward one."""
-    here = [node for node in g.scope.early[early:] if any(one is not None and one.name in made for one in node.inputs)]
-    g.scope.early[early:] = [node for node in g.scope.early[early:] if node not in here]
-    g.scope.nodes[place:place] = here
 
 
 def _drop_unread(g: GradientBuilder, begin: int, read: set[str]) -> None:
