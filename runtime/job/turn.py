@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_ITERABLE_COROUTINE
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -41,6 +42,10 @@ TRAINER, PROGRAM = 1, 2
 """Levels: a call of a trainer makes calls of programs, no call makes one of its own level."""
 _LOOK = 0.05
 """Seconds after which who waits looks again: a call may have gone without a word."""
+_LOOKS = 1000
+"""Looks that end at a generator after which it is where its thread has begun."""
+_SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR | CO_ITERABLE_COROUTINE
+"""Code whose frames leave their thread's stack before they have returned."""
 _looking = threading.Lock()
 _users_code = threading.local()
 
@@ -62,11 +67,19 @@ class _Call:
     lent: str = ""
 
     def goes_on(self) -> bool:
-        """Whether its frame is on its thread's stack."""
-        frame = sys._getframe() if self.thread == threading.get_ident() else _stack_of(self.thread)
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
+        """Whether its frame is on its thread's stack.
+
+        That thread runs on meanwhile. A frame that has returned still has the one that called it, so the look passes by all that are below;
+        a generator's that has been suspended has none, so a look that ends there has seen nothing, and is repeated.
+        """
+        for _ in range(_LOOKS):
+            frame = sys._getframe() if self.thread == threading.get_ident() else _stack_of(self.thread)
+            last = None
+            while frame is not None and frame is not self.frame:
+                last, frame = frame, frame.f_back
+            if frame is not None or last is None or not last.f_code.co_flags & _SUSPENDED:
+                return frame is not None
+        return False
 
 
 def _stack_of(thread: int) -> FrameType | None:

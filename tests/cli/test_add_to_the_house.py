@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's diffs of a schedule, a command and a pass are all that these need: each is applied to a copy, and used there."""
+"""CONTRIBUTING.md's diffs of a schedule, a command and a pass are all that these need: applied to a copy, and used there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def compiled(plan, out):
 """
 
 
-def test_a_schedule_and_a_command_are_each_a_file_and_a_row(tmp_path: Path) -> None:
+def test_each_is_a_file_or_a_function_and_a_row(tmp_path: Path) -> None:
+    """One process for all three: each begins with the imports of a compile."""
     code = r"""
 staged = "ranks: 2\nsymbols: {batch: {divisor: 3}}\nplacement: {one: 0, two: 1}\n"
 print(compiled(staged + "pipeline: {microbatches: 3, schedule: last_first}\n", "staged").tasks.schedule.name)
@@ -36,21 +37,15 @@ invoke(["simulate", "--schedule", "last_first", "--ranks", "2", "-m", "3"])
 compiled("ranks: 1", "build")
 invoke(["--help"])
 invoke(["files", "build"])
-"""
-    text = output_of(followed(tmp_path, "Add a schedule", "Add a command"), "-c", BEGIN + code, str(tmp_path))
-    assert text.startswith("last_first\n")
-    assert "0F0 0F1 0F2 0B2 0B1 0B0" in text
-    assert "Show the files of an artifact." in text
-    assert "rank_0000.onnx" in text
-
-
-def test_a_pass_is_a_function_and_a_row(tmp_path: Path) -> None:
-    code = r"""
-compiled("ranks: 1", "build")
 try:
     compiled("ranks: 2\nplacement: {one: 0, two: 0}", "other")
 except CompileError as error:
     print(error)
 """
-    text = output_of(followed(tmp_path, "Add a pass"), "-c", BEGIN + code, str(tmp_path))
+    copy = followed(tmp_path, "Add a schedule", "Add a command", "Add a pass")
+    text = output_of(copy, "-c", BEGIN + code, str(tmp_path))
+    assert text.startswith("last_first\n")
+    assert "0F0 0F1 0F2 0B2 0B1 0B0" in text
+    assert "Show the files of an artifact." in text
+    assert "rank_0000.onnx" in text
     assert "ranks [1] have nothing to do" in text

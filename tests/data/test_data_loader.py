@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -148,11 +149,18 @@ def test_position_and_seek(digits: Path) -> None:
                 other.seek(Position(0, 7))
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "partc data"]
+@pytest.fixture
+def threads() -> Callable[[], set[threading.Thread]]:
+    """The threads that read ahead for this test; a loader that another test has not closed may have one until it is collected."""
+
+    def found() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "partc data"}
+
+    before = found()
+    return lambda: found() - before
 
 
-def test_reads_ahead_in_one_thread_that_ends(digits: Path) -> None:
+def test_reads_ahead_in_one_thread_that_ends(digits: Path, threads: Callable[[], set[threading.Thread]]) -> None:
     ports = [port("label", "int64", ["batch"])]
     loader = open_loader(transformed(digits, "plain"), ports, 0, 10, depth=3)
     assert not threads()
@@ -175,7 +183,9 @@ def test_reads_ahead_in_one_thread_that_ends(digits: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_an_error_of_the_thread_is_the_consumer_s(digits: Path, depth: int) -> None:
+def test_an_error_of_the_thread_is_the_consumer_s(
+    digits: Path, depth: int, threads: Callable[[], set[threading.Thread]]
+) -> None:
     ports = [port("y", "uint8", ["b", 6])]
     loader = open_loader(transformed(digits, "fails_later"), ports, 0, 10, depth=depth)
     with pytest.raises(UserCodeError, match="the fourth call") as caught:

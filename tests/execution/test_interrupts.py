@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 import pytest
 from artifact_text import write
+from partc.runtime.job import turn as turns
 from partc.runtime.job.turn import PROGRAM, TRAINER, Turn, one_at_a_time
 from turns_case import PING_PONG
 
@@ -134,6 +136,7 @@ def test_ctrl_c_at_each_instant_of_taking_and_giving_back() -> None:
 
 COLLECTING = """
 import gc, threading, time
+from partc.runtime.job import turn as turns
 from partc.runtime.job.turn import PROGRAM, Turn
 turn, kept = Turn(waits=True), []
 
@@ -156,3 +159,30 @@ threads = [threading.Thread(target=work) for _ in range(4)]
 def test_a_collection_while_threads_wait_stops_none() -> None:
     """Something runs at each collection, such as a finalizer, and another thread is let run."""
     assert subprocess.run([sys.executable, "-c", COLLECTING], timeout=60, check=False).returncode == 0
+
+
+def test_a_look_that_ends_at_a_generator_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that a call has resumed leaves the stack between two steps of who looks: the frames below cannot be reached from it."""
+    turn, entered, leave = Turn(waits=True), threading.Event(), threading.Event()
+
+    def call() -> None:
+        with turn.taken(TRAINER, "a call"):
+            entered.set()
+            leave.wait(60)
+
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    suspended = numbers()
+    next(suspended)
+    seen = iter([suspended.gi_frame, suspended.gi_frame])
+    look = turns._stack_of
+    monkeypatch.setattr(turns, "_stack_of", lambda thread: next(seen, None) or look(thread))
+    thread = threading.Thread(target=call)
+    thread.start()
+    entered.wait(60)
+    assert turn.busy
+    assert next(seen, None) is None
+    leave.set()
+    thread.join()
+    assert not turn.busy

@@ -23,9 +23,9 @@ PLANS = sorted(str(path.relative_to(SAMPLES).with_suffix("")) for path in SAMPLE
 
 
 def compiled(plan: str, out: Path) -> Artifact:
-    """The artifact of a sample's plan, in the folder `out`."""
+    """The artifact of a sample's plan, in the folder `out`; that a compile of it proves its files, other tests of the samples show."""
     if plan.startswith("fine_tuning"):
         pytest.importorskip("torch", reason="its models are torch modules")
     path = SAMPLES / f"{plan}.yaml"
-    compile_model(path.with_name(MODELS.get(plan, "model.py")), path, out)
+    compile_model(path.with_name(MODELS.get(plan, "model.py")), path, out, check=False)
     return open_artifact(out)

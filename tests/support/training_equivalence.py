@@ -217,7 +217,9 @@ def same_training(
     `whole` is the run to compare with, where it is another than that on one rank by the same `train`.
     """
     want = whole or run_whole(source(), train_whole(plan), steps)
-    have = run(source(), plan, folder / "cut", steps)
+    have = run(
+        source(), plan, folder / "cut", steps, check=False
+    )  # what a compile proves is a part of the check that follows
     assert check_artifact(folder / "cut") == []
     for k, (one, other) in enumerate(zip(have.outputs, want.outputs, strict=True)):
         guards = {name for name in {*one, *other} if name.startswith("gradients.")}  # named by the number of ranks

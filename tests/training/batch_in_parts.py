@@ -74,8 +74,11 @@ def numbers(loss: str = "label") -> dict[str, np.ndarray]:
 
 
 def trained(folder: Path, source: Source, plan: str, steps: Sequence[Mapping[str, Any]]) -> Trained:
-    """What every step gives, and all tensors after the last, whole; the artifact is sound."""
-    compile_source(source, parse_plan(plan, "plan.yaml"), folder)
+    """What every step gives, and all tensors after the last, whole; the artifact is sound.
+
+    What a compile proves is a part of what is checked here.
+    """
+    compile_source(source, parse_plan(plan, "plan.yaml"), folder, check=False)
     assert check(folder).violations == []
     return stepped(folder, steps)
 

@@ -40,6 +40,7 @@ USES = {
     "both": ("Div (own, NAME)", "NAME"),
     "a metric of it": ("Div (own, NAME)", "NAME_more"),
 }
+PLANNED = ("parts", "ranks", "stages")
 PLACED = (
     "ranks: 2\nplacement: {up: 0, entropy: 1, end: 1}\n"
     "pipeline: {microbatches: 4, schedule: gpipe}\nsymbols: {batch: {divisor: 16}}\n"
@@ -64,27 +65,28 @@ def _model(reads: tuple[str, ...], use: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("reads", "use"),
+    ("reads", "use", "plans"),
     [
-        (reads, use)
+        (reads, use, PLANNED if use == "both" else (PLANNED[k % len(PLANNED)],))
         for k, reads in enumerate(TOGETHER)
         for j, use in enumerate(USES)
         if use == "both" or k % 3 == min(j, 2)
     ],
     ids=lambda one: one if isinstance(one, str) else " and ".join(one),
 )
-def test_they_are_the_batchs(reads: tuple[str, ...], use: str, tmp_path: Path) -> None:
+def test_they_are_the_batchs(reads: tuple[str, ...], use: str, plans: tuple[str, ...], tmp_path: Path) -> None:
+    """Each number, in a metric and in the loss at once, under every plan; another use of it under one of them."""
     text, metrics = _model(reads, use)
     given = numbers(LOSSES["ignored"]) | {"t": numbers()["x"][:, 0] + 4, "e": numbers()["x"][:, 1:4] + 4}
     want = trained_whole(from_text(text, {"w": (6, 5)}), PLANS[1] + train("loss", 1, more=metrics), [given])
-    for name, plan in {
+    texts = {
         "parts": PLANS[1] + train("loss", 4, more=metrics),
         "ranks": PLANS[2] + train("loss", 2, more=metrics),
         "stages": PLACED + train("loss", 1, more=metrics).replace("  accumulate: 1\n", ""),
-    }.items():
-        close(
-            trained(tmp_path / name, from_text(text, {"w": (6, 5)}), plan, [given]), want, start_of({"w": (6, 5)}, text)
-        )
+    }
+    for name in plans:
+        have = trained(tmp_path / name, from_text(text, {"w": (6, 5)}), texts[name], [given])
+        close(have, want, start_of({"w": (6, 5)}, text))
     if use == "both" and "largest" not in reads:  # of one size, what is no sum of its parts' is named in a warning
         fixed = from_text(text.replace("batch", "4"), {"w": (6, 5)})
         close(
