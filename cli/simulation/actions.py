@@ -102,7 +102,7 @@ class Pricing:
         functions = {one.name: one for one in sizes.file.model.functions}
         if isinstance(step, Update):
             found = updated(step, functions, sizes)
-            return sum(_least_of(functions[name], operands, processor) for name, operands in found)
+            return sum(least_of(functions[name], operands, processor) for name, operands in found)
         total = 0.0
         for node in step.formal.nodes:
             given, made = sizes.of_node(node, step)
@@ -113,7 +113,7 @@ class Pricing:
         return total
 
 
-def _least_of(function: FunctionProto, operands: Sequence[Operand], processor: Processor) -> float:
+def least_of(function: FunctionProto, operands: Sequence[Operand], processor: Processor) -> float:
     """Seconds of an update at least, on however many ranks: of flat operands no run of a session takes more than a shard of elements."""
     many = max((math.prod(one.sizes or ()) for one in operands), default=0) / SHARD
     if many <= 1 or is_rowwise(function):
@@ -125,9 +125,9 @@ def _least_of(function: FunctionProto, operands: Sequence[Operand], processor: P
 def updated(
     update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes
 ) -> list[tuple[str, list[Operand]]]:
-    """The functions that an update calls, with their operands: once on all that it updates side by side, and once on the rows of a table,
-    where the rows that are looked up stand for the table."""
-    flat, by_rows = dict[str, list[Operand]](), list[tuple[str, list[Operand]]]()
+    """The functions that an update calls, with their operands: once on all that it updates alike, which lies side by side, and once on the
+    rows of a table, where the rows that are looked up stand for the table."""
+    flat, by_rows = dict[tuple[str, ...], list[Operand]](), list[tuple[str, list[Operand]]]()
     for node in update.nodes:
         if (function := functions.get(node.op_type)) is None:
             continue
@@ -138,11 +138,12 @@ def updated(
             of = zip(function.input, given, strict=True)
             by_rows.append((node.op_type, [rows if formal in tables else one for formal, one in of]))
             continue
-        operands = flat.setdefault(node.op_type, [Operand((0,), one.item) for one in given])
+        alike = node.op_type, *sorted(str(one.SerializeToString(deterministic=True)) for one in node.attribute)
+        operands = flat.setdefault(alike, [Operand((0,), one.item) for one in given])
         for k, one in enumerate(given):
             count, before = math.prod(one.sizes or ()), math.prod(operands[k].sizes or ())
             operands[k] = Operand((count if count == 1 else before + count,), one.item)
-    return [*flat.items(), *by_rows]
+    return [*((alike[0], operands) for alike, operands in flat.items()), *by_rows]
 
 
 def shown(node: NodeProto) -> ir.Node:

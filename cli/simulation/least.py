@@ -20,7 +20,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from partc.cli.simulation.actions import Pricing, updated
+from partc.cli.simulation.actions import Pricing, least_of, updated
 from partc.cli.simulation.sizes import FileSizes
 from partc.cli.simulation.step import Simulation
 from partc.compiler.cost.machine import Link, Machine
@@ -32,7 +32,6 @@ from partc.runtime.artifact.format import ALL_REDUCE, CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.program.steps import Segment, Update
-from partc.runtime.updates.updater import SHARD
 
 if TYPE_CHECKING:
     from onnx import FunctionProto, NodeProto
@@ -64,9 +63,7 @@ class Least:
         self.update = sum(self.pricing.least(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
         self.work = self.update + sum(self.pricing.least(*one) for one in _segments(sizes))
         self.reduced = sum(_reduced(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
-        self.parameters = [
-            pair for step in sizes.file.steps if isinstance(step, Update) for pair in _parameters(step, sizes)
-        ]
+        self.updated = [pair for step in sizes.file.steps if isinstance(step, Update) for pair in _updated(step, sizes)]
         symbol = next(iter(search.batch.symbols), "")
         scales = search.records is not None and search.request.sizes.get(symbol) == search.records
         self.symbol = symbol if scales and not self.machine.segments else ""
@@ -117,14 +114,14 @@ class Least:
         return max(shared, self.machine.processor(CPU).step + work)
 
     def updates(self, one: Candidate) -> float:
-        """Seconds of the updates of all stages on one rank of each; of ZeRO each parameter's shard is updated by itself."""
+        """Seconds of the updates of all stages on one rank of each; of ZeRO a shard of each parameter, side by side as all of them."""
         if not one.zero:
             return self.update * self.search.own_share(one)
         shards = one.degrees.tp * one.degrees.dp
         if shards not in self._updates:
             processor = self.machine.processor(CPU)
-            some = ((function, [_shard(one, shards) for one in operands]) for function, operands in self.parameters)
-            self._updates[shards] = sum(self.pricing.function(*pair, processor, SHARD) for pair in some)
+            some = ((function, [_shard(one, shards) for one in operands]) for function, operands in self.updated)
+            self._updates[shards] = sum(least_of(*pair, processor) for pair in some)
         return self._updates[shards]
 
     def computed(self, one: Candidate) -> float | None:
@@ -306,21 +303,19 @@ def _shown(sizes: FileSizes, node: NodeProto, segment: Segment) -> Hashable:
 
 def _reduced(update: Update, sizes: FileSizes) -> float:
     """The bytes of gradients that ranks of a batch reduce before an update; of rows none."""
-    functions = {one.name: one for one in sizes.file.model.functions}
     total = 0.0
-    for name, operands in updated(update, functions, sizes):
-        if ROWS not in functions[name].input:
-            most = max(math.prod(one.sizes or ()) for one in operands)
-            total += min(one.bytes for one in operands if math.prod(one.sizes or ()) == most)
+    for _, operands in _updated(update, sizes):
+        most = max(math.prod(one.sizes or ()) for one in operands)
+        total += min(one.bytes for one in operands if math.prod(one.sizes or ()) == most)
     return total
 
 
-def _parameters(update: Update, sizes: FileSizes) -> Iterator[tuple[FunctionProto, list[Operand]]]:
-    """The function of each parameter that is updated, with its operands; of rows none."""
+def _updated(update: Update, sizes: FileSizes) -> Iterator[tuple[FunctionProto, list[Operand]]]:
+    """The functions that update parameters, with their operands, those of all that are updated alike as one; of rows none."""
     functions = {one.name: one for one in sizes.file.model.functions}
-    for node in update.nodes:
-        if node.op_type in functions and ROWS not in functions[node.op_type].input:
-            yield functions[node.op_type], [sizes.operand(name) for name in node.input]
+    for name, operands in updated(update, functions, sizes):
+        if ROWS not in functions[name].input:
+            yield functions[name], operands
 
 
 def _shard(one: Operand, shards: int) -> Operand:

@@ -127,12 +127,13 @@ class Estimates:
 
     def _updated(self, one: Candidate, sharding: Sharding) -> float:
         """Seconds of a stage's update; of ZeRO each rank updates its shards, and all of what is not divided by dp."""
-        degrees, known = one.degrees, self.turns(one.degrees.ranks) * self.updates(one) / one.degrees.stages
+        degrees, own = one.degrees, self._own(sharding, one)
         if one.zero and degrees.dp > 1:
             whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
             rest = sum(bytes * many for (op, bytes), many in whole.items() if op == ALL_REDUCE)
-            return known + self._update(one, rest * degrees.dp / degrees.stages)
-        return max(known, self._update(one, self._own(sharding, one)))
+            own += rest * (degrees.dp - 1) / degrees.stages
+        known = self.turns(degrees.ranks) * self.updates(one) / degrees.stages
+        return max(known, self._update(one, own))
 
     def _reduced(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Seconds in which a stage's gradients are reduced, and the shards that were updated gathered."""

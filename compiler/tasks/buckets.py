@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -37,6 +37,7 @@ class _Bucket:
     terms: list[Value] = field(default_factory=list)
     made: list[Value] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
+    kinds: list[Hashable] = field(default_factory=list)
     elements: int = 0
     bytes: int = 0
 
@@ -59,16 +60,20 @@ class Buckets:
         shape: Shape,
         made: Value,
         then: Callable[[], None] = lambda: None,
+        kind: Hashable = None,
     ) -> None:
-        """Adds `term`, of this shape, to its bucket, which makes `made` of it; `then` is called when it is written."""
+        """Adds `term`, of this shape, to its bucket, which makes `made` of it; `then` is called when it is written.
+
+        Those of one `kind` are side by side in a bucket: what has the same done to it afterwards.
+        """
         info = self.comm.values[value]
-        kind = type(move).__name__
-        key = (kind, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
+        key = (type(move).__name__, self.comm.subgroups(move.after.mesh, move.axes, move.group)[1], info.type)
         bucket = self._open.setdefault(key, _Bucket(move))
         bucket.values.append(value)
         bucket.terms.append(term)
         bucket.made.append(made)
         bucket.then.append(then)
+        bucket.kinds.append(kind)
         elements = math.prod(dim for dim in shape if isinstance(dim, int))
         bucket.elements += elements
         bucket.bytes += elements * (info.item_bytes or 1)
@@ -85,6 +90,10 @@ class Buckets:
         count = len(bucket.made)
         name = name_of(bucket.values[0]).removesuffix(".bfloat16").removesuffix(".grad").removesuffix(".next")
         cause = f"{self.what}s of {count} parameters" if count > 1 else f"{self.what} of '{name}'"
-        self.comm.fused(bucket.move, bucket.values, bucket.terms, bucket.made, bucket.elements, cause)
-        for then in bucket.then:
-            then()
+        first = {kind: place for place, kind in reversed([*enumerate(bucket.kinds)])}
+        order = sorted(range(count), key=lambda place: first[bucket.kinds[place]])
+        values = [bucket.values[k] for k in order]
+        terms, made = [bucket.terms[k] for k in order], [bucket.made[k] for k in order]
+        self.comm.fused(bucket.move, values, terms, made, bucket.elements, cause)
+        for k in order:
+            bucket.then[k]()

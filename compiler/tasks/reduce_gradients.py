@@ -2,7 +2,7 @@
 
 A parameter's gradient is wanted as the parameter is updated. Where ranks hold the same shard of it, their terms are reduced by one
 AllReduce for many parameters, a bucket (`buckets.py`), which begins as soon as the last of them is there and goes on beside the
-backward pass.
+backward pass. In a bucket those that are updated alike, by one optimizer with the same numbers, are side by side.
 
     bucket 0   AllReduce(fc3.weight, fc3.bias, fc2.weight)     while fc1 and conv2 are differentiated
 """
@@ -162,7 +162,10 @@ class GradientReduction:
         given = self._own(version, given, f"{self.at[defs[0]]}.grad.partial")
         made = self.comm.job.value(target.group, wanted)
         self.comm.job.declare(target.group, made, target.value, shape)
-        self.buckets.add(move, target.value, given, term, made, partial(self._ready, value, made, target, defs))
+        options = self.training.parameters[value]
+        updated_alike = self.training.optimizer_of(value), options.weight_decay, self.training.lr_multiplier(value)
+        ready = partial(self._ready, value, made, target, defs)
+        self.buckets.add(move, target.value, given, term, made, ready, updated_alike)
 
     def _ready(self, value: ir.Value, given: Value, target: ShardedValue, defs: Sequence[ShardedValue]) -> None:
         """Records a gradient that is complete on the first definition of its parameter, and sends it to the others."""

@@ -9,8 +9,9 @@ Each version of a parameter is updated where it lies, from the same gradient, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -87,8 +88,12 @@ class Updates(UpdateWriter):
             self._clip(total)
         elif self.training.scale is not None and gradients:
             self._divide_by_scale(self.scale)
-        for one in gradients:
-            self._update(one, clipped or self.training.scale is not None)
+        for some in self._by_bucket(gradients):
+            shards = [self._shard(one) for one in some]
+            scaled = clipped or self.training.scale is not None
+            written = [self._update(one, shard, scaled) for one, shard in zip(some, shards, strict=True)]
+            for one, values in zip(some, written, strict=True):
+                self._replace(one, *values)
         if not gradients:
             self._keep_scale(None, None)
         self.gathers.flush()
@@ -119,17 +124,37 @@ class Updates(UpdateWriter):
             parameter = tensor_of(one.parameter)
             self._keep(one.version, one.value, None, str(one.value), "gradient", parameter)
 
-    def _update(self, one: Gradient, clipped: bool) -> None:
+    def _by_bucket(self, gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
+        """The gradients in runs whose updated shards fill a bucket, which is gathered while the next run is updated; one run without ZeRO.
+
+        All shards of a run are cut out before the first of its updates, so a rank cuts them in one session and updates them as one. What
+        has sums in the middle of its update ends a run: it runs by itself.
+        """
+        run, filled = list[Gradient](), 0
+        for one in gradients:
+            run.append(one)
+            if one.share != one.home:
+                filled += prod(self._sizes(one)) * (self.values[one.parameter].item_bytes or 1)
+            if filled >= self.gathers.limit or not self.training.optimizer_of(one.parameter).is_elementwise:
+                yield run
+                run, filled = [], 0
+        if run:
+            yield run
+
+    def _shard(self, one: Gradient) -> Value:
+        """What a rank updates of a parameter: all that it has, or with ZeRO the shard that is cut out of it."""
+        home = self.at[one.home]
+        if one.share == one.home:
+            return home
+        shard, cause = self.job.beside(one.home.group, home, ".share"), f"update of '{one.parameter.name}'"
+        return reshard(self.comm, one.home, home, one.share, shard, cause)
+
+    def _update(self, one: Gradient, shard: Value, clipped: bool) -> tuple[list[Value], list[Value]]:
+        """Writes the update of a shard; the slots of its optimizer, and what takes the places of the shard and of the slots."""
         optimizer = self.training.optimizer_of(one.parameter)
         self.target = self.program.update_targets.get(one.parameter, "")
-        home, group, tensor = self.at[one.home], one.home.group, tensor_of(one.parameter)
-        shared = one.share != one.home
-        shape = self.values.local_shape(one.share) or ()
-        shard = home
-        if shared:
-            cause = f"update of '{one.parameter.name}'"
-            shard = reshard(self.comm, one.home, home, one.share, self.job.beside(group, home, ".share"), cause)
-        kind = one.parameter.type
+        home, group = self.at[one.home], one.home.group
+        shape, kind = self.values.local_shape(one.share) or (), one.parameter.type
 
         def typed_as(value: Value, ones: Sequence[int] = ()) -> ir.Value:
             dims = [1 if dim - len(shape) in ones else size for dim, size in enumerate(shape)]
@@ -151,8 +176,14 @@ class Updates(UpdateWriter):
             self._write_update(one, typed_as(shard), slot_values, scalars, outputs, values)
         for value, typed_value in zip((*slots, *made), (*slot_values, *outputs), strict=True):
             self._declare(group, value, typed_value)
-        following = self._gather(one, made[0]) if shared else made[0]
-        self._keep(one.home, home, following, tensor, "parameter")
+        return slots, made
+
+    def _replace(self, one: Gradient, slots: Sequence[Value], made: Sequence[Value]) -> None:
+        """Lists what takes the places of a parameter, which is gathered from updated shards with ZeRO, and of its optimizer's slots."""
+        optimizer, tensor = self.training.optimizer_of(one.parameter), tensor_of(one.parameter)
+        following = made[0] if one.share == one.home else self._gather(one, made[0])
+        self._keep(one.home, self.at[one.home], following, tensor, "parameter")
+        kept = optimizer.slots_of(len(self.values.local_shape(one.share) or ()))
         for (slot, ones), state, after in zip(kept.items(), slots, made[1:], strict=True):
             listed = self.job.derived(f"{tensor}.{slot}")
             lies = self._home_of_slot(one, listed, ones)

@@ -61,6 +61,10 @@ class Replacement:
     """What a node of the program makes in place of a kept tensor: the tensor, and the value that is copied into it."""
     always: list[tuple[str, str]]
     """The same of what a step replaces that changes nothing else."""
+    renewed: Mapping[str, str] = field(default_factory=dict)
+    """By shard that is cut out of a parameter in each step what an update makes of it."""
+    in_place: Mapping[int, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    """By step the places of such shards, each with that of the new values."""
 
 
 @dataclass
@@ -157,7 +161,7 @@ class RankProgram:
         """Let collectives work in place where they can, but for the `excluded` tags; the tags of those that do."""
         values = self.values
         aliases = self.arenas.aliases = in_place_aliases(
-            self.steps, values.live_ranges, values.slots, excluded, values.are_alike
+            self.steps, values.live_ranges, values.slots, excluded, values.are_alike, self.replacement.in_place
         )
         calls = [step.call for step in self.steps if isinstance(step, StartCollective)]
         return {call.tag for call in calls if call.in_one_buffer or call.result in aliases}
@@ -239,6 +243,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
             guard=file.manifest.guard,
             copies=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],
             always=file.replaced_always,
+            renewed=plan.renewed,
+            in_place=plan.in_place,
         ),
         messages=Messages(promises),
         targets=Targets(

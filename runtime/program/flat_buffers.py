@@ -1,4 +1,4 @@
-"""Values that follow each other in one range of memory: those of an AllReduce of several, and gradients of one update."""
+"""Values that follow each other in one range of memory: what one AllReduce or ReduceScatter gives, and gradients of one update."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ class FlatBuffer:
 
 
 def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatBuffer]:
-    """The memory of each AllReduce of several values; ArtifactError where the shape of one is not fixed."""
+    """The memory of each AllReduce of several values, and of what each ReduceScatter of several gives.
+
+    ArtifactError where the shape of one is not fixed.
+    """
     found = []
     for call in file.calls:
-        if not call.in_one_buffer:
+        if not call.parts or call.kind.joins:
             continue
         fixed = {name: fixed_shape(shapes.get(name)) for name in call.made}
         if unknown := [name for name, shape in fixed.items() if shape is None]:
@@ -45,7 +48,9 @@ def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatB
                 "  help: compile again"
             )
         elements = tuple(prod(fixed[name] or ()) for name in call.made)
-        found.append(FlatBuffer(call.result or "", file.collectives[call.tag].type, call.made, elements))
+        found.append(
+            FlatBuffer(call.result or f"{call.value} and on", file.collectives[call.tag].type, call.made, elements)
+        )
     return found
 
 

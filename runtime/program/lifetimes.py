@@ -7,13 +7,14 @@ possible.
 
 Where a collective's input has no later reader, and its output is as large, both are one place in memory: AllReduce and
 Broadcast work there, and what one rank does with itself is nothing at all. So it is with a sum to which the tasks of one microbatch after
-another add.
+another add, and with a shard of a parameter that an update reads last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from .copy_runs import run_ends
 from .memory_plan import Lifetime
@@ -63,20 +64,20 @@ def in_place_aliases(
     slots: Collection[str],
     excluded: Collection[int] = (),
     are_alike: Callable[[str, str], bool] = lambda one, two: False,
+    renewed: Mapping[int, Sequence[tuple[str, str]]] = MappingProxyType({}),
 ) -> dict[str, str]:
     """By value that reuses the memory of what it is made of, the value that first had that memory.
 
-    These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks, of values that `are_alike` in type and
-    shape. For y = AllReduce(x): {"y": "x"}.
+    These are outputs of collectives, but for those whose tags are `excluded`, and sums of tasks and what updates make of shards (`renewed`,
+    by step), of values that `are_alike` in type and shape. For y = AllReduce(x): {"y": "x"}.
     """
     finishes = {step.call.tag: index for index, step in enumerate(steps) if isinstance(step, WaitCollective)}
     found: dict[str, str] = {}
     for index, step in enumerate(steps):
-        if isinstance(step, Segment) and step.task:
-            for term, made in step.sums:
-                ends = live_ranges[term].ends if term in slots and made in slots and are_alike(term, made) else ()
-                if ends and max(ends) == index and not live_ranges[term].sends:
-                    found[made] = found.get(term, term)
+        for term, made in step.sums if isinstance(step, Segment) and step.task else renewed.get(index, ()):
+            ends = live_ranges[term].ends if term in slots and made in slots and are_alike(term, made) else ()
+            if ends and max(ends) == index and not live_ranges[term].sends:
+                found[made] = found.get(term, term)
         if not isinstance(step, StartCollective) or step.call.tag in excluded:
             continue
         kind = step.call.kind

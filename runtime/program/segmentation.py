@@ -10,6 +10,8 @@ What is right in one thread alone is in a segment of such nodes (`one_thread.py`
 
 A segment begins before nodes that are computed again: in one session with those that made the values first, onnxruntime would take
 both for one, and keep the values. It has the nodes of one target, and a Copy is a step.
+
+What cuts shards for updates alone, with ZeRO, waits for the next update: the shards are needed no earlier.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class _Segmenter:
     """Whether the open segment is one of one thread."""
     guard: str = ""
     """The condition on which an update runs."""
+    deferred: list[tuple[int, NodeProto]] = field(default_factory=list)
+    """Nodes of which only updates read, which run right before the next of them."""
 
     def close(self) -> None:
         if self.open:
@@ -126,6 +130,10 @@ class _Segmenter:
     def update(self, node: NodeProto) -> None:
         """A step that overwrites what was read so far."""
         self.wait([*node.input, self.guard])
+        self.close()
+        deferred, self.deferred = self.deferred, []
+        for index, one in deferred:
+            self.compute(index, one, reads(one))
         self.close()
         last, target = self.steps[-1] if self.steps else None, target_of(node)
         if isinstance(last, Update) and last.target == target:
@@ -209,13 +217,21 @@ class _Nodes:
     def segmented(self, updating: Collection[str], calls: Mapping[int, TaskCall], guard: str = "") -> _Segmenter:
         """Walks over the nodes; `updating` are the functions that update in place, `calls` by place the tasks."""
         kept = {*self.outputs}
+        updates = {
+            index
+            for index, node in enumerate(self.nodes)
+            if node.domain == OPTIMIZER and node.op_type in updating and not kept.isdisjoint(node.output)
+        }
+        deferred = self._deferred(updates) if updates else set()
         cutter = _Segmenter(guard=guard)
         for index, node in enumerate(self.nodes):
             refuse_unknown_target(node, self.where)
             if index in calls:
                 cutter.call(calls[index])
-            elif node.domain == OPTIMIZER and node.op_type in updating and not kept.isdisjoint(node.output):
+            elif index in updates:
                 cutter.update(node)
+            elif index in deferred:
+                cutter.deferred.append((index, node))
             elif node.domain != DOMAIN:
                 cutter.compute(index, node, self.operands[index], wants_one_thread(node, self.single))
             elif node.op_type in (SEND, RECV):
@@ -234,6 +250,24 @@ class _Nodes:
         cutter.close()
         cutter.wait(list(cutter.pending))
         return cutter
+
+    def _deferred(self, updates: Collection[int]) -> set[int]:
+        """The nodes that cut what updates read out of values that the rank has from the beginning, and that nothing else reads.
+
+        What they make is needed as late as the gradients; made with the nodes before, it would lie beside all of these.
+        """
+        begun = {*self.inputs, *self.initializers}
+        others = {*self.outputs}
+        others.update(name for index, some in enumerate(self.operands) if index not in updates for name in some)
+        read = {name for index in updates for name in self.operands[index]}
+        return {
+            index
+            for index, node in enumerate(self.nodes)
+            if not read.isdisjoint(node.output)
+            and others.isdisjoint(node.output)
+            and node.domain not in (DOMAIN, OPTIMIZER, TASKS)
+            and begun.issuperset(self.operands[index])
+        }
 
 
 def instantiated(steps: Sequence[Step], task: TaskCall) -> list[Step]:

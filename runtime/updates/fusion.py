@@ -5,12 +5,15 @@ one tensor or on many that follow each other in memory. Memory is laid out so th
 updates, which for a bucket is the order in which it is reduced, and parameters and the optimizer's tensors like them.
 
     Momentum(a, a.grad, a.momentum), Momentum(b, b.grad, b.momentum)     ->     Momentum([a b], [a.grad b.grad], [a.momentum b.momentum])
+
+With ZeRO a rank updates a shard that it cuts out of a parameter in each step. Shards that are updated as one lie side by side, and
+their new values take their places. The updates of one step of the program are in any order, so those alike come together.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -65,6 +68,12 @@ class UpdatePlan:
     groups: dict[int, list[FusedUpdate | RowUpdate]] = field(default_factory=dict)
     gradients: list[FlatBuffer] = field(default_factory=list)
     kept: list[FlatBuffer] = field(default_factory=list)
+    shards: list[FlatBuffer] = field(default_factory=list)
+    """The memory of shards that are cut out of parameters in each step, and of their new values."""
+    renewed: dict[str, str] = field(default_factory=dict)
+    """By shard that is cut out of a parameter in each step its new value."""
+    in_place: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    """By step the places of such shards, each with that of the new values, which may be the same."""
 
 
 def plan_updates(
@@ -119,13 +128,23 @@ def plan_groups(
         by_rows = [RowUpdate(node, function, step.target) for node, function in nodes if is_rowwise(function)]
         dense = [(node, function) for node, function in nodes if not is_rowwise(function)]
         found = [_Member(node, function, types, kept, targets, again) for node, function in dense]
-        runs = list(_runs(found, buffered))
+        runs = list(_runs(_alike_together(found), buffered))
         plan.groups[index] = [*(_group(run, shapes, step.target) for run in runs), *by_rows]
         for run in runs:
             for operand in [tuple(names) for names in zip(*(one.tensors for one in run), strict=True)]:
                 if operand[0] in kept and not laid.intersection(operand):
                     laid.update(operand)
                     plan.kept.append(_buffer(f"{operand[0]} and on", operand, shapes, types))
+            for pairs in zip(*(one.shards for one in run), strict=True):
+                if not again.isdisjoint(name for name, _ in pairs):
+                    continue
+                plan.renewed.update(pairs)
+                places = pairs[0]
+                if len(run) > 1:
+                    both = [_buffer(f"{some[0]} and on", some, shapes, types) for some in zip(*pairs, strict=True)]
+                    plan.shards += both
+                    places = both[0].name, both[1].name
+                plan.in_place.setdefault(index, []).append(places)
             gradients = [one.gradient for one in run]
             if all(name and name not in buffered for name in gradients):
                 key = f"{types[gradients[0]]} {index} {targets.get(gradients[0], '')}".rstrip()
@@ -144,7 +163,7 @@ class _Member:
     types: Mapping[str, str]
     kept: Collection[str]
     targets: Mapping[str, str]
-    again: Collection[str]
+    again: Set[str]
     """Values that several updates read: each would lie with the gradients of its own."""
 
     @property
@@ -162,19 +181,23 @@ class _Member:
 
     @property
     def gradient(self) -> str:
-        """The one tensor that is not kept, while all that the update replaces is, and that no other update reads; else empty.
-
-        A shard that is cut out of a parameter in each step is replaced, too, though it is not kept.
-        """
-        others = [name for name in self.tensors if name not in self.kept]
-        own = len(others) == 1 and others[0] not in (*self.again, *self.node.output, *self._replaced)
+        """The one tensor that is neither kept nor replaced, and that no other update reads; else empty."""
+        replaced = self._replaced
+        others = [name for name in self.tensors if name not in self.kept and name not in replaced]
+        own = len(others) == 1 and self.again.isdisjoint((*others, *replaced)) and others[0] not in self.node.output
         return others[0] if own else ""
 
     @property
-    def _replaced(self) -> list[str]:
-        """The operands whose new values the function makes."""
+    def shards(self) -> list[tuple[str, str]]:
+        """The operands that are replaced and not kept, which are cut out of parameters in each step, with their new values."""
+        return [(name, made) for name, made in self._replaced.items() if name not in self.kept]
+
+    @property
+    def _replaced(self) -> dict[str, str]:
+        """By operand whose new value the function makes that value."""
+        made = dict(zip(self.function.output, self.node.output, strict=True))
         pairs = zip(self.function.input, self.node.input, strict=True)
-        return [name for formal, name in pairs if f"{formal}{NEXT}" in self.function.output]
+        return {name: made[following] for formal, name in pairs if (following := f"{formal}{NEXT}") in made}
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -188,6 +211,17 @@ class _Member:
     def is_alone(self) -> bool:
         """Whether it runs by itself: memory is laid out for one gradient, and for what is kept; not for other results."""
         return not self.gradient or not all(formal.endswith(NEXT) for formal in self.function.output)
+
+
+def _alike_together(members: Sequence[_Member]) -> list[_Member]:
+    """The members in groups of one key, in the order of the first of each; in their own order where one reads what another makes."""
+    made = {name for one in members for name in one.node.output}
+    if any(not made.isdisjoint(one.node.input) for one in members):
+        return list(members)
+    places: dict[object, int] = {}
+    for one in members:
+        places.setdefault(one.key, len(places))
+    return sorted(members, key=lambda one: places[one.key])
 
 
 def _runs(members: Sequence[_Member], buffered: Mapping[str, tuple[str, int]]) -> Iterator[list[_Member]]:

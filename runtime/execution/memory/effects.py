@@ -104,7 +104,7 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
             return Effects(text, _uses([step.source]), _uses([step.result]))
         case Update():
             guard = [program.replacement.guard] if program.replacement.guard else []
-            replaced = {one.value: one.next for one in program.kept}
+            replaced = {**{one.value: one.next for one in program.kept}, **program.replacement.renewed}
             made = [name for node in step.nodes for name in node.output]
             return Effects(text, _uses([*step.inputs, *guard]), _uses(made), replaced)
         case Send():

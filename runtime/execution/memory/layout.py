@@ -36,7 +36,7 @@ def lay_out(
     buffers, plan = coalesced_buffers(file, shapes), UpdatePlan()
     if begins:
         plan = plan_updates(file, shapes, types, buffers, targets)
-        buffers += plan.gradients
+        buffers += [*plan.gradients, *plan.shards]
         buffers += copied_buffers(file, [*buffers, *plan.kept], shapes, types) if targets else []
     return value_table(file, types, shapes, promises, buffers, {*weights}, targets), plan
 

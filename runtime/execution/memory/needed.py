@@ -169,7 +169,7 @@ class _Program:
         shapes = known_shapes(file, bound, promises)
         begins = file.manifest.is_main
         self.types = self._types()
-        self.values, _ = lay_out(file, self.types, shapes, promises, file.tensors, self.targets, begins)
+        self.values, self.updates = lay_out(file, self.types, shapes, promises, file.tensors, self.targets, begins)
         self.promises = {tag: at_sizes(shape, self.symbols, sizes) for tag, shape in promises.items()}
         self.shapes = declared_shapes(file)
         self.bounds: dict[str, Place] = {}
@@ -209,7 +209,9 @@ class _Program:
         shapes = {name: at_sizes(shape, self.symbols, self.sizes) for name, shape in values.shapes.items()}
         kept = {record.value: record.local_shape(file.rank) for record in file.state}
         works = plan_collectives(file.steps, values, kept, self.promises, shapes, transport, wire)
-        aliases = in_place_aliases(file.steps, values.live_ranges, values.slots, (), values.are_alike)
+        aliases = in_place_aliases(
+            file.steps, values.live_ranges, values.slots, (), values.are_alike, self.updates.in_place
+        )
         return [*values.lifetimes(aliases, shapes), *scratch_lifetimes(file.steps, works)]
 
     def between(self) -> dict[str, int]:
