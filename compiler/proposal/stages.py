@@ -240,31 +240,33 @@ def _partition(costs: Sequence[float], crossing: Sequence[float], count: int) ->
     if close := _runs(upto, toll, count, ((1 - EVEN) / count, (1 + EVEN) / count)):
         return close
     n = len(costs)
-    least = np.full((count + 1, n + 1), math.inf)
-    least[0, 0] = 0.0
-    for k in range(1, count + 1):
-        for end in range(k, n + 1):
-            heaviest = np.maximum(least[k - 1, :end], upto[end] - upto[:end])
-            least[k, end] = np.where(np.isfinite(toll[:end]), heaviest, math.inf).min()
-    return _runs(upto, toll, count, (0.0, max(float(least[count, n]), (1 + EVEN) / count)))
+    runs = np.where(_follows(n) & np.isfinite(toll[:n]), upto[:, None] - upto[:n], math.inf)
+    heaviest = np.append(0.0, np.full(n, math.inf))
+    for _ in range(count):
+        heaviest = np.maximum(heaviest[:n], runs).min(axis=1)
+    return _runs(upto, toll, count, (0.0, max(float(heaviest[n]), (1 + EVEN) / count)))
 
 
 def _runs(upto: np.ndarray, toll: np.ndarray, count: int, allowed: tuple[float, float]) -> list[int]:
     """The begins of the most even runs whose costs are within what is allowed; none where there are no such runs."""
     n = len(upto) - 1
-    even = np.full((count + 1, n + 1), math.inf)
-    even[0, 0] = 0.0
+    runs = upto[:, None] - upto[:n]
+    fits = _follows(n) & (runs >= allowed[0] - 1e-9) & (runs <= allowed[1] + 1e-9)
+    squares = np.where(fits, runs**2, math.inf)
+    even = np.append(0.0, np.full(n, math.inf))
     begins = np.zeros((count + 1, n + 1), int)
     for k in range(1, count + 1):
-        for end in range(k, n + 1):
-            runs = upto[end] - upto[:end]
-            fits = (runs >= allowed[0] - 1e-9) & (runs <= allowed[1] + 1e-9)
-            ways = np.where(fits, even[k - 1, :end] + runs**2 + toll[:end], math.inf)
-            begins[k, end] = ways.argmin()
-            even[k, end] = ways[begins[k, end]]
-    if even[count, n] == math.inf:
+        ways = even[:n] + squares + toll[:n]
+        begins[k] = ways.argmin(axis=1)
+        even = ways.min(axis=1)
+    if even[n] == math.inf:
         return []
     found = [n]
     for k in range(count, 1, -1):
         found.append(int(begins[k, found[-1]]))
     return found[:0:-1]
+
+
+def _follows(n: int) -> np.ndarray:
+    """By the end and the begin of a run whether it has units."""
+    return np.arange(n + 1)[:, None] > np.arange(n)
