@@ -11,7 +11,9 @@ joins them.
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -105,22 +107,27 @@ class _Way:
         ends = [*zip([0, *cuts], [*cuts, len(self.units)], strict=True)]
         paths = [[path for unit in self.units[begin:end] for path in unit.paths] for begin, end in ends]
         if members:
-            paths = [_joined(own, [p for rest in paths if rest is not own for p in rest], members) for own in paths]
+            modules = [{module for path in own for module in _around(path)} for own in paths]
+            on = Counter(module for some in modules for module in some)
+            apart = {module for module, stages in on.items() if stages > 1}
+            paths = [_joined(own, apart, members) for own in paths]
+        nodes: list[list[ir.Node]] = [[] for _ in ends]
+        for node, k in self.at.items():
+            nodes[bisect.bisect_right(cuts, k)].append(node)
         return [
             Stage(
                 tuple(self.units[begin:end]),
                 tuple(own),
                 self.crossing[begin] if begin else 0,
-                tuple(node for node, k in self.at.items() if begin <= k < end),
+                tuple(some),
                 self.weighed,
             )
-            for own, (begin, end) in zip(paths, ends, strict=True)
+            for own, some, (begin, end) in zip(paths, nodes, ends, strict=True)
         ]
 
 
-def _joined(own: Sequence[str], others: Sequence[str], members: Collection[str]) -> list[str]:
-    """The paths of a stage, for all that lies in one module of it the module, up to whole members of lists."""
-    apart = {module for path in others for module in _around(path)}
+def _joined(own: Sequence[str], apart: Collection[str], members: Collection[str]) -> list[str]:
+    """The paths of a stage, for all that lies in one module of it the module, up to whole members of lists; `apart` are of several."""
     found = []
     for path in own:
         around = [module for module in _around(path) if any(m in members for m in _around(module))]
@@ -234,6 +241,8 @@ def _partition(costs: Sequence[float], crossing: Sequence[float], count: int) ->
 
     An equal cost is one of all costs, as `uneven` has it: what runs wherever it is read belongs to no stage.
     """
+    if count > len(costs):
+        return []
     usual = float(np.median([size for size in crossing[1:] if size < math.inf] or [0]))
     upto = np.concatenate([[0.0], np.cumsum(costs)])
     toll = _BYTES * np.array(crossing, float) / max(1.0, usual)
