@@ -154,8 +154,14 @@ def _with_readers(units: Sequence[Unit], stages: NodeStages, found: Labels) -> N
 
 
 def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
-    """What only brings outputs to where they are wanted runs once, on what all microbatches give together."""
+    """What only brings outputs to where they are wanted runs once, on what all microbatches give together.
+
+    A message whose value nothing has a use for brings no output: its value may have the records of a microbatch.
+    """
     received = [{value for step in unit.steps if isinstance(step, Comm) for value in step.makes} for unit in units]
+    used = [{held.value for held in unit.program.outputs} for unit in units]
+    for unit, values in zip(units, used, strict=True):
+        values.update(value for step in unit.steps for value in step.reads)
     readers: list[set[Value]] = [set() for _ in units]
     for places in reversed(found.order):
         (first, at), *_ = places
@@ -165,6 +171,7 @@ def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
             renames = isinstance(step, Compute) and step.node.op_type == "Identity"
             own = renames and all(value in received[first] for value in step.reads)
             linear = isinstance(step, Comm) and step.attributes.get(REDUCE, SUM) == SUM
+            linear = linear and any(value in used[unit] for unit, k in places for value in units[unit].steps[k].makes)
             if own or linear:
                 for unit, k in places:
                     found.steps[unit][k] = UPDATE

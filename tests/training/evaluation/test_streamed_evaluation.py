@@ -60,6 +60,8 @@ PLANS = {
     "with shards": "ranks: 4\nmesh: {pp: 2, dp: 2}\ndataset: {x: [dp, null], kind: [dp], t: [dp, null]}\n"
     + "symbols: {B: {divisor: 4}}\n"
     + "placement: {MatMul_0: {pp: 0}, MatMul_1: {pp: 1}}\npipeline: {microbatches: 2, schedule: 1f1b}\n",
+    "ranks alike": "ranks: 4\nmesh: {pp: 2, tp: 2}\nprecision: {compute: bfloat16, loss_scale: none}\n"
+    + "placement: {MatMul_0: {pp: 0}, MatMul_1: {pp: 1}}\npipeline: {microbatches: 2, schedule: 1f1b}\n",
 }  # fmt: skip
 SIZES = (16, 16, 7)
 
