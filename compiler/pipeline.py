@@ -32,6 +32,7 @@ from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import Plan, read_plan
 from partc.compiler.rewrite.counted_indices import counted_indices
 from partc.compiler.rewrite.generation.caches import caches_as_state
+from partc.compiler.rewrite.generation.repeated_heads import repeat_heads
 from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
@@ -70,6 +71,7 @@ PASSES: tuple[Pass, ...] = (
     straighten,
     counted_indices,
     unpack,
+    repeat_heads,
     serve,
     precision,
     follow_annotations,  # the global view

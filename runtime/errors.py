@@ -10,6 +10,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+NO_MEMORY_HELP = (
+    "\n  help: `partc inspect` says what each rank takes; give it more memory, or the plan more ranks or smaller sizes"
+)
+"""The last line of a message about a rank that has no memory left."""
+
 
 class PartcError(Exception):
     """A failure with a message made for the user: no traceback is shown for it."""

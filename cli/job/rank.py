@@ -29,6 +29,7 @@ from partc.cli.output.step_times import timing
 from partc.cli.output.targets import counted, line, mpi_memory
 from partc.runtime.communication.leaving import leaving_message
 from partc.runtime.errors import (
+    NO_MEMORY_HELP,
     ArtifactError,
     CheckpointError,
     InputError,
@@ -365,7 +366,9 @@ def finish(
 
 
 def _report(job: Job, rank: int, error: Exception) -> None:
-    _print_failure(job, rank, *described(error))
+    code, text = described(error)
+    told = f"rank {rank}: {text}{NO_MEMORY_HELP}" if isinstance(error, MemoryError) else text
+    _print_failure(job, rank, code, told)
 
 
 def _print_failure(job: Job, rank: int, code: int, text: str) -> None:

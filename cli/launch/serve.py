@@ -32,6 +32,8 @@ _LINK = "link"
 _STOPPED_HELP = (
     "\n  help: a stopped process runs again after `kill -CONT`; with a larger --stall the server waits longer for it"
 )
+_BETWEEN_LOOKS = 0.5
+"""Seconds between two looks for ranks that are stopped: the cores are the ranks'."""
 _LAST_SECONDS = 5.0
 """How long the ranks may take to end once nothing is open."""
 
@@ -66,6 +68,7 @@ class _ServerJob:
         """Whether a signal has asked the server to end."""
         self._drained: float | None = None
         self._stopped: dict[int, float] = {}
+        self._looked = 0.0
 
     def run(self, launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str]) -> int:
         """Runs the job to its end; the exit code."""
@@ -117,7 +120,10 @@ class _ServerJob:
 
     def _end_stopped(self, run_dir: RunDir) -> None:
         """Kills a rank that has been stopped for too long: no request would ever be answered."""
-        now, pids = time.monotonic(), run_dir.pids()
+        now = time.monotonic()
+        if now - self._looked < _BETWEEN_LOOKS:
+            return
+        self._looked, pids = now, run_dir.pids()
         for rank, (pid, state) in enumerate(zip(pids, states(pids), strict=True)):
             if not pid or state not in ("T", "t"):
                 self._stopped.pop(rank, None)

@@ -28,6 +28,8 @@ def described(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return 1, f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return 1, f"no memory is left{f': {error}' if str(error) else ''}"
     import traceback
 
     trace = "".join(traceback.format_exception(error))

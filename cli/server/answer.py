@@ -6,7 +6,7 @@ A text that ends an answer may begin in one token and end in another one, so let
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from partc.cli.server.engine import Ended, Engine, Failed, News, Ticket, Token
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.tokenizer import TextStream
 
-LEFT = "left"
 _NOT_FINITE = "the logits of this request are not finite: no token follows its prompt and the tokens made so far"
 
 
@@ -75,24 +74,9 @@ class Answer:
     made: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def deltas(self, engine: Engine) -> AsyncGenerator[Delta, None]:
-        """The answer as it comes; RefusedError where the ranks fail, or the request's logits are not finite."""
-        try:
-            while True:
-                delta = self._delta(engine, await self._news())
-                if delta.text or delta.tokens or delta.finish:
-                    yield delta
-                if delta.finish:
-                    return
-        finally:
-            engine.end(self.ticket, LEFT)
-
-    async def _news(self) -> list[News]:
-        """What has happened since the last look, once something has."""
-        found = [await self.ticket.news.get()]
-        while not self.ticket.news.empty():
-            found.append(self.ticket.news.get_nowait())
-        return found
+    async def next(self, engine: Engine) -> Delta:
+        """What is added next, once something is; RefusedError where the ranks fail, or the request's logits are not finite."""
+        return self._delta(engine, await self.ticket.news())
 
     def _delta(self, engine: Engine, news: Sequence[News]) -> Delta:
         text, tokens, finish = "", list[int](), ""

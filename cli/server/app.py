@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from partc.cli.server.answer import LEFT, Answer, Letters
+from partc.cli.server.answer import Answer, Letters
 from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.refusals import RefusedError, error_body
+from partc.cli.server.stream import EventStream, ended_when_left
 from partc.runtime.files import counted
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 _BODY_SECONDS = 30.0
@@ -108,44 +107,12 @@ class Server:
         ticket = self.engine.submit(completion.request, timeout)
         answer = Answer(completion, self.reader.model, ticket, Letters(self.reader.tokenizer, completion.stops))
         if completion.streams:
-            return StreamingResponse(
-                self._events(request, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-            )
-        async with _ended_when_left(request, self.engine, answer), aclosing(answer.deltas(self.engine)) as deltas:
-            return Document(answer.document([delta async for delta in deltas]))
-
-    async def _events(self, request: Request, answer: Answer) -> AsyncIterator[str]:
-        first = True
-        async with _ended_when_left(request, self.engine, answer), aclosing(answer.deltas(self.engine)) as deltas:
-            try:
-                async for delta in deltas:
-                    yield f"data: {_json(answer.chunk(delta, first))}\n\n"
-                    first = False
-            except RefusedError as error:
-                yield f"event: error\ndata: {_json(error.body())}\n\n"
-                return
-        if answer.completion.counts:
-            yield f"data: {_json(answer.counts())}\n\n"
-        yield "data: [DONE]\n\n"
-
-
-class _ended_when_left:
-    """Watches a client meanwhile, and ends its request where it goes away."""
-
-    def __init__(self, request: Request, engine: Engine, answer: Answer) -> None:
-        self._request, self._engine, self._answer = request, engine, answer
-
-    async def __aenter__(self) -> None:
-        self._watch = asyncio.create_task(self._until_left())
-
-    async def __aexit__(self, *_: object) -> None:
-        self._watch.cancel()
-
-    async def _until_left(self) -> None:
-        receive: Callable[[], Awaitable[Any]] = self._request.receive
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._engine.end(self._answer.ticket, LEFT)
+            return EventStream(answer, self.engine)
+        with ended_when_left(request.receive, self.engine, ticket):
+            deltas = [await answer.next(self.engine)]
+            while not deltas[-1].finish:
+                deltas.append(await answer.next(self.engine))
+            return Document(answer.document(deltas))
 
 
 async def _body(request: Request) -> bytes:
@@ -186,7 +153,3 @@ def _http_error(request: Request, error: HTTPException) -> Response:
 def _fault(request: Request, error: Exception) -> Response:
     """A fault of the server itself."""
     return Document(error_body(f"{type(error).__name__}: {error}", "server_error"), 500)
-
-
-def _json(document: dict[str, Any]) -> str:
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.chat_template import ChatTemplate
+from partc.cli.text.message_text import MessageText
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.errors import InputError
 from partc.runtime.generation.request import Request, faults_of
@@ -135,12 +136,13 @@ class Reader:
             fact = "the server has no chat template: start it with --tokenizer, and the template in tokenizer_config.json beside it"
             raise RefusedError(400, fact, "messages")
         body = self._body(data, _ChatBody.model_validate)
+        text = MessageText(self.tokenizer)
         try:
-            prompt = self.template.prompt([_plain(message) for message in body.messages])
+            prompt = self.template.prompt(text.marked([_plain(message) for message in body.messages]))
         except InputError as error:
             raise RefusedError(400, str(error), "messages") from None
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._checked(body, self._ids(prompt, special=False), most, self.record.length, True)
+        return self._checked(body, text.ids(prompt), most, self.record.length, True)
 
     def _body(self, data: bytes, validate: Callable[[object], Any]) -> Any:
         try:
@@ -171,12 +173,12 @@ class Reader:
             )
         return body
 
-    def _ids(self, text: str, special: bool = True) -> list[int]:
+    def _ids(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise RefusedError(
                 400, "text needs a tokenizer: start the server with --tokenizer, or give a list of ids", "prompt"
             )
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        found: list[int] = self.tokenizer.encode(text).ids
         return found
 
     def _checked(self, body: _Body, ids: list[int], most: int | None, default: int, chat: bool) -> Completion:

@@ -20,6 +20,8 @@ from partc.cli.server.refusals import RefusedError, without_traceback
 from partc.runtime.generation.request import Request
 
 _RETRY = 1
+LEFT = "left"
+"""Why a request ended whose client has gone."""
 
 
 class State(enum.Enum):
@@ -41,7 +43,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Ended:
-    """The server ends a request, for a reason: `timeout`, `shutdown`, or `left`, where its client has gone."""
+    """The server ends a request, for a reason: `timeout`, `shutdown`, `stop`, or `LEFT`."""
 
     finish: str
 
@@ -58,13 +60,26 @@ News: TypeAlias = Token | Ended | Failed
 
 @dataclass(eq=False)
 class Ticket:
-    """An open request: its number, and a queue of what happens to it."""
+    """An open request: its number, and what has happened to it that its answer has not taken yet."""
 
     number: int
     begun: float
-    news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
     deadline: asyncio.TimerHandle | None = None
     has_token: bool = False
+    _news: list[News] = field(default_factory=list)
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, news: News) -> None:
+        """Adds what happened; however much it is, whoever waits wakes up once."""
+        self._news.append(news)
+        self._has_news.set()
+
+    async def news(self) -> list[News]:
+        """What has happened since the last call, at least one; for one reader."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        found, self._news = self._news, []
+        return found
 
 
 class Engine:
@@ -115,7 +130,7 @@ class Engine:
     def end(self, ticket: Ticket, finish: str) -> None:
         """Ends a request that is still open: its slot is free two steps later."""
         if self._forget(ticket, finish):
-            ticket.news.put_nowait(Ended(finish))
+            ticket.add(Ended(finish))
             self._send({"cancel": ticket.number})
 
     def fail(self, text: str) -> None:
@@ -124,7 +139,7 @@ class Engine:
             self.state = State.FAILED
         for ticket in [*self._open.values()]:
             self._forget(ticket, "error")
-            ticket.news.put_nowait(Failed(without_traceback(text)))
+            ticket.add(Failed(without_traceback(text)))
 
     async def drain(self, seconds: float) -> None:
         """Takes no more requests, gives the open ones so many seconds, and ends the loop of steps."""
@@ -154,7 +169,7 @@ class Engine:
                 self.metrics.completion_tokens += 1
             if finish:
                 self._forget(ticket, finish)
-            ticket.news.put_nowait(Token(token, finish))
+            ticket.add(Token(token, finish))
             if not ticket.has_token:
                 ticket.has_token = True
                 self.metrics.first.add(time.monotonic() - ticket.begun)

@@ -159,9 +159,10 @@ def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
     A message whose value nothing has a use for brings no output: its value may have the records of a microbatch.
     """
     received = [{value for step in unit.steps if isinstance(step, Comm) for value in step.makes} for unit in units]
-    used = [{held.value for held in unit.program.outputs} for unit in units]
-    for unit, values in zip(units, used, strict=True):
-        values.update(value for step in unit.steps for value in step.reads)
+    used = [
+        {*(held.value for held in unit.program.outputs), *(value for step in unit.steps for value in step.reads)}
+        for unit in units
+    ]
     readers: list[set[Value]] = [set() for _ in units]
     for places in reversed(found.order):
         (first, at), *_ = places
@@ -171,7 +172,7 @@ def _deliver_once(units: Sequence[Unit], found: Labels) -> None:
             renames = isinstance(step, Compute) and step.node.op_type == "Identity"
             own = renames and all(value in received[first] for value in step.reads)
             linear = isinstance(step, Comm) and step.attributes.get(REDUCE, SUM) == SUM
-            linear = linear and any(value in used[unit] for unit, k in places for value in units[unit].steps[k].makes)
+            linear = linear and any(value in used[u] for u, k in places for value in units[u].steps[k].makes)
             if own or linear:
                 for unit, k in places:
                     found.steps[unit][k] = UPDATE

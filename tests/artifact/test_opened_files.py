@@ -78,7 +78,7 @@ OTHERWISE = {
     "cli/main.py: os.open": "/dev/null",
     "cli/output/console.py: open": "/dev/null",
     "compiler/analysis/foreign_types.py: onnxruntime.InferenceSession": "a model in memory",
-    "compiler/rewrite/generation/fused_attention.py: onnxruntime.InferenceSession": "a model in memory",
+    "compiler/rewrite/generation/masks.py: onnxruntime.InferenceSession": "a model in memory",
     "compiler/emit/whole.py: ir.save": "the new folder of `replacing_together`",
     "runtime/artifact/replace_folder.py: os.open": "a folder, and no link to one",
     "runtime/checkpoint/lock.py: os.open": "the lock of a folder of checkpoints, and no link to one",

@@ -114,7 +114,7 @@ decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}]
     weights |= {"begin": np.array([0]), "axes_2": np.array([2]), "axes_3": np.array([3]), "size": np.array([SIZE])}
     weights |= {"rest": np.array([-1]), "q_group": np.array([HEADS // KV]), "never": np.array(-1e9, np.float32)}
     weights |= {"as_column": np.array([1, 1, -1, 1]), "two_first": np.array([0])}
-    weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3])}
+    weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3]), "axes_13": np.array([1, 3])}
     proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     return proto
 
@@ -234,6 +234,28 @@ def test_no_rank_sends_a_cache(form: str, tmp_path: Path) -> None:
     assert generated(FORMS[form], tmp_path, (tmp_path / "plan.yaml").read_text()) == reference(FORMS[form])
 
 
+KEYS_OVER = f"ranks: N\nsharding: {{'layer.[qkv]_flat': colwise, layer.out: rowwise}}\n{of_slots(3)[9:]}"
+
+
+@pytest.mark.parametrize("form", ["appended by Concat", "causal Attention of flat heads", "rotated"])
+def test_two_heads_of_keys_over_four_ranks_are_on_two_each(form: str, tmp_path: Path) -> None:
+    proto = decoder(ROTATED) if form == "rotated" else FORMS[form]
+    assert generated(proto, tmp_path, KEYS_OVER.replace("N", "4")) == reference(proto)
+    caches = [one for one in open_artifact(tmp_path / "build").model(1).graph.input if one.name.startswith("past_")]
+    kept = [[dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in caches]
+    assert kept == [[3, 1, LENGTH + CHUNK - 1, SIZE]] * 2
+    assert [event.op_type for event in analyse(tmp_path / "decoder.onnx", tmp_path / "plan.yaml").events] == [
+        "AllReduce"
+    ]
+
+
+def test_heads_of_keys_that_ranks_neither_divide_nor_are_a_multiple_of(tmp_path: Path) -> None:
+    onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
+    (tmp_path / "plan.yaml").write_text(KEYS_OVER.replace("N", "3"))
+    with pytest.raises(CompileError, match=r"(?s)'layer.k_flat' makes 2 heads of keys.*over 3 ranks.*use 2, 4 ranks"):
+        analyse(tmp_path / "decoder.onnx", tmp_path / "plan.yaml")
+
+
 @pytest.mark.parametrize("given", [["--slots", "2"], ["--generate", "20", "--plan", "other.yaml", "--target", "auto"]])
 def test_options_of_a_proposal_that_do_not_fit(given: list[str], tmp_path: Path) -> None:
     onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
@@ -255,6 +277,15 @@ OTHER = """
   other = ReduceSum <keepdims = 0> ({})
   mixed = Add (own, other)
 """
+LATER = "a token sees later ones"
+UNMASKED, OWN = ATTENTION.replace(", mask)", ")"), ATTENTION.replace("mixed =", "own =")
+BY_ONE = "Reshape (numbers, as_column)"
+
+
+def of_single_ops(seen: str) -> onnx.ModelProto:
+    return decoder(DECOMPOSED.replace("Where (mask_grouped, scores, never)", seen), opset=18)
+
+
 REFUSED = {
     "an If": (decoder(IF), 1, "has its caches in the If 'layer."),
     "no cache": (
@@ -262,11 +293,7 @@ REFUSED = {
         1,
         "the model has no cache",
     ),
-    "another reader": (
-        decoder(ATTENTION.replace("mixed =", "own =") + OTHER.format("past_k")),
-        1,
-        "'past_k' is also read by ReduceSum",
-    ),
+    "another reader": (decoder(OWN + OTHER.format("past_k")), 1, "'past_k' is also read by ReduceSum"),
     "a fixed batch": (decoder(ATTENTION, batch="2"), 1, "export the model with a dynamic batch"),
     "two entries for a token": (
         decoder(
@@ -278,28 +305,19 @@ REFUSED = {
         "Concat 'layer.present_v' appends 2 entries for each token to 'past_v'",
     ),
     "an input that no step is given": (
-        decoder(
-            ATTENTION.replace("mixed =", "own =") + "  mixed = Add (own, extra)",
-            f"float[batch, {HEADS}, tokens, {SIZE}] extra,",
-        ),
+        decoder(OWN + "  mixed = Add (own, extra)", f"float[batch, {HEADS}, tokens, {SIZE}] extra,"),
         1,
         "no step is given 'extra', which the decoder reads",
     ),
-    "no mask": (
-        decoder(ATTENTION.replace(", mask)", ")")),
-        1,
-        "in Attention 'layer.mixed' a token sees later ones",
-    ),
+    "no mask": (decoder(UNMASKED), 1, "in Attention 'layer.mixed' " + LATER),
+    "no mask of single ops": (of_single_ops("Identity (scores)"), 3, "in Softmax 'layer.shares' " + LATER),
+    "a mask that hides what is before": (of_single_ops("Where (mask_grouped, never, scores)"), 3, LATER),
     "a mask of what is later": (
-        decoder(ATTENTION.replace("LessOrEqual (row, column)", "GreaterOrEqual (row, column)")),
+        decoder(ATTENTION.replace("LessOrEqual", "GreaterOrEqual")),
         3,
-        "in Attention 'layer.mixed' a token sees later ones",
+        "'layer.mixed' " + LATER,
     ),
-    "one length": (
-        decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", "Reshape (numbers, as_column)")),
-        3,
-        "takes one length for all sequences",
-    ),
+    "one length": (decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", BY_ONE)), 3, "takes one length for all"),
     "scores": (
         decoder(
             PAST.format(attributes="", mask="").replace(
@@ -326,8 +344,15 @@ def test_what_cannot_generate_is_refused(form: str, tmp_path: Path) -> None:
 
 def test_a_compile_says_where_a_mask_is_not_causal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.yaml").write_text(of_slots(3))
-    for form, unfused in (("GroupQueryAttention with a window", True), ("Attention with a past", False)):
-        onnx.save(FORMS[form], tmp_path / "decoder.onnx")
+    of_tokens = "  i = Unsqueeze (ids, axes_13)\n  odd = Less (i, axes_3)\n  mask = And (before, odd)\n"
+    masked = ATTENTION.replace("mask = Less", "before = Less").replace("\n  present_k", f"\n{of_tokens}  present_k")
+    forms = (
+        (FORMS["GroupQueryAttention with a window"], True),
+        (FORMS["Attention with a past"], False),
+        (decoder(masked), True),
+    )
+    for form, unfused in forms:
+        onnx.save(form, tmp_path / "decoder.onnx")
         options = ["--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "build")]
         assert invoke(["compile", str(tmp_path / "decoder.onnx"), *options]) == 0
         assert (

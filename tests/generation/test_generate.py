@@ -14,7 +14,7 @@ from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, REPLICAS, recording, reque
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
-from partc.compiler.rewrite.generation import fused_attention
+from partc.compiler.rewrite.generation import masks
 from partc.runtime import InputError, RankError, Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
@@ -151,7 +151,7 @@ def test_attention_of_another_mask_stays(compiled: Compiled, slots: int, window:
 
 
 def test_of_many_positions_the_proof_looks_at_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_attention, "MOST", 10)
+    monkeypatch.setattr(masks, "MOST", 10)
     for window, kind in ((63, "Attention"), (64, "GroupQueryAttention")):
         onnx.save(decoder(fused=True, window=window), tmp_path / "model.onnx")
         (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {length: 64, chunk: 8}\n")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partc.cli.job.job import Job
+from partc.cli.job.rank import _report
 from partc.cli.server.bodies import Completion, Reader
 from partc.cli.server.refusals import RefusedError, without_traceback
 from partc.cli.text.chat_template import find_chat_template
@@ -91,6 +93,13 @@ def test_clients_get_no_traceback() -> None:
     text = "Traceback (most recent call last):\n  File 'a'\n    x\n    ^\nMemoryError: 12 GB\npartc: this is a bug in partc"
     assert without_traceback(text) == "a rank has failed: MemoryError: 12 GB"
     assert without_traceback("rank 1 was killed\n  help: look") == "rank 1 was killed\n  help: look"
+
+
+def test_memory_that_is_not_there_is_no_fault_of_partc(capfd: pytest.CaptureFixture[str]) -> None:
+    _report(Job(folder="build"), 1, MemoryError("12 GB"))
+    told = capfd.readouterr().err
+    assert told.startswith("rank 1: no memory is left: 12 GB\n  help: ")
+    assert "bug" not in told
 
 
 def test_some_are_met(reader: Reader) -> None:

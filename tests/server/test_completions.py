@@ -17,8 +17,14 @@ import numpy as np
 import onnx
 import pytest
 from decoders import VOCABULARY, Unsharded, decoder
+from partc.cli.job import serving
+from partc.cli.job.job import Job
 from partc.cli.main import invoke
+from partc.cli.server.front import Front
+from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
+from partc.runtime import RankError, open_artifact
+from partc.runtime.program import sessions
 from server_case import LETTERS, Client, LocalServer, until, write_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -261,6 +267,64 @@ def test_a_full_queue_and_a_deadline_are_reported(server: LocalServer) -> None:
         for events in (runs, waits):
             assert json.loads(next(events)[1])["choices"][0]["finish_reason"] == "timeout"
     until(lambda: server.batch.slots.used == server.batch.slots.waiting == 0)
+
+
+class Starved:
+    """A session that finds no memory on rank 1 for one of its nodes, from when `full` is set."""
+
+    full, node = threading.Event(), "layers.1.o.MatMul"
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def run_with_iobinding(self, binding: Any) -> None:
+        is_its = any(output.name.startswith(self.node) for output in self.session.get_outputs())
+        if self.full.is_set() and threading.current_thread().name.endswith(" 1") and is_its:
+            text = f"Non-zero status code returned while running MatMul node. Name:'{self.node}'"
+            raise RuntimeError(
+                f"{text} Status Message: Failed to allocate memory for requested buffer of size 18874368"
+            )
+        self.session.run_with_iobinding(binding)
+
+
+def test_a_rank_without_memory_ends_streams_with_its_name_and_op(
+    build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_session = sessions.new_session
+    monkeypatch.setattr(sessions, "new_session", lambda *given, **more: Starved(new_session(*given, **more)))
+    (tmp_path / "plan.yaml").write_text(
+        "ranks: 2\nsharding: {'layers.1.o': rowwise}\ngenerate: {slots: 2, length: 128}\n"
+    )
+    compile_model(build.parent / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    events = list[tuple[str, str]]()
+
+    def ask(front: Front) -> None:
+        client = Client(int(front.address.rpartition(":")[2]))
+        with client.streaming(COMPLETIONS, {"prompt": [1], "max_tokens": 127}) as found:
+            next(found)
+            Starved.full.set()
+            events.extend(found)
+
+    asking = list[threading.Thread]()
+
+    def began(front: Front) -> None:
+        asking.append(threading.Thread(target=ask, args=(front,)))
+        asking[0].start()
+
+    monkeypatch.setattr(serving, "report_address", began)
+    job = Job(folder=str(tmp_path / "build"), serving=ServerSettings(port=0))
+    try:
+        with pytest.raises(RankError, match=r"(?s)rank 1 failed in MatMul \(layers.1.o.MatMul\): .*\n  help: "):
+            serving.run_threads(job, open_artifact(tmp_path / "build").manifest)
+    finally:
+        Starved.full.clear()
+    asking[0].join(30)
+    kind, data = events[-1]
+    assert kind == "error"
+    assert "rank 1 failed in MatMul (layers.1.o.MatMul)" in json.loads(data)["error"]["message"]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from partc.cli.server.answer import Letters
 from partc.cli.text import chat_template
 from partc.cli.text.chat_template import ChatTemplate, end_of_text, find_chat_template
+from partc.cli.text.message_text import MessageText
 from partc.cli.text.tokenizer import TextStream, open_tokenizer, refuse_other_vocabulary
 from partc.runtime.errors import InputError
 from server_case import write_tokenizer
@@ -66,6 +67,32 @@ def test_an_answer_is_what_is_before_the_first_text_that_ends_it(text: str, stop
     else:
         assert (read, letters.stopped) == (shortest, True)
         assert found == text[: min(at for stop in stops if (at := text[:shortest].find(stop)) >= 0)]
+
+
+CONTROL = Tokenizer.from_str(BYTES.to_str())
+CONTROL.add_special_tokens(["<s>", "</s>", "</s></s>"])
+TURNS = "{% for m in messages %}<s>{{ m.role }}:{{ m.content | trim }}</s>{% endfor %}<s>"
+
+
+@given(st.lists(st.lists(st.sampled_from(["<s>", "</s>", "</", "s>", "a", " ", LETTER]), max_size=6), max_size=3))
+@settings(deadline=None)
+def test_a_message_has_no_control_token(contents: list[list[str]]) -> None:
+    messages = [{"role": "user", "content": "".join(content)} for content in contents]
+    text = MessageText(CONTROL)
+    ids = text.ids(ChatTemplate("t", TURNS, {}).prompt(text.marked(messages)))
+    begin, end, _ = (CONTROL.token_to_id(token) for token in ("<s>", "</s>", "</s></s>"))
+    turns = [[begin, *BYTES.encode(f"user:{one['content'].strip()}").ids, end] for one in messages]
+    assert ids == [*(token for turn in turns for token in turn), begin]
+
+
+def test_the_letters_of_a_control_token_have_no_space_before_them() -> None:
+    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate("\u2581\nab</>s")}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["</s>"])
+    text = MessageText(tokenizer)
+    (message,) = text.marked([{"role": "user", "content": "a</s>b"}])
+    tokens = [tokenizer.id_to_token(one) for one in text.ids(message["content"])]
+    assert tokens == ["\u2581", "a", *"</s>", "b"]
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -4,34 +4,26 @@ place, and repeats no heads. Its kernel takes one token of each of several seque
     Attention(q, repeated(Slice(TensorScatter(cache_k, k, ..))), ..., mask)
         ->  GroupQueryAttention(q, k, v, cache_k, cache_v, ends, length)
 
-The proof. A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every
-position that a step can have, which is any for one token and a multiple of the chunk for a chunk, and compared with causal. Of more
-than `MOST` positions those are taken that lie evenly apart, the last one among them: a window shows there first. A mask that is found to
-let a token see later ones is refused: they are of a later step, or of no sequence.
+A mask that is a window, or not proven to be anything (`masks.py`), leaves the model's own form. A mask that is found to let a token see
+later ones is refused, in either form: they are of a later step, or of no sequence.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import take_out
+from partc.compiler.rewrite.generation.masks import Sight, is_of_cache, seeing_later, sight_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
-from partc.compiler.rewrite.generation.positions import COUNT, Positions
+from partc.compiler.rewrite.generation.positions import Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
 
-MOST = 8192
 _OP, _DOMAIN = "GroupQueryAttention", "com.microsoft"
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-_AWAY = -1e4
-"""What is added to scores that do not count is at most this."""
 
 
 def head_counts(model: ir.Model) -> dict[ir.Node, int]:
@@ -68,23 +60,23 @@ def fuse_attention(
 
     Gives those that would be replaced if their mask were proven causal. CompileError with those of which a token sees later ones.
     """
-    known: dict[ir.Value, _Sight] = {}
+    known: dict[ir.Value, Sight] = {}
     left, later = list[ir.Node](), list[ir.Node]()
     for node, count in heads.items():
         reads = [_read(node, k) for k in (1, 2)]
         mask, is_causal = node.inputs[3] if len(node.inputs) > 3 else None, node.attributes.get_int("is_causal", 0)
-        if None in reads or any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]):
+        if any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]) or not is_of_cache(node.inputs[1]):
             continue
         if mask is not None and mask not in known:
-            known[mask] = _sight(build.graph, mask, positions, form)
-        sight = _Sight.LATER if mask is None else known[mask]
-        keys, values = (one for one in reads if one is not None)
-        if is_causal or sight is _Sight.UNKNOWN:
-            left.append(node)
-        elif sight is _Sight.LATER:
+            known[mask] = sight_of(build.graph, mask, positions, form)
+        sight = Sight.LATER if mask is None else known[mask]
+        if is_causal or sight is Sight.UNKNOWN:
+            left += [] if None in reads else [node]
+        elif sight is Sight.LATER:
             later.append(node)
-        else:
-            _fuse(build, node, count, (keys, values), found, positions)
+        elif reads[0] is not None and reads[1] is not None:
+            _fuse(build, node, count, (reads[0], reads[1]), found, positions)
+    later += seeing_later(build.graph, positions, form)
     if later:
         fact = f"in {_named(later)} a token sees later ones: {'its' if len(later) == 1 else 'their'} mask is not causal"
         law = "a step has the tokens up to its own: what is behind them is of a later step, or of no sequence"
@@ -94,15 +86,7 @@ def fuse_attention(
 
 def _named(nodes: Sequence[ir.Node]) -> str:
     more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
-    return f"Attention '{nodes[0].name}'{more}"
-
-
-class _Sight(enum.Enum):
-    """Which tokens a mask lets each token see: all up to itself and no other; later ones, too; others, or what is not known."""
-
-    CAUSAL = enum.auto()
-    LATER = enum.auto()
-    UNKNOWN = enum.auto()
+    return f"{nodes[0].op_type} '{nodes[0].name}'{more}"
 
 
 def _read(node: ir.Node, k: int) -> _Read | None:
@@ -195,100 +179,6 @@ def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> i
 def _swaps_heads(node: ir.Node) -> bool:
     """Whether a node is a Transpose of heads and tokens, either way."""
     return node.op_type == "Transpose" and [*node.attributes.get_ints("perm", [])] == [0, 2, 1, 3]
-
-
-def _sight(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm) -> _Sight:
-    """What a mask lets each token see, at every position that a step can have."""
-    nodes = _makers(graph, mask, _given(positions))
-    if nodes is None:
-        return _Sight.UNKNOWN
-    run, width = _evaluator(graph, nodes, mask, positions), form.tokens
-    every = range(0, form.rules.length, width)
-    for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
-        found = run(some, width)
-        seen = found if found.dtype == np.bool_ else found == 0
-        if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
-            return _Sight.UNKNOWN
-        entries, tokens = np.arange(max(some) + width), np.arange(width)
-        wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
-        if seen.ndim != 4 or seen.shape[-1] != len(entries) or seen.shape[0] not in (1, form.rows):
-            return _Sight.UNKNOWN
-        if seen.shape[2] not in (1, width) or not (seen == wanted).all():
-            is_later = seen.shape[2] in (1, width) and (seen & ~wanted).any()
-            return _Sight.LATER if is_later else _Sight.UNKNOWN
-    return _Sight.CAUSAL
-
-
-def _given(positions: Positions) -> tuple[ir.Value, ...]:
-    """The inputs of a step of which a mask may be made."""
-    return positions.position, positions.count, positions.ids
-
-
-def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
-    """The positions in batches of a size, the last of which repeats its last one."""
-    for begin in range(0, len(every), size):
-        some = [*every[begin : begin + size]]
-        yield some + some[-1:] * (size - len(some))
-
-
-def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> list[ir.Node] | None:
-    """The nodes that make a value of the given ones and constants, in order; None where it is made of anything else."""
-    needed, waiting = set[ir.Node](), [value]
-    while waiting:
-        one = waiting.pop()
-        producer = one.producer()
-        if producer is None:
-            if one not in given and one.const_value is None:
-                return None
-        elif producer not in needed:
-            if producer.domain not in ("", "ai.onnx") or any(
-                attr.type == ir.AttributeType.GRAPH for attr in producer.attributes.values()
-            ):
-                return None
-            needed.add(producer)
-            waiting += [operand for operand in producer.inputs if operand is not None]
-    return [node for node in graph if node in needed]
-
-
-def _evaluator(
-    graph: ir.Graph, nodes: Sequence[ir.Node], value: ir.Value, positions: Positions
-) -> Callable[[Sequence[int], int], npt.NDArray[Any]]:
-    """What makes the value for positions and a number of tokens."""
-    import onnx
-    import onnxruntime
-    from onnx import TensorProto, helper
-
-    given = _given(positions)
-    read = {operand for node in nodes for operand in node.inputs if operand is not None}
-    inputs = [helper.make_tensor_value_info(str(one.name), TensorProto.INT64, None) for one in given if one in read]
-    constants = []
-    for one in read:
-        if one.producer() is None and one not in given and one.const_value is not None:
-            constants.append(ir.serde.serialize_tensor(one.const_value))
-            constants[-1].name = str(one.name)
-    output = onnx.ValueInfoProto(name=str(value.name))
-    body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", inputs, [output], constants)
-    opsets = [helper.make_opsetid("", graph.opset_imports.get("", 24))]
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 4
-    session = onnxruntime.InferenceSession(
-        helper.make_model(body, ir_version=10, opset_imports=opsets).SerializeToString(),
-        options,
-        providers=["CPUExecutionProvider"],
-    )
-    names = {one.name for one in session.get_inputs()}
-
-    def run(some: Sequence[int], width: int) -> npt.NDArray[Any]:
-        count = len(some)
-        feeds = {
-            str(positions.position.name): np.asarray(some, np.int64),
-            COUNT: np.full(count, width, np.int64),
-            str(positions.ids.name): np.zeros((count, width), np.int64),
-        }
-        found: npt.NDArray[Any] = session.run(None, {name: array for name, array in feeds.items() if name in names})[0]
-        return found
-
-    return run
 
 
 def _constant(value: ir.Value | None) -> list[int]:

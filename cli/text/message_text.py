@@ -1,0 +1,74 @@
+"""What a client writes in a conversation is text, also where it reads like one of the model's control tokens.
+
+A tokenizer takes `</s>` or `<|im_end|>` for the token wherever it stands in a prompt, so that a client could end its own turn and write
+one for the model. In messages they are marked before the template sees them, and the marked ones become the tokens of their letters:
+
+    messages    hello</s>            ->  hello<mark 0>
+    prompt      <s>hello<mark 0></s> ->  <s> hello < / s > </s>
+
+A conversation without such a text, and what the template itself writes, is encoded as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_BEFORE = "\n"
+"""Stands in front of a text that is encoded by itself, and is taken off again: some tokenizers put a space at the begin."""
+
+
+@dataclass(frozen=True)
+class MessageText:
+    """The control tokens in the messages of one conversation: by mark their text."""
+
+    tokenizer: Any
+    marks: dict[str, str] = field(default_factory=dict)
+    secret: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def marked(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages, with a mark in the place of each control token's text."""
+        texts = sorted(_control_tokens(self.tokenizer).values(), key=len, reverse=True)
+        if not texts:
+            return [*messages]
+        any_of = re.compile("|".join(map(re.escape, texts)))
+        return [{name: any_of.sub(self._mark, text) for name, text in message.items()} for message in messages]
+
+    def ids(self, prompt: str) -> list[int]:
+        """The tokens of a prompt that was made of the marked messages."""
+        if not self.marks:
+            return [*self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        parts = re.split(f"(\ue000{self.secret}\\.[0-9]+\ue001)", prompt)
+        made = self._following(parts[0], "")
+        for part in parts[1:]:
+            text = self.marks.get(part)
+            if text is None:
+                made += self._following(part, _BEFORE)
+                continue
+            self.tokenizer.encode_special_tokens = True
+            try:
+                made += self._following(text, _BEFORE)
+            finally:
+                self.tokenizer.encode_special_tokens = False
+        return made
+
+    def _mark(self, found: re.Match[str]) -> str:
+        """A mark that no client can write."""
+        mark = f"\ue000{self.secret}.{len(self.marks)}\ue001"
+        self.marks[mark] = found[0]
+        return mark
+
+    def _following(self, text: str, before: str) -> list[int]:
+        """The tokens of a text behind another one; by itself where both would be one token."""
+        first, both = (self.tokenizer.encode(one, add_special_tokens=False).ids for one in (before, before + text))
+        if both[: len(first)] == first:
+            return [*both[len(first) :]]
+        return [*self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+def _control_tokens(tokenizer: Any) -> dict[int, str]:
+    """By number the text of each of a tokenizer's special tokens."""
+    return {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}

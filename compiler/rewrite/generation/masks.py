@@ -1,0 +1,190 @@
+"""What the masks of a decoder let each token see: all up to itself, later ones, or what is not proven.
+
+A mask is computed of positions, the number of tokens and constants alone, and a plan bounds them: it is evaluated for every position that a
+step can have, which is any for one token and a multiple of the chunk for a chunk, and compared with causal. Of more than `MOST` positions
+those are taken that lie evenly apart, the last one among them: a window shows there first.
+
+Attention of single ops has its mask between the product of queries and keys and the Softmax:
+
+    Softmax(Where(mask, q kT, -inf))    Softmax(q kT * scale + mask)    Softmax(q kT): none
+
+Where something else stands there, or a mask is made of anything else, nothing is proven, and nothing refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from partc.compiler.rewrite.generation.positions import COUNT, Positions
+from partc.compiler.rewrite.generation.step_form import StepForm
+
+MOST = 8192
+_AWAY = -1e4
+"""What is added to scores that do not count is at most this."""
+_SCALING, _MOVING = ("Add", "Div", "Mul", "Where"), ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
+_OF_CACHE = (*_MOVING, "Mul", "Slice", "Transpose")
+
+
+class Sight(enum.Enum):
+    """Which tokens a mask lets each token see: all up to itself and no other; later ones, too; others, or what is not known."""
+
+    CAUSAL = enum.auto()
+    LATER = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepForm, hides: bool = False) -> Sight:
+    """What a mask lets each token see, at every position that a step can have; `hides`: it is true of what a token does not see."""
+    nodes = _makers(graph, mask, _given(positions))
+    if nodes is None:
+        return Sight.UNKNOWN
+    run, width = _evaluator(graph, nodes, mask, positions), form.tokens
+    every = range(0, form.rules.length, width)
+    for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
+        found = run(some, width)
+        if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
+            found = found[:, :, 0]
+        found = ~found if hides and found.dtype == np.bool_ else found
+        seen = found if found.dtype == np.bool_ else found == 0
+        if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
+            return Sight.UNKNOWN
+        entries, tokens = np.arange(max(some) + width), np.arange(width)
+        wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
+        if seen.ndim != 4 or seen.shape[-1] != len(entries) or seen.shape[0] not in (1, form.rows):
+            return Sight.UNKNOWN
+        if seen.shape[2] not in (1, width) or not (seen == wanted).all():
+            is_later = seen.shape[2] in (1, width) and (seen & ~wanted).any()
+            return Sight.LATER if is_later else Sight.UNKNOWN
+    return Sight.CAUSAL
+
+
+def _given(positions: Positions) -> tuple[ir.Value, ...]:
+    """The inputs of a step of which a mask may be made."""
+    return positions.position, positions.count, positions.ids
+
+
+def _batches(every: Sequence[int], size: int) -> Iterator[list[int]]:
+    """The positions in batches of a size, the last of which repeats its last one."""
+    for begin in range(0, len(every), size):
+        some = [*every[begin : begin + size]]
+        yield some + some[-1:] * (size - len(some))
+
+
+def _makers(graph: ir.Graph, value: ir.Value, given: tuple[ir.Value, ...]) -> list[ir.Node] | None:
+    """The nodes that make a value of the given ones and constants, in order; None where it is made of anything else, or of the numbers of
+    tokens and not of their count.
+    """
+    needed, waiting = dict[ir.Node, bool](), [(value, True)]
+    while waiting:
+        one, by_numbers = waiting.pop()
+        producer = one.producer()
+        if producer is None:
+            if (one not in given and one.const_value is None) or (by_numbers and one in given[2:]):
+                return None
+        elif producer not in needed or (by_numbers and not needed[producer]):
+            if producer.domain not in ("", "ai.onnx") or any(
+                attr.type == ir.AttributeType.GRAPH for attr in producer.attributes.values()
+            ):
+                return None
+            needed[producer] = by_numbers
+            below = by_numbers and producer.op_type != "Shape"
+            waiting += [(operand, below) for operand in producer.inputs if operand is not None]
+    return [node for node in graph if node in needed]
+
+
+def _evaluator(
+    graph: ir.Graph, nodes: Sequence[ir.Node], value: ir.Value, positions: Positions
+) -> Callable[[Sequence[int], int], npt.NDArray[Any]]:
+    """What makes the value for positions and a number of tokens."""
+    import onnx
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    given = _given(positions)
+    read = {operand for node in nodes for operand in node.inputs if operand is not None}
+    inputs = [helper.make_tensor_value_info(str(one.name), TensorProto.INT64, None) for one in given if one in read]
+    constants = []
+    for one in read:
+        if one.producer() is None and one not in given and one.const_value is not None:
+            constants.append(ir.serde.serialize_tensor(one.const_value))
+            constants[-1].name = str(one.name)
+    output = onnx.ValueInfoProto(name=str(value.name))
+    body = helper.make_graph([ir.serde.serialize_node(node) for node in nodes], "mask", inputs, [output], constants)
+    opsets = [helper.make_opsetid("", graph.opset_imports.get("", 24))]
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    session = onnxruntime.InferenceSession(
+        helper.make_model(body, ir_version=10, opset_imports=opsets).SerializeToString(),
+        options,
+        providers=["CPUExecutionProvider"],
+    )
+    names = {one.name for one in session.get_inputs()}
+
+    def run(some: Sequence[int], width: int) -> npt.NDArray[Any]:
+        count = len(some)
+        feeds = {
+            str(positions.position.name): np.asarray(some, np.int64),
+            COUNT: np.full(count, width, np.int64),
+            str(positions.ids.name): np.zeros((count, width), np.int64),
+        }
+        found: npt.NDArray[Any] = session.run(None, {name: array for name, array in feeds.items() if name in names})[0]
+        return found
+
+    return run
+
+
+def is_of_cache(value: ir.Value | None) -> bool:
+    """Whether a value is what a decoder's cache holds."""
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type == "TensorScatter":
+            return True
+        if producer.op_type not in _OF_CACHE:
+            return False
+        value = producer.inputs[0]
+    return False
+
+
+def seeing_later(graph: ir.Graph, positions: Positions, form: StepForm) -> list[ir.Node]:
+    """The Softmaxes over scores of a cache's keys by which a token is found to see later ones."""
+    known: dict[tuple[ir.Value, bool], Sight] = {}
+    found = []
+    for node in graph:
+        masks = _masks(graph, node, positions) if node.op_type == "Softmax" else None
+        if masks is None:
+            continue
+        for key in masks:
+            if key not in known:
+                known[key] = sight_of(graph, key[0], positions, form, key[1])
+        if all(known[key] is Sight.LATER for key in masks):  # also where there is none
+            found.append(node)
+    return found
+
+
+def _masks(graph: ir.Graph, softmax: ir.Node, positions: Positions) -> list[tuple[ir.Value, bool]] | None:
+    """The masks of the scores of keys of a cache, each with whether it hides; None of other scores, or of what is not known."""
+    found, value = list[tuple[ir.Value, bool]](), softmax.inputs[0]
+    while value is not None and (producer := value.producer()) is not None:
+        operands = [one for one in producer.inputs if one is not None]
+        if producer.op_type == "MatMul":
+            return found if any(map(is_of_cache, operands)) else None
+        if producer.op_type in _MOVING:
+            value = operands[0]
+            continue
+        made = [one for one in operands if _makers(graph, one, _given(positions)) is not None]
+        rest = [one for one in operands if one not in made]
+        if producer.op_type not in _SCALING or len(rest) != 1:
+            return None
+        value = rest[0]
+        given = [one for one in made if _makers(graph, one, ()) is None]  # what is no constant
+        if producer.op_type == "Where" and operands[0] in given:
+            found.append((operands[0], value is operands[2]))
+        elif producer.op_type == "Add":
+            found += [(one, False) for one in given]
+        elif given or producer.op_type == "Where":
+            return None
+    return None

@@ -1,0 +1,236 @@
+"""Pass: where there are more ranks than heads of keys, keys and values are repeated over ranks, as in Megatron-LM.
+
+Grouped attention has fewer heads of keys than of queries, and each rank needs those that its queries read. Eight ranks over four of
+them: every head of keys, and of values, is on two ranks, and so is its cache. In the model each of these heads stands twice, side by side:
+
+    k = x W, heads 0 1 2 3    ->    k = x W', heads 0 0 1 1 2 2 3 3       of W' each rank has the columns of one head
+
+so the model is the same, and every cut is an equal one. Keys are followed from the attention up to their weights, by the letter of their
+heads in the rule of each op; where something else reads one of these values, they stay as they are.
+
+A number of ranks that neither divides the heads of keys nor is a multiple of them is refused where it does not divide the columns either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Typed
+from partc.compiler.matching import matched_nodes, sharding_rules
+from partc.compiler.ops.node import constant_ints
+from partc.compiler.ops.registry import rule_of
+from partc.compiler.ops.rule import WHOLE
+from partc.compiler.plan.rules import ShardingRule
+from partc.compiler.rewrite.rewriting import Rewriting
+from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
+
+Dims = dict[ir.Value, int]
+"""By value the dim in which heads of keys lie, one after the other."""
+_FUSED, _KEYS, _VALUES = "GroupQueryAttention", (1, 3), (2, 4)
+_REPEATED = "partc.repeated_heads"
+"""Key of a tensor's meta: the tensor with its heads repeated, by dim, heads and number."""
+_COUNTS = {"MatMulNBits": "N", "RotaryEmbedding": "num_heads"}
+"""The attribute that counts heads, or columns, by op whose local form only divides it."""
+_PLAIN = ("Concat", "Gather", "Gemm", "Reshape", "Slice")
+"""Ops whose rule rewrites a node, but not along a dim that only passes; a Reshape gets another target."""
+
+
+def repeat_heads(program: Typed) -> Typed:
+    """The program with repeated heads of keys and values where the plan cuts their projections over a multiple of them.
+
+    Raises CompileError with every attention whose heads, and columns, do not fit the ranks.
+    """
+    if program.generation is None or program.plan.ranks == 1:
+        return program
+    fused = [node for node in program.model.graph if node.op_type == _FUSED]
+    rules = {node: rule for node, rule in sharding_rules(program)[0].items() if rule.style == "colwise"}
+    if not fused or not rules:
+        return program
+    work = _Repeating(program)
+    problems: dict[Problem, None] = {}
+    for node in fused:
+        queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+        sides = [work.heads_of(node, side) for side in (_KEYS, _VALUES)]
+        lines = [next((one for one in work.makers(side) if one in rules), None) for side in sides]
+        cut, ranks = next((one for one in lines if one is not None), None), work.ranks_of(node)
+        if cut is None:
+            continue
+        if ranks > 1 and keys % ranks and (ranks % keys or queries % ranks):
+            if any(work.columns(side) % ranks for side in sides):
+                problems[_uneven(program.paths[cut], queries, keys, ranks, rules[cut])] = None
+        elif keys % ranks and all(lines) and all(sides):
+            work.repeat({value: dim for side in sides for value, dim in side.items()}, keys, ranks // keys)
+            node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", ranks)
+    if problems:
+        raise CompileError([*problems])
+    return work.done()
+
+
+def _uneven(path: str, queries: int, keys: int, ranks: int, rule: ShardingRule) -> Problem:
+    legal = [n for n in range(2, queries + 1) if queries % n == 0 and (keys % n == 0 or n % keys == 0)]
+    fact = f"'{path}' makes {keys} heads of keys or values, for {queries} of queries, and is cut over {ranks} ranks"
+    law = (
+        f"each rank has whole heads: {ranks} neither divides {keys} nor is a multiple of it"
+        if ranks % keys
+        else f"each rank has whole heads: {queries} of queries are not divisible by {ranks}"
+    )
+    help = f"use {', '.join(map(str, legal))} ranks for it, or leave it whole" if legal else "leave it whole"
+    return Problem(rule.where, fact, law, help)
+
+
+class _Repeating(Rewriting[Typed]):
+    def __init__(self, program: Typed) -> None:
+        super().__init__(program)
+        self.placed: Mapping[ir.Node, tuple[int, ...]] = {
+            node: rule.ranks
+            for rule in program.plan.placement
+            if not rule.serves
+            for node in matched_nodes(program, rule.pattern)
+        }
+
+    def ranks_of(self, node: ir.Node) -> int:
+        """Over how many ranks a style cuts what a node reads."""
+        plan = self.before.plan
+        group = self.placed.get(node, plan.workers)
+        return dict(plan.axes_of(group)).get(TENSOR_PARALLEL, 1) if plan.mesh else len(group)
+
+    def heads_of(self, fused: ir.Node, places: tuple[int, int]) -> Dims:
+        """The values in which keys (or values) of a fused attention have their heads, up to weights; empty where they cannot be followed,
+        or something else reads one of them.
+        """
+        new, cache = (fused.inputs[k] for k in places)
+        present = fused.outputs[places[0]]
+        assert new is not None
+        assert cache is not None
+        found, waiting = {cache: 1, present: 1}, [(new, 2)]
+        while waiting:
+            value, dim = waiting.pop()
+            if found.setdefault(value, dim) != dim:
+                return {}
+            producer = value.producer()
+            if producer is None:
+                if value.const_value is None:
+                    return {}
+                continue
+            operands = _operands(producer, value, dim)
+            if not operands:
+                return {}
+            waiting += operands
+        inside = {*self.makers(found), fused}
+        alone = all(use.node in inside for value in found for use in value.uses())
+        return found if alone and not any(one.is_graph_output() for one in found if one is not present) else {}
+
+    def makers(self, values: Dims) -> Iterator[ir.Node]:
+        """The nodes that make values, but for the attention itself."""
+        nodes = (value.producer() for value in values)
+        return (node for node in nodes if node is not None and node.op_type != _FUSED)
+
+    def columns(self, values: Dims) -> int:
+        """The size of what the first weight has of heads; 0, which all numbers divide, where there is none."""
+        sizes = [
+            value.shape[dim] for value, dim in values.items() if value.is_initializer() and value.shape is not None
+        ]
+        return next((size for size in sizes[1:] if isinstance(size, int)), 0)
+
+    def repeat(self, values: Dims, heads: int, times: int) -> None:
+        """Every head of these values stands so many times, side by side."""
+        for value, dim in values.items():
+            info, shape = self.values[value], value.shape
+            assert shape is not None
+            assert info.shape is not None
+            size = shape[dim]
+            assert isinstance(size, int)
+            value.shape = ir.Shape([size * times if k == dim else one for k, one in enumerate(shape.dims)])
+            self.values[value] = replace(
+                info, shape=tuple(size * times if k == dim else one for k, one in enumerate(info.shape))
+            )
+            node = value.producer()
+            if value in self.before.caches and value.dtype is not None:
+                value.const_value = ir.tensor(np.broadcast_to(np.zeros((), value.dtype.numpy()), value.shape.numpy()))
+            elif value.const_value is not None:
+                value.const_value = _repeated(value.const_value, dim, heads, times)
+            elif node is not None and node.op_type in _COUNTS and (name := _COUNTS[node.op_type]) in node.attributes:
+                node.attributes[name] = ir.AttrInt64(name, node.attributes.get_int(name, 0) * times)
+            elif node is not None and node.op_type == "Reshape":
+                self._aim(node, dim, size * times)
+
+    def _aim(self, node: ir.Node, dim: int, size: int) -> None:
+        """Gives a Reshape a target of this size in a dim of which its target tells the size."""
+        found = _said(node, dim)
+        assert found is not None
+        k, place, numbers = found
+        if numbers[place] <= 0:
+            return
+        name = f"{node.outputs[0].name}.repeated"
+        aimed = self.constant(self.free(f"{name}.size"), [*numbers[:place], size, *numbers[place + 1 :]])
+        target = node.inputs[1]
+        assert target is not None
+        if k is not None:
+            maker = target.producer()
+            assert maker is not None
+            made = self.like(target, self.free(f"{name}.target"))
+            self.put(node, "Concat", [*maker.inputs[:k], aimed, *maker.inputs[k + 1 :]], [made], ".target", axis=0)
+            aimed = made
+        node.replace_input_with(1, aimed)
+
+
+def _said(node: ir.Node, dim: int) -> tuple[int | None, int, tuple[int, ...]] | None:
+    """What a Reshape's target says of a dim: the operand of the Concat that makes the target, None where it is a constant itself; the
+    place in that; its numbers. None where they are not constant.
+    """
+    if (numbers := constant_ints(node, 1)) is not None:
+        return None, dim, numbers
+    maker = None if node.inputs[1] is None else node.inputs[1].producer()
+    if maker is None or maker.op_type != "Concat":
+        return None
+    begin = 0
+    for k, value in enumerate(maker.inputs):
+        size = None if value is None or value.shape is None else value.shape[0]
+        if not isinstance(size, int):
+            return None
+        if dim < begin + size:
+            numbers = constant_ints(maker, k)
+            return None if numbers is None else (k, dim - begin, numbers)
+        begin += size
+    return None
+
+
+def _operands(node: ir.Node, made: ir.Value, dim: int) -> list[tuple[ir.Value, int]]:
+    """The operands of a node that have the heads of what it makes, with their dims; none where its heads cannot be more."""
+    rule = rule_of(node)
+    letters = rule.outputs[0]
+    letter = letters[dim] if letters else WHOLE
+    if made is not node.outputs[0] or letter == WHOLE or letter in rule.replicated:
+        return []
+    if any(out.uses() or out.is_graph_output() for out in node.outputs[1:]):
+        return []
+    if node.op_type == "Reshape" and _said(node, dim) is None:
+        return []
+    if rule.local is not None and node.op_type not in (*_COUNTS, *_PLAIN):
+        return []
+    return [
+        (value, spelled.index(letter))
+        for value, spelled in zip(node.inputs, rule.inputs, strict=False)
+        if value is not None and spelled is not None and letter in spelled
+    ]
+
+
+def _repeated(tensor: ir.TensorProtocol, dim: int, heads: int, times: int) -> ir.TensorProtocol:
+    """A tensor with each head of a dim several times, the same one for each of a plan's programs; made when it is written."""
+    known: dict[tuple[int, int, int], ir.TensorProtocol] = getattr(tensor, "meta", {}).setdefault(_REPEATED, {})
+    key, shape = (dim, heads, times), [*tensor.shape.numpy()]
+
+    def numbers() -> ir.TensorProtocol:
+        array = tensor.numpy()
+        apart = array.reshape(*shape[:dim], heads, shape[dim] // heads, *shape[dim + 1 :])
+        whole = np.repeat(apart, times, axis=dim).reshape(made)
+        return ir.Tensor(np.ascontiguousarray(whole), dtype=tensor.dtype)
+
+    made = [*shape[:dim], shape[dim] * times, *shape[dim + 1 :]]
+    if key not in known:
+        known[key] = ir.LazyTensor(numbers, dtype=tensor.dtype, shape=ir.Shape(made), name=tensor.name, cache=False)
+    return known[key]

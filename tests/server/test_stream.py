@@ -1,0 +1,116 @@
+"""What a stream writes, and when: an event with all tokens that are there, in one write, and nothing after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from partc.cli.server.answer import Answer, Letters
+from partc.cli.server.bodies import Completion
+from partc.cli.server.engine import Engine, State
+from partc.cli.server.metrics import Metrics
+from partc.cli.server.stream import EventStream
+from partc.runtime.generation.request import Request
+
+
+class Ranks:
+    """What the ranks are told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self.told.append(json.loads(data))
+
+
+def streamed(
+    *happens: Callable[[Engine], object], chat: bool = False, counts: bool = False
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """The bodies that a stream writes while this happens, each once the stream has nothing more to write, and what the ranks are told."""
+
+    async def run() -> tuple[list[str], list[dict[str, Any]]]:
+        engine, ranks, written, left = Engine(2, 0, Metrics()), Ranks(), list[str](), asyncio.Event()
+        engine.state, engine._writer = State.READY, ranks  # type: ignore[assignment]
+        request = Request([1, 2], max_tokens=9)
+        completion = Completion(request, (), streams=True, counts=counts, timeout=None, chat=chat)
+        answer = Answer(completion, "m", engine.submit(request, 60.0), Letters(None, ()))
+
+        async def receive() -> dict[str, Any]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if "body" in message:
+                written.append(message["body"].decode())
+                ends.append(not message["more_body"])
+
+        ends: list[bool] = []
+        stream = asyncio.create_task(EventStream(answer, engine)({"type": "http"}, receive, send))
+        for one in happens:
+            await asyncio.sleep(0)  # the stream waits again
+            one(engine)
+            if one is leaves:
+                left.set()
+            for _ in range(4):
+                await asyncio.sleep(0)
+        await asyncio.wait_for(stream, 10)
+        assert ends == [False] * (len(ends) - 1) + [True]
+        return written, ranks.told[1:]
+
+    return asyncio.run(run())
+
+
+def made(*tokens: int, finish: str = "") -> Callable[[Engine], object]:
+    """Steps make tokens of which the server hears at once."""
+    last = len(tokens) - 1
+    rows = [[0, token, finish if at == last else ""] for at, token in enumerate(tokens)]
+    return lambda engine: engine._take({"made": rows, "used": 1, "waiting": 0, "seconds": [0.001]})
+
+
+def leaves(engine: Engine) -> None:
+    """The client goes away."""
+
+
+def choices(body: str) -> list[dict[str, Any]]:
+    """The first choice of each event."""
+    events = [one.removeprefix("data: ") for one in body.split("\n\n") if one and one != "data: [DONE]"]
+    return [json.loads(one)["choices"][0] for one in events]
+
+
+def test_tokens_that_are_there_together_are_one_event_and_one_write() -> None:
+    written, told = streamed(made(5), made(6, 7, 8), made(9, finish="length"))
+    found = [choices(body) for body in written]
+    assert [[one["token_ids"] for one in body] for body in found] == [[[5]], [[6, 7, 8]], [[9]]]
+    assert [body[0]["finish_reason"] for body in found] == [None, None, "length"]
+    assert written[-1].endswith("data: [DONE]\n\n")
+    assert told == []
+
+
+def test_the_last_write_has_the_counts() -> None:
+    written, _ = streamed(made(5, 6, finish="stop"), counts=True)
+    usage = json.loads(written[-1].split("\n\n")[1].removeprefix("data: "))["usage"]
+    assert (len(written), usage["completion_tokens"]) == (1, 2)
+
+
+def test_the_first_event_of_a_conversation_alone_has_the_role() -> None:
+    written, _ = streamed(made(5), made(6, finish="length"), chat=True)
+    assert [choices(body)[0]["delta"] for body in written] == [{"role": "assistant", "content": ""}, {"content": ""}]
+
+
+@pytest.mark.parametrize("first", [(), (made(5),)])
+def test_a_client_that_leaves_ends_its_request_once(first: tuple[Callable[[Engine], object], ...]) -> None:
+    _, told = streamed(*first, leaves)
+    assert told == [{"cancel": 0}]
+
+
+def test_a_failure_is_the_last_event() -> None:
+    written, told = streamed(made(5), lambda engine: engine.fail("rank 1 was killed"))
+    kind, data = written[-1].removesuffix("\n\n").split("\n")
+    assert (kind, json.loads(data.removeprefix("data: "))["error"]["code"]) == ("event: error", "ranks_failed")
+    assert (len(written), told) == (2, [])
