@@ -2,7 +2,7 @@
 
     step       the longest of work, way and gradients, beside what any step takes
     work       microbatches * task / stages + update: the mean of all ranks, which the slowest is not below
-    way        of a stage: the longest way of nodes, forward, to some of its nodes, then these for each microbatch
+    way        of a stage: the longest way of nodes, forward, to some of its nodes, then these for each microbatch, and their updates
     gradients  the shortest way of nodes to any gradient, then the reduction of a rank's over `dp`, in the mean of stages
 
 The programs are that of one rank, and of candidates over `tp` that were played, of one stage and one microbatch: at another size of the
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from partc.cli.simulation.actions import Pricing, least_of, updated
@@ -45,11 +46,11 @@ class Task:
     heads: Mapping[str, float]
     gradient: float
 
-    def way(self, paths: Collection[str], microbatches: int) -> float:
-        """Seconds of a rank on which these paths run: up to the first of some of them, then these for all microbatches."""
+    def way(self, paths: Collection[str], microbatches: int, updates: Mapping[str, float]) -> float:
+        """Seconds of a rank on which these paths run: up to the first of some of them, then these for all microbatches, and `updates`."""
         longest = behind = 0.0
         for path in sorted(paths & self.repeated.keys(), key=lambda one: -self.heads[one]):
-            behind += microbatches * self.repeated[path]
+            behind += microbatches * self.repeated[path] + updates.get(path, 0.0)
             longest = max(longest, self.heads[path] + behind)
         return longest
 
@@ -63,7 +64,9 @@ class Least:
         self.update = sum(self.pricing.least(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
         self.work = self.update + sum(self.pricing.least(*one) for one in _segments(sizes))
         self.reduced = sum(_reduced(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
-        self.updated = [pair for step in sizes.file.steps if isinstance(step, Update) for pair in _updated(step, sizes)]
+        updates = [step for step in sizes.file.steps if isinstance(step, Update)]
+        self.updated = [pair for step in updates for pair in _updated(step, sizes)]
+        self.parameters = [one for step in updates for one in _parameters(step, sizes)]
         symbol = next(iter(search.batch.symbols), "")
         scales = search.records is not None and search.request.sizes.get(symbol) == search.records
         self.symbol = symbol if scales and not self.machine.segments else ""
@@ -71,6 +74,7 @@ class Least:
         self._tasks: dict[Hashable, Task] = {}
         self._ways: dict[Hashable, float] = {}
         self._updates: dict[int, float] = {}
+        self._by_reader: dict[Hashable, dict[str, float]] = {}
         self._by_path: dict[tuple[int, int, bool], tuple[float, float]] = {}
 
     def learn(self, one: Candidate, simulation: Simulation) -> None:
@@ -95,9 +99,10 @@ class Least:
         if key not in self._tasks:
             self._tasks[key] = program.task(parts, shards)
         task, stages = self._tasks[key], one.degrees.stages
-        ways = key, stages, one.microbatches
+        ways = key, stages, one.microbatches, one.zero
         if ways not in self._ways:
-            some = (task.way(paths, one.microbatches) for paths in self.search.named(stages))
+            updates = self._at_readers(one)
+            some = (task.way(paths, one.microbatches, updates) for paths in self.search.named(stages))
             self._ways[ways] = max(some, default=0.0)
         beside = max(self._ways[ways], task.gradient + self._reduction(one))
         return max(self.quick(one), self.machine.processor(CPU).step + beside)
@@ -119,10 +124,27 @@ class Least:
             return self.update * self.search.own_share(one)
         shards = one.degrees.tp * one.degrees.dp
         if shards not in self._updates:
-            processor = self.machine.processor(CPU)
-            some = ((function, [_shard(one, shards) for one in operands]) for function, operands in self.updated)
-            self._updates[shards] = sum(least_of(*pair, processor) for pair in some)
+            self._updates[shards] = sum(self._of_shard(*pair, shards) for pair in self.updated)
         return self._updates[shards]
+
+    def _of_shard(self, function: FunctionProto, operands: Sequence[Operand], shards: int) -> float:
+        """Seconds of the update of one of so many shards."""
+        return least_of(function, [_shard(one, shards) for one in operands], self.machine.processor(CPU))
+
+    def _at_readers(self, one: Candidate) -> dict[str, float]:
+        """By path the seconds of the updates of what is read there alone, which are of the stage that has the path."""
+        key = one.degrees.tp, one.degrees.dp if one.zero else 1, one.zero
+        if key not in self._by_reader:
+            elements = [max(math.prod(some.sizes or ()) for some in one.operands) for one in self.parameters]
+            each, shards = self.update / max(1, sum(elements)) / one.degrees.tp, one.degrees.tp * one.degrees.dp
+            seconds = [each * own for own in elements]
+            if one.zero:
+                seconds = [self._of_shard(own.function, own.operands, shards) for own in self.parameters]
+            found = self._by_reader[key] = defaultdict[str, float](float)
+            for parameter, own in zip(self.parameters, seconds, strict=True):
+                if len(readers := self._programs[1].readers(parameter.names)) == 1:
+                    found[min(readers)] += own
+        return self._by_reader[key]
 
     def computed(self, one: Candidate) -> float | None:
         """Seconds of a microbatch on a rank, of all stages; None where no program over as many ranks of `tp` is known."""
@@ -233,6 +255,18 @@ class _Program:
         self.updated = {name for node in updates for name in node.input}
         self._costs: dict[int, list[tuple[float, float, bool]]] = {}
 
+    @cached_property
+    def _readers(self) -> dict[str, set[str]]:
+        found = defaultdict[str, set[str]](set)
+        for path, _, _, read, _ in self.nodes:
+            for name in read:
+                found[name].add(path)
+        return found
+
+    def readers(self, names: Collection[str]) -> set[str]:
+        """The paths of the nodes that read one of these values."""
+        return {path for name in names for path in self._readers.get(name, ())}
+
     def at(self, parts: int) -> FileSizes:
         """The file for one of so many parts of the batch."""
         return self.sizes.at({**self.sizes.sizes, self.symbol: self.records // parts})
@@ -316,6 +350,24 @@ def _updated(update: Update, sizes: FileSizes) -> Iterator[tuple[FunctionProto, 
     for name, operands in updated(update, functions, sizes):
         if ROWS not in functions[name].input:
             yield functions[name], operands
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter: the function that updates it, with its operands, and the values that are read then."""
+
+    function: FunctionProto
+    operands: list[Operand]
+    names: tuple[str, ...]
+
+
+def _parameters(update: Update, sizes: FileSizes) -> Iterator[_Parameter]:
+    """The parameters that are updated; of rows none."""
+    functions = {one.name: one for one in sizes.file.model.functions}
+    for node in update.nodes:
+        if node.op_type in functions and ROWS not in functions[node.op_type].input:
+            operands = [sizes.operand(name) for name in node.input]
+            yield _Parameter(functions[node.op_type], operands, tuple(node.input))
 
 
 def _shard(one: Operand, shards: int) -> Operand:

@@ -106,7 +106,7 @@ def simulated(
 ) -> Simulation:
     """A step of the artifact's program; `hosts` share its ranks evenly, `traced` is what was measured of it.
 
-    `alike`: ranks that do as much in as many actions have the memory of the first of them, which saves to lay it out for each.
+    `alike`: ranks that do about as much in about as many actions have the memory of the first of them, which saves to lay it out for each.
     """
     manifest, sizes = artifact.manifest, chosen_sizes(artifact, given)
     if traced is not None:
@@ -129,7 +129,7 @@ def simulated(
     if alike:
         seen = dict[Hashable, int]()
         for one, busy in zip(classes, played.busy, strict=True):
-            firsts[one.ranks[0]] = seen.setdefault((len(one.actions), f"{busy:.2g}"), one.ranks[0])
+            firsts[one.ranks[0]] = seen.setdefault((f"{len(one.actions):.2g}", f"{busy:.2g}"), one.ranks[0])
     memory = memory_of_ranks(artifact, sizes, [*{*firsts.values()}], {name: one.file for name, one in files.items()})
     of = {one.rank: one for one in memory}
     return Simulation(played, sizes, {rank: of[other] for rank, other in firsts.items()}, len(unknown), files)

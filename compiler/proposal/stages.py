@@ -11,7 +11,9 @@ joins them.
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -105,22 +107,27 @@ class _Way:
         ends = [*zip([0, *cuts], [*cuts, len(self.units)], strict=True)]
         paths = [[path for unit in self.units[begin:end] for path in unit.paths] for begin, end in ends]
         if members:
-            paths = [_joined(own, [p for rest in paths if rest is not own for p in rest], members) for own in paths]
+            modules = [{module for path in own for module in _around(path)} for own in paths]
+            on = Counter(module for some in modules for module in some)
+            apart = {module for module, stages in on.items() if stages > 1}
+            paths = [_joined(own, apart, members) for own in paths]
+        nodes: list[list[ir.Node]] = [[] for _ in ends]
+        for node, k in self.at.items():
+            nodes[bisect.bisect_right(cuts, k)].append(node)
         return [
             Stage(
                 tuple(self.units[begin:end]),
                 tuple(own),
                 self.crossing[begin] if begin else 0,
-                tuple(node for node, k in self.at.items() if begin <= k < end),
+                tuple(some),
                 self.weighed,
             )
-            for own, (begin, end) in zip(paths, ends, strict=True)
+            for own, some, (begin, end) in zip(paths, nodes, ends, strict=True)
         ]
 
 
-def _joined(own: Sequence[str], others: Sequence[str], members: Collection[str]) -> list[str]:
-    """The paths of a stage, for all that lies in one module of it the module, up to whole members of lists."""
-    apart = {module for path in others for module in _around(path)}
+def _joined(own: Sequence[str], apart: Collection[str], members: Collection[str]) -> list[str]:
+    """The paths of a stage, for all that lies in one module of it the module, up to whole members of lists; `apart` are of several."""
     found = []
     for path in own:
         around = [module for module in _around(path) if any(m in members for m in _around(module))]
@@ -234,37 +241,41 @@ def _partition(costs: Sequence[float], crossing: Sequence[float], count: int) ->
 
     An equal cost is one of all costs, as `uneven` has it: what runs wherever it is read belongs to no stage.
     """
+    if count > len(costs):
+        return []
     usual = float(np.median([size for size in crossing[1:] if size < math.inf] or [0]))
     upto = np.concatenate([[0.0], np.cumsum(costs)])
     toll = _BYTES * np.array(crossing, float) / max(1.0, usual)
     if close := _runs(upto, toll, count, ((1 - EVEN) / count, (1 + EVEN) / count)):
         return close
     n = len(costs)
-    least = np.full((count + 1, n + 1), math.inf)
-    least[0, 0] = 0.0
-    for k in range(1, count + 1):
-        for end in range(k, n + 1):
-            heaviest = np.maximum(least[k - 1, :end], upto[end] - upto[:end])
-            least[k, end] = np.where(np.isfinite(toll[:end]), heaviest, math.inf).min()
-    return _runs(upto, toll, count, (0.0, max(float(least[count, n]), (1 + EVEN) / count)))
+    runs = np.where(_follows(n) & np.isfinite(toll[:n]), upto[:, None] - upto[:n], math.inf)
+    heaviest = np.append(0.0, np.full(n, math.inf))
+    for _ in range(count):
+        heaviest = np.maximum(heaviest[:n], runs).min(axis=1)
+    return _runs(upto, toll, count, (0.0, max(float(heaviest[n]), (1 + EVEN) / count)))
 
 
 def _runs(upto: np.ndarray, toll: np.ndarray, count: int, allowed: tuple[float, float]) -> list[int]:
     """The begins of the most even runs whose costs are within what is allowed; none where there are no such runs."""
     n = len(upto) - 1
-    even = np.full((count + 1, n + 1), math.inf)
-    even[0, 0] = 0.0
+    runs = upto[:, None] - upto[:n]
+    fits = _follows(n) & (runs >= allowed[0] - 1e-9) & (runs <= allowed[1] + 1e-9)
+    squares = np.where(fits, runs**2, math.inf)
+    even = np.append(0.0, np.full(n, math.inf))
     begins = np.zeros((count + 1, n + 1), int)
     for k in range(1, count + 1):
-        for end in range(k, n + 1):
-            runs = upto[end] - upto[:end]
-            fits = (runs >= allowed[0] - 1e-9) & (runs <= allowed[1] + 1e-9)
-            ways = np.where(fits, even[k - 1, :end] + runs**2 + toll[:end], math.inf)
-            begins[k, end] = ways.argmin()
-            even[k, end] = ways[begins[k, end]]
-    if even[count, n] == math.inf:
+        ways = even[:n] + squares + toll[:n]
+        begins[k] = ways.argmin(axis=1)
+        even = ways.min(axis=1)
+    if even[n] == math.inf:
         return []
     found = [n]
     for k in range(count, 1, -1):
         found.append(int(begins[k, found[-1]]))
     return found[:0:-1]
+
+
+def _follows(n: int) -> np.ndarray:
+    """By the end and the begin of a run whether it has units."""
+    return np.arange(n + 1)[:, None] > np.arange(n)

@@ -116,7 +116,7 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """All candidates."""
         base = self.request.base
-        again = base.trains and bool(self.repeated)
+        again = base.trains and self.request.memory is not None and bool(self.repeated)
         return [
             one
             for degrees in degrees_of(self.request.ranks, self.request.fixed)

@@ -91,13 +91,12 @@ class _Segmenter:
             self.open, self.made = [], set()
 
     def wait(self, names: Iterable[str]) -> None:
-        waited = [name for name in dict.fromkeys(names) if name in self.pending]
+        waited = {id(step): step for name in names if (step := self.pending.get(name)) is not None}
         if not waited:
             return
         self.close()
-        found = dict.fromkeys(self.pending[name] for name in waited)
-        self.steps.extend(found)
-        for name in [name for name, step in self.pending.items() if step in found]:
+        self.steps.extend(waited.values())
+        for name in [name for name, step in self.pending.items() if id(step) in waited]:
             del self.pending[name]
 
     def compute(self, index: int, node: NodeProto, operands: Iterable[str], alone: bool = False) -> None:

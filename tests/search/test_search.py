@@ -146,8 +146,16 @@ def test_two_ranks_that_share_memory_gain_nothing(tmp_path: Path) -> None:
     assert "ranks: 1\n" in found(tmp_path, shared(on, times=3.0), ranks=2).text
 
 
-@pytest.mark.parametrize("train", ["", TRAIN.replace("64", "4")])
-def test_no_candidate_is_below_the_bound(train: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("train", "ranks", "fixed", "many"),
+    [
+        ("", 2, Fixed(), 5),
+        (TRAIN.replace("64", "4"), 2, Fixed(), 9),
+        (TRAIN.replace("64", "4"), 4, Fixed(tp=1, dp=2), 6),
+    ],
+    ids=["infer", "train", "ZeRO in stages"],
+)
+def test_no_candidate_is_below_the_bound(train: str, ranks: int, fixed: Fixed, many: int, tmp_path: Path) -> None:
     """All are played, where products are faster the larger they are, and slower beside other ranks; none takes less than its bound."""
     on = links(1e-7, 1e12)
     products = {"matmul": Curve(((1e3, 2e-6), (1e6, 1e-4), (1e9, 5e-2)))}
@@ -156,15 +164,15 @@ def test_no_candidate_is_below_the_bound(train: str, tmp_path: Path) -> None:
     if train:
         (tmp_path / "train.yaml").write_text(train)
         base, one = base_of(tmp_path / "train.yaml", one)
-    search = Search.of(one, "model.onnx", Request(2, Fixed(), base, on, {} if train else {"batch": 4}))
+    search = Search.of(one, "model.onnx", Request(ranks, fixed, base, on, {} if train else {"batch": 4}))
     found = played(search, None, time.monotonic(), None)
-    assert len(search.candidates) >= (12 if train else 5)
+    assert len(search.candidates) >= many
     least = {one: play_program(search, search.proposal(one).done).played.seconds for one in search.candidates}
     assert found.least is not None
     assert found.best is not None
     assert {one for one, seconds in least.items() if seconds < found.least(one)} == set()
-    assert found.least.on(2).shared(2) <= found.bound() <= min(least.values())
-    assert any(found.least(one) > found.least.on(2).shared(one.degrees.ranks) for one in least)
+    assert found.least.on(ranks).shared(ranks) <= found.bound() <= min(least.values())
+    assert any(found.least(one) > found.least.on(ranks).shared(one.degrees.ranks) for one in least)
     assert found.best.seconds == min(least.values())
 
 
@@ -319,6 +327,16 @@ def test_candidates_are_all_degrees_of_divisors() -> None:
     assert Candidate(Degrees(1, 2, 2), 4, "zb_h1", zero=True, recompute=True) in some
     assert not list(candidates(Degrees(1, 3, 1), 8, trains=False, again=False, sharded=False))
     assert list(candidates(Degrees(2, 1, 1), None, trains=False, again=False, sharded=False)) == [Candidate(Degrees(2))]
+
+
+def test_recomputing_is_searched_within_a_memory(tmp_path: Path) -> None:
+    """It saves memory alone, so without a limit of it no candidate is faster by it."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    base, one = base_of(tmp_path / "train.yaml", source(layers(16)))
+    for memory in (None, 1 << 20):
+        request = Request(2, Fixed(), base, machine(), {}, memory=memory)
+        recomputes = {some.recompute for some in Search.of(one, "model.onnx", request).candidates}
+        assert recomputes == ({False} if memory is None else {False, True})
 
 
 def test_baselines_are_named() -> None:
