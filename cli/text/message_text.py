@@ -11,10 +11,12 @@ A conversation without such a text, and what the template itself writes, is enco
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 _BEFORE = "\n"
@@ -42,17 +44,13 @@ class MessageText:
         if not self.marks:
             return [*self.tokenizer.encode(prompt, add_special_tokens=False).ids]
         parts = re.split(f"(\ue000{self.secret}\\.[0-9]+\ue001)", prompt)
-        made = self._following(parts[0], "")
+        made = _following(self.tokenizer, parts[0], "")
         for part in parts[1:]:
             text = self.marks.get(part)
             if text is None:
-                made += self._following(part, _BEFORE)
+                made += _following(self.tokenizer, part, _BEFORE)
                 continue
-            self.tokenizer.encode_special_tokens = True
-            try:
-                made += self._following(text, _BEFORE)
-            finally:
-                self.tokenizer.encode_special_tokens = False
+            made += _following(_of_letters(self.tokenizer), text, _BEFORE)
         return made
 
     def _mark(self, found: re.Match[str]) -> str:
@@ -61,12 +59,21 @@ class MessageText:
         self.marks[mark] = found[0]
         return mark
 
-    def _following(self, text: str, before: str) -> list[int]:
-        """The tokens of a text behind another one; by itself where both would be one token."""
-        first, both = (self.tokenizer.encode(one, add_special_tokens=False).ids for one in (before, before + text))
-        if both[: len(first)] == first:
-            return [*both[len(first) :]]
-        return [*self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+def _following(tokenizer: Any, text: str, before: str) -> list[int]:
+    """The tokens of a text behind another one; by itself where both would be one token."""
+    first, both = (tokenizer.encode(one, add_special_tokens=False).ids for one in (before, before + text))
+    if both[: len(first)] == first:
+        return [*both[len(first) :]]
+    return [*tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+@lru_cache(maxsize=1)
+def _of_letters(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that takes control tokens for text: requests are read at once, and the others' have theirs."""
+    found = copy.deepcopy(tokenizer)
+    found.encode_special_tokens = True
+    return found
 
 
 def _control_tokens(tokenizer: Any) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,25 @@ def test_a_message_has_no_control_token(contents: list[list[str]]) -> None:
     begin, end, _ = (CONTROL.token_to_id(token) for token in ("<s>", "</s>", "</s></s>"))
     turns = [[begin, *BYTES.encode(f"user:{one['content'].strip()}").ids, end] for one in messages]
     assert ids == [*(token for turn in turns for token in turn), begin]
+
+
+def test_a_tokenizer_that_others_read_with_stays_as_it_is() -> None:
+    """Requests are read in threads, with one tokenizer."""
+    text = MessageText(CONTROL)
+    (message,) = text.marked([{"role": "user", "content": "a</s>b"}])
+    seen = []
+
+    class Watched:
+        def encode(self, text: str, add_special_tokens: bool) -> object:
+            seen.append(CONTROL.encode("</s>", add_special_tokens=False).ids)
+            return CONTROL.encode(text, add_special_tokens=add_special_tokens)
+
+        def __deepcopy__(self, memo: object) -> object:
+            return copy.deepcopy(CONTROL)
+
+    assert len(MessageText(Watched(), text.marks, text.secret).ids(message["content"])) == 6
+    assert {*map(tuple, seen)} == {(CONTROL.token_to_id("</s>"),)}
+    assert CONTROL.encode("</s>", add_special_tokens=False).ids == [CONTROL.token_to_id("</s>")]
 
 
 def test_the_letters_of_a_control_token_have_no_space_before_them() -> None:
