@@ -59,7 +59,8 @@ def measure(
         folder = Path(name)
         _compile_tiny(folder)
         found = _run(folder, ranks, {"threads": threads, "links": links, "artifacts": artifacts})
-        alone = _run(folder, 1, {"threads": threads, "links": [], "artifacts": []}) if found["ranks"] > 1 else None
+        own = {"threads": found["threads"], "links": [], "artifacts": []}  # by itself a rank would take all cores
+        alone = _run(folder, 1, own) if found["ranks"] > 1 else None
     machine = _machine(out, found, alone, links)
     write_text(out, machine_text(machine))
     link, product = machine.links[0], machine.processors[CPU].products["matmul"].points[-1]

@@ -109,7 +109,7 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
         )
     segments = segment_times(request["artifacts"], transport, threads, max(0.0, in_step - session))
     ranks = min(working, transport.size)
-    return {"ranks": ranks, "session": in_step, **curves, "links": links, "segments": segments}
+    return {"ranks": ranks, "threads": threads, "session": in_step, **curves, "links": links, "segments": segments}
 
 
 def _step(folder: Path, threads: int) -> float:
@@ -147,6 +147,7 @@ def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     return {
         "ranks": first["ranks"],
+        "threads": first["threads"],
         "session": median(one["session"] for one in told),
         "step": median(one["step"] for one in told),
         **{table: {name: points(table, name) for name in first[table]} for table in ("products", "kernels")},
