@@ -44,6 +44,7 @@ WITHOUT_RANKS = re.compile(
 SCRIPT = re.compile(r"python (\w+\.py)((?: [\w-]+)*)")
 MEASURED = {
     "ranks": 2,
+    "threads": 1,
     "session": 2e-5,
     "step": 2e-4,
     "products": {"matmul": [[1e6, 2e-5], [1e9, 2e-2]]},
