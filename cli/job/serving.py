@@ -170,32 +170,36 @@ class _News:
     """What the server is sent of steps: a request's first and last token at once, those between in groups.
 
     The ranks need the cores more than a reader needs a letter some milliseconds earlier. Tokens wait while the next step, if it takes as
-    long as this one, ends within `_TOGETHER` seconds of the last message.
+    long as this one, ends within `_TOGETHER` seconds of when those of all requests were sent last.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._made: list[tuple[int, int, str]] = []
+        self._made: dict[int, list[int]] = {}
         self._seconds: list[float] = []
         self._begun: set[int] = set()
         """The requests with a slot that have had a token."""
         self._used = 0
         self._sent = 0.0
 
-    def add(self, made: Sequence[NewToken], slots: Slots, seconds: float | None) -> None:
+    def add(self, new: Sequence[NewToken], slots: Slots, seconds: float | None) -> None:
         """Takes the tokens of a step, and its time, None of an empty one."""
-        urgent = slots.used != self._used
-        for one in made:
-            urgent |= bool(one.finish) or one.request not in self._begun
-            self._begun.add(one.request)
-            self._made.append((one.request, one.token, one.finish))
-        self._begun &= slots.running
+        finishes, urgent = dict[int, str](), list[int]()
+        for one in new:
+            if one.finish:
+                finishes[one.request] = one.finish
+            if one.finish or one.request not in self._begun:
+                urgent.append(one.request)
+            self._made.setdefault(one.request, []).append(one.token)
+        self._begun = self._begun.union(urgent) & slots.running
         self._seconds += [] if seconds is None else [seconds]
         now = time.perf_counter()
-        if urgent or (self._made and now + (seconds or 0.0) > self._sent + _TOGETHER):
-            counts = {"used": slots.used, "waiting": slots.waiting}
-            self._link.send({"made": self._made, **counts, "seconds": self._seconds})
-            self._made, self._seconds, self._used, self._sent = [], [], slots.used, now
+        if self._made and now + (seconds or 0.0) > self._sent + _TOGETHER:
+            urgent, self._sent = [*self._made], now
+        if urgent or slots.used != self._used:
+            made = [(request, self._made.pop(request), finishes.get(request, "")) for request in urgent]
+            self._link.send({"made": made, "used": slots.used, "waiting": slots.waiting, "seconds": self._seconds})
+            self._seconds, self._used = [], slots.used
 
 
 def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from partc.cli.server.bodies import Completion
-from partc.cli.server.engine import Ended, Engine, Failed, News, Ticket, Token
+from partc.cli.server.engine import Ended, Engine, Failed, News, Ticket, Tokens
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.tokenizer import TextStream
 
@@ -36,9 +36,19 @@ class Letters:
         self._held = ""
         self.stopped = False
 
-    def add(self, token: int) -> str:
-        """The text that is sure to be part of the answer now."""
-        return "" if self._stream is None else self._sure(self._stream.add(token))
+    def add(self, tokens: Sequence[int], ends: bool) -> tuple[str, int]:
+        """The text that is sure to be part of the answer now, and how many of the tokens there are up to one of `stops`.
+
+        `ends`: the last token ends the answer, and has no text.
+        """
+        if self._stream is None:
+            return "", len(tokens)
+        text, shown = "", len(tokens) - ends
+        for at in range(shown):
+            text += self._sure(self._stream.add(tokens[at]))
+            if self.stopped:
+                return text, at + 1
+        return text, len(tokens)
 
     def end(self) -> str:
         """The text that was held back, where nothing follows."""
@@ -86,11 +96,12 @@ class Answer:
                     raise RefusedError(500, why, code="ranks_failed")
                 case Ended(finish):
                     pass
-                case Token(_, "error"):
+                case Tokens(_, "error"):
                     raise RefusedError(500, _NOT_FINITE, code="not_finite")
-                case Token(number, finish):
-                    tokens.append(number)
-                    text += "" if finish == "stop" else self.letters.add(number)
+                case Tokens(numbers, finish):
+                    added, count = self.letters.add(numbers, finish == "stop")
+                    text += added
+                    tokens += numbers[:count]
                     if self.letters.stopped:
                         engine.end(self.ticket, "stop")
                         finish = "stop"

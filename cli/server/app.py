@@ -21,6 +21,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 _BODY_SECONDS = 30.0
+_SHORT_BYTES = 1024
+"""A body up to this size is read at once: another thread takes longer to begin than a tokenizer for so much text."""
 _PAGE_BYTES = 1 << 20
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
@@ -102,7 +104,8 @@ class Server:
 
     async def _answer(self, request: Request, read: Callable[[bytes], Completion]) -> Response:
         _refuse_other_origin(request)
-        completion = await asyncio.to_thread(read, await _body(request))
+        body = await _body(request)
+        completion = read(body) if len(body) <= _SHORT_BYTES else await asyncio.to_thread(read, body)
         timeout = self.timeout if completion.timeout is None else completion.timeout
         ticket = self.engine.submit(completion.request, timeout)
         answer = Answer(completion, self.reader.model, ticket, Letters(self.reader.tokenizer, completion.stops))

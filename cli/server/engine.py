@@ -34,10 +34,10 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Token:
-    """A token, and why it is the last one; empty where it is not."""
+class Tokens:
+    """Tokens of one request, in their order, and why the last of them is its last one; empty where it is not."""
 
-    number: int
+    numbers: list[int]
     finish: str
 
 
@@ -55,7 +55,7 @@ class Failed:
     text: str
 
 
-News: TypeAlias = Token | Ended | Failed
+News: TypeAlias = Tokens | Ended | Failed
 
 
 @dataclass(eq=False)
@@ -160,16 +160,15 @@ class Engine:
             for seconds in message["seconds"]:
                 self.metrics.steps.add(seconds)
 
-    def _tokens(self, made: Iterable[tuple[int, int, str]]) -> None:
-        for number, token, finish in made:
+    def _tokens(self, made: Iterable[tuple[int, list[int], str]]) -> None:
+        for number, tokens, finish in made:
             ticket = self._open.get(number)
             if ticket is None:
                 continue
-            if finish != "error":
-                self.metrics.completion_tokens += 1
+            self.metrics.completion_tokens += len(tokens) - (finish == "error")
             if finish:
                 self._forget(ticket, finish)
-            ticket.add(Token(token, finish))
+            ticket.add(Tokens(tokens, finish))
             if not ticket.has_token:
                 ticket.has_token = True
                 self.metrics.first.add(time.monotonic() - ticket.begun)

@@ -138,6 +138,7 @@ class Front:
                 http="h11",
                 loop="asyncio",
                 server_header=False,
+                proxy_headers=False,
                 limit_concurrency=_CONNECTIONS,
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )

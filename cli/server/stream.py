@@ -1,6 +1,7 @@
 """The answer to a request as server-sent events, written as tokens come.
 
 Tokens that are there together are one event with all of them, and one write: what a token costs is the system's call that wakes its reader.
+Of the events between the first and the last one only text and tokens differ, so the rest of them is encoded once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from partc.cli.server.answer import Answer
+from partc.cli.server.answer import Answer, Delta
 from partc.cli.server.engine import LEFT, Engine, Ticket
 from partc.cli.server.refusals import RefusedError
 from starlette.responses import Response
@@ -26,6 +27,9 @@ class EventStream(Response):
 
     def __init__(self, answer: Answer, engine: Engine) -> None:
         self._answer, self._engine = answer, engine
+        head, _, rest = _ENCODE(answer.chunk(Delta("", [], ""), False)).rpartition('""')
+        middle, _, tail = rest.rpartition("[]")
+        self._around = f"data: {head}", middle, f"{tail}\n\n"
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache"})
 
@@ -46,6 +50,9 @@ class EventStream(Response):
             delta = await answer.next(self._engine)
         except RefusedError as error:
             return f"event: error\ndata: {_ENCODE(error.body())}\n\n", True
+        if not (first or delta.finish):
+            head, middle, tail = self._around
+            return f"{head}{_ENCODE(delta.text)}{middle}{_ENCODE(delta.tokens)}{tail}", False
         event = f"data: {_ENCODE(answer.chunk(delta, first))}\n\n"
         if not delta.finish:
             return event, False

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from partc.cli.job.serving import _News
 from partc.cli.server.answer import Answer, Letters
 from partc.cli.server.bodies import Completion
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.metrics import Metrics
 from partc.cli.server.stream import EventStream
 from partc.runtime.generation.request import Request
+from partc.runtime.generation.slots import NewToken
 
 
 class Ranks:
@@ -68,9 +71,7 @@ def streamed(
 
 def made(*tokens: int, finish: str = "") -> Callable[[Engine], object]:
     """Steps make tokens of which the server hears at once."""
-    last = len(tokens) - 1
-    rows = [[0, token, finish if at == last else ""] for at, token in enumerate(tokens)]
-    return lambda engine: engine._take({"made": rows, "used": 1, "waiting": 0, "seconds": [0.001]})
+    return lambda engine: engine._take({"made": [[0, [*tokens], finish]], "used": 1, "waiting": 0, "seconds": [0.001]})
 
 
 def leaves(engine: Engine) -> None:
@@ -114,3 +115,26 @@ def test_a_failure_is_the_last_event() -> None:
     kind, data = written[-1].removesuffix("\n\n").split("\n")
     assert (kind, json.loads(data.removeprefix("data: "))["error"]["code"]) == ("event: error", "ranks_failed")
     assert (len(written), told) == (2, [])
+
+
+def test_first_and_last_tokens_are_sent_alone_and_the_others_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, sent = [10.0], list[dict[str, Any]]()
+    monkeypatch.setattr("partc.cli.job.serving.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    slots, news = SimpleNamespace(used=0, waiting=0, running=set[int]()), _News(SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+
+    def step(*rows: tuple[int, int, str]) -> list[Any]:
+        """What is sent of a step that takes 4 ms."""
+        now[0], before = now[0] + 0.004, len(sent)
+        slots.running = (slots.running | {request for request, _, _ in rows}) - {
+            one for one, _, finish in rows if finish
+        }
+        slots.used = len(slots.running)
+        news.add([NewToken(*row) for row in rows], slots, 0.004)  # type: ignore[arg-type]
+        return [one["made"] for one in sent[before:]]
+
+    assert step((0, 5, "")) == [[(0, [5], "")]]
+    assert step((0, 6, "")) == []
+    assert step((0, 7, ""), (1, 8, "")) == [[(1, [8], "")]]
+    assert step((0, 9, ""), (1, 10, "length")) == [[(1, [10], "length")]]
+    assert [step((0, token, "")) for token in (11, 12)] == [[], [[(0, [6, 7, 9, 11, 12], "")]]]
+    assert sum(len(one["seconds"]) for one in sent) == 6

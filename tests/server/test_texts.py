@@ -51,14 +51,15 @@ def test_what_is_cut_within_a_letter_is_shown_at_the_end() -> None:
     assert stream.end() == "\ufffd"
 
 
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3), st.integers(1, 5))
 @settings(deadline=None)
-def test_an_answer_is_what_is_before_the_first_text_that_ends_it(text: str, stops: list[str]) -> None:
+def test_an_answer_is_what_is_before_the_first_text_that_ends_it(text: str, stops: list[str], together: int) -> None:
     letters = Letters(BYTES, stops)
     found, read = "", 0
-    for token in BYTES.encode(text).ids:
-        found += letters.add(token)
-        read += 1
+    ids = BYTES.encode(text).ids
+    for begin in range(0, len(ids), together):
+        added, count = letters.add(ids[begin : begin + together], False)
+        found, read = found + added, read + count
         if letters.stopped:
             break
     found += letters.end()
