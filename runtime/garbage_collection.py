@@ -7,6 +7,7 @@ free next to nothing.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,3 +22,16 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """A block with the imports of a command: what they make lives until the process ends, and is kept from the collector for good.
+
+    Otherwise the first collection after the block would look through all of it. A block that imports nothing new keeps nothing.
+    """
+    with uncollected():
+        known = len(sys.modules)
+        yield
+        if len(sys.modules) > known:
+            gc.freeze()

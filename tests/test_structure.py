@@ -1,5 +1,5 @@
-"""Structure: packages match folders, imports point one way and in no circle, files and folders are small, heavy libraries are imported
-only where needed."""
+"""Structure: packages match folders, imports point one way and in no circle, files, folders and records are small, heavy libraries are
+imported only where needed."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ FOR_THE_COMPILER = (
 """What the compiler knows of the runtime: the contract, the checker of what was written, how
 files are opened and replaced, models of keys, and when garbage is collected."""
 SUBSYSTEMS = ("compiler", "runtime", "cli")
-MOST_LINES, MOST_FILES = 400, 16
+MOST_LINES, MOST_FILES, MOST_FIELDS = 400, 16, 12
 LARGER = {
     "cli/commands": "a file for each command",
     "compiler/rewrite": "a file for each rewrite",
@@ -51,6 +51,16 @@ def imports_of(path: Path) -> set[str]:
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
+
+
+def test_records_have_few_fields() -> None:
+    wrong = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                fields = sum(isinstance(one, ast.AnnAssign) for one in node.body)
+                wrong += [f"{path.relative_to(ROOT)}: {node.name} has {fields} fields"] if fields > MOST_FIELDS else []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_packages_are_the_folders() -> None:

@@ -66,9 +66,9 @@ def command(
     """
     import time
 
-    from partc.runtime.garbage_collection import uncollected
+    from partc.runtime.garbage_collection import importing
 
-    with uncollected():
+    with importing():
         from partc.cli.output.compile_progress import CompileWatch
         from partc.cli.output.slots import slot_lines
         from partc.compiler.pipeline import compile_model

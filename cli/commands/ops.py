@@ -54,7 +54,7 @@ def command(patterns: tuple[str, ...], as_json: bool) -> int:
                 "shardable": one.notation.shardable,
                 "gradient": _gradient(one),
                 "precision": one.precision,
-                "kernel": one.kernel,
+                "kernel": one.work.kernel,
                 "why": one.notation.why,
                 "remarks": one.notation.remarks,
             }

@@ -109,7 +109,9 @@ def facts_of(artifact: Artifact, sizes: Mapping[str, int], machine: Machine | No
         "messages": len(manifest.messages) + len(manifest.collectives),
         "bytes": sum(one.bytes for one in sent),
         "memory": max(one.peak for one in memory),
-        "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
+        "weights": max(
+            sum(target.resident.weights + target.resident.parameters for target in one.targets) for one in memory
+        ),
     }
     if machine is not None:
         own = {name: size for name, size in sizes.items() if name in manifest.symbols}

@@ -61,7 +61,17 @@ def memory_json(memory: Sequence[RankMemory]) -> list[dict[str, object]]:
     return [
         {
             **asdict(one),
-            "targets": [{**asdict(target), "peak": target.peak} for target in one.targets],
+            "targets": [
+                {
+                    "target": target.target,
+                    **vars(target.resident),
+                    **vars(target.step),
+                    "loading": target.loading,
+                    "unknown": target.unknown,
+                    "peak": target.peak,
+                }
+                for target in one.targets
+            ],
             "peak": one.peak,
         }
         for one in memory
@@ -72,15 +82,15 @@ def memory_table(memory: Sequence[RankMemory]) -> Table:
     """A row for each target of each rank; columns without bytes on any are left out."""
     rows = [(one.rank, target) for one in memory for target in one.targets]
     columns = {
-        "weights": [target.weights + target.parameters for _, target in rows],
-        "optimizer": [target.optimizer for _, target in rows],
-        "caches": [target.caches for _, target in rows],
-        "inputs, outputs": [target.inputs_outputs for _, target in rows],
-        "between segments": [target.between for _, target in rows],
-        "inside segments": [target.inside for _, target in rows],
-        "sessions": [target.sessions for _, target in rows],
-        "messages": [target.messages for _, target in rows],
-        "evaluation": [target.evaluation for _, target in rows],
+        "weights": [target.resident.weights + target.resident.parameters for _, target in rows],
+        "optimizer": [target.resident.optimizer for _, target in rows],
+        "caches": [target.resident.caches for _, target in rows],
+        "inputs, outputs": [target.step.inputs_outputs for _, target in rows],
+        "between segments": [target.step.between for _, target in rows],
+        "inside segments": [target.step.inside for _, target in rows],
+        "sessions": [target.resident.sessions for _, target in rows],
+        "messages": [target.resident.messages for _, target in rows],
+        "evaluation": [target.step.evaluation for _, target in rows],
         "loading": [target.loading for _, target in rows],
     }
     columns = {name: bytes for name, bytes in columns.items() if any(bytes)}

@@ -109,7 +109,9 @@ def _measures(
         "messages": len(manifest.transfers) + len(manifest.collectives),
         "bytes": sum(len(one.ranks) * bytes for one, bytes in zip(classes, sent, strict=True)),
         "memory": max(one.peak for one in memory),
-        "weights": max(sum(target.weights + target.parameters for target in one.targets) for one in memory),
+        "weights": max(
+            sum(target.resident.weights + target.resident.parameters for target in one.targets) for one in memory
+        ),
     }
 
 

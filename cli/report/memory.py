@@ -17,10 +17,7 @@ _LARGEST = 12
 def memory_curve(artifact: Artifact, memory: RankMemory, sizes: Mapping[str, int]) -> dict[str, object]:
     """The curve of the rank whose memory is given: bytes kept through the step, and by action those that come and go."""
     steps, lives = memory_over_step(artifact, memory.rank, sizes)
-    kept = sum(
-        one.weights + one.parameters + one.optimizer + one.caches + one.sessions + one.messages + one.inputs_outputs
-        for one in memory.targets
-    )
+    kept = sum(one.resident.total + one.step.inputs_outputs for one in memory.targets)
     most = max(range(len(steps)), key=lambda at: steps[at].between + steps[at].inside, default=0)
     there = sorted(
         (one for one in lives if one.born <= most <= max([one.died, *one.sends]) and one.bytes),

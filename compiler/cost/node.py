@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import onnx_ir as ir
-from partc.compiler.ops.registry import Dims, Entry, entry_of
+from partc.compiler.ops.registry import Entry, entry_of
 from partc.compiler.ops.rule import WHOLE
+from partc.compiler.ops.work import Dims
 
 BYTE = 4
 """Multiply-adds in the time in which one byte is moved."""
@@ -33,7 +34,7 @@ def products(
 ) -> list[Dims]:
     """The multiply-adds of a node as a sum of products of dims; `at`: the size of a dim, by which the largest operand is found."""
     entry = entry_of(node)
-    if entry is not None and entry.kernel == VIEW:
+    if entry is not None and entry.work.kernel == VIEW:
         return []
     if (
         entry is not None
@@ -42,8 +43,8 @@ def products(
         and outputs
         and outputs[0] is not None
     ):
-        if entry.multiply_adds is not None:
-            return list(entry.multiply_adds(node, [one or () for one in inputs], outputs[0]))
+        if entry.work.multiply_adds is not None:
+            return list(entry.work.multiply_adds(node, [one or () for one in inputs], outputs[0]))
         if (factors := _factors(entry, node, inputs, outputs)) is not None:
             return [factors]
     known = [one for one in (*inputs, *outputs) if one is not None]
@@ -58,14 +59,14 @@ def multiply_adds(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Know
 def work(node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known], moved: int) -> int:
     """What a node costs, in multiply-adds; `moved`: the bytes of its operands."""
     entry = entry_of(node)
-    if entry is not None and entry.kernel == VIEW:
+    if entry is not None and entry.work.kernel == VIEW:
         return 0
     return max(multiply_adds(node, inputs, outputs), BYTE * moved)
 
 
 def _factors(entry: Entry, node: ir.Node, inputs: Sequence[Known], outputs: Sequence[Known]) -> Known:
     """The dims of the factors of a product of two operands, those of its output and what is contracted; None for any other node."""
-    if len(inputs) < 2 or entry.kernel != PRODUCT:
+    if len(inputs) < 2 or entry.work.kernel != PRODUCT:
         return None
     shown = ir.Node(
         node.domain,

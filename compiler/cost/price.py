@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from partc.compiler.cost.machine import FALLBACK, MATMUL, Processor
 from partc.compiler.cost.node import PRODUCT, VIEW, Known, multiply_adds
-from partc.compiler.ops.registry import Dims, Entry, entry_of
+from partc.compiler.ops.registry import Entry, entry_of
+from partc.compiler.ops.work import Dims
 
 if TYPE_CHECKING:
     from onnx import FunctionProto
@@ -108,7 +109,7 @@ class NodeCost:
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:
     """What a node computes and moves, of the sizes of its operands, None where these are absent."""
     entry = entry_of(node)
-    kernel = entry.kernel if entry is not None else FALLBACK
+    kernel = entry.work.kernel if entry is not None else FALLBACK
     given, made = (sum(one.bytes for one in some if one is not None) for some in (inputs, outputs))
     moved = 2 * made if kernel == LAYOUT else given + made if given or kernel != VIEW else 0.0
     sizes: list[list[Known]] = [[None if one is None else one.sizes for one in some] for some in (inputs, outputs)]
@@ -121,8 +122,8 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
     if kernel == SORT:
         first = outputs[0] if outputs else None
         return NodeCost(kernel, operations, 1, 0.0 if first is None else first.bytes, copied=given)
-    by_factors = entry is not None and entry.multiply_adds is None
-    of_input = entry is not None and entry.columns_of_input
+    by_factors = entry is not None and entry.work.multiply_adds is None
+    of_input = entry is not None and entry.work.columns_of_input
     columns = sizes[0] if of_input else sizes[1]
     padding = _padding(kernel, columns) if kernel == CONVOLUTION or by_factors else 1.0
     if kernel == CONVOLUTION and len(inputs) > 1 and inputs[1] is not None:
@@ -141,10 +142,14 @@ def _indexed(
     """The bytes that a node moves in rows, None where it writes elements one by one, and those that it copies side by side."""
     dims: list[Dims] = [() if one is None or one.sizes is None else one.sizes for one in inputs]
     item = inputs[0].item if inputs and inputs[0] is not None else 1.0
-    row = item * math.prod(map(int, entry.row(node, dims))) if entry.row is not None and dims and dims[0] else item
+    row = (
+        item * math.prod(map(int, entry.work.row(node, dims)))
+        if entry.work.row is not None and dims and dims[0]
+        else item
+    )
     made = sum(one.bytes for one in outputs if one is not None)
     taken, copied = made, 0.0
-    if entry.kernel == SCATTER:
+    if entry.work.kernel == SCATTER:
         if row <= item:
             return None, 0.0
         taken, copied = max((one.bytes for one in inputs[1:] if one is not None), default=0.0), 2 * made

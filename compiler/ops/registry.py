@@ -26,6 +26,7 @@ from partc.compiler.ir.alike import key_of
 from partc.compiler.ir.graph import STOPS_GRADIENT
 from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf
+from partc.compiler.ops.work import Kernel, Work
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,26 +40,6 @@ BodyRule = Callable[..., "Sequence[tuple[str, str]]"]
 RowRule = Callable[..., "tuple[str, str]"]
 Precision: TypeAlias = Literal["low", "high", "widest", "follow"]
 """The type in which an op computes where a plan asks for 16 bits: that one, float32, its widest operand's, its first operand's."""
-Kernel: TypeAlias = Literal[
-    "view",
-    "elementwise",
-    "function",
-    "product",
-    "convolution",
-    "reduction",
-    "sort",
-    "normalization",
-    "layout",
-    "lookup",
-    "scatter",
-]
-"""What bounds the time of an op: nothing (a view), bytes (elementwise), a function of each element, or as the name says."""
-Dims: TypeAlias = Sequence[int | str]
-"""The dims of a value, numbers or expressions."""
-Products = Callable[["ir.Node", Sequence[Dims], Dims], Sequence[Dims]]
-"""Takes a node, the dims of its operands, () where these are absent, and those of its first output; gives terms, each a product of dims."""
-RowOf = Callable[["ir.Node", Sequence[Dims]], Dims]
-"""Takes a node and the dims of its operands, () where these are absent; gives the dims of what one index takes."""
 _ELEMENTWISE = re.compile(r"\*(,\*)*(,\.\.\.)?(,_)*->\*")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -131,12 +112,7 @@ class Entry:
 
     `draws`: whether a node may give other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the
     inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `host`: the inputs that kernels read
-    on the host, whichever device computes: a shape, axes, a condition. `kernel`: what bounds its time.
-
-    `multiply_adds`: how many a node has, where these are not the product of all factors, one of which is contracted between two operands,
-    nor one for each element. `row`: the dims of what one index of a lookup or a scatter takes; None for one element.
-
-    `columns_of_input`: of a convolution, whether the columns of its products are the pixels of what it reads, not of what it makes.
+    on the host, whichever device computes: a shape, axes, a condition.
 
     `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
     """
@@ -148,10 +124,7 @@ class Entry:
     stops_gradient: bool = False
     precision: Precision = "high"
     host: tuple[int, ...] = ()
-    kernel: Kernel = "elementwise"
-    multiply_adds: Products | None = None
-    row: RowOf | None = None
-    columns_of_input: bool = False
+    work: Work = field(default_factory=Work)
     sharding: RuleOf | None = None
     local: LocalForm | None = None
     gradients: Gradients = Gradients()
@@ -169,7 +142,7 @@ class Entry:
     @property
     def is_elementwise(self) -> bool:
         """Whether an element of the output is computed from those at its place in operands that broadcast, and from scalars: `*,*,_->*`."""
-        return self.kernel != "product" and _ELEMENTWISE.fullmatch(self.notation.factors) is not None
+        return self.work.kernel != "product" and _ELEMENTWISE.fullmatch(self.notation.factors) is not None
 
     def rule(self, node: ir.Node) -> Rule:
         """The rule of a node of the op; nothing is sharded where the operands have other ranks than the op asks for."""
@@ -195,7 +168,7 @@ class Entry:
             *([f"linear {own.linearity}"] if own.linear else []),
             *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
             *([f"on the host: {', '.join(map(str, self.host))}"] if self.host else []),
-            *([f"kernel: {self.kernel}"] if self.kernel != "elementwise" else []),
+            *([f"kernel: {self.work.kernel}"] if self.work.kernel != "elementwise" else []),
             *([own.why or own.remarks] if own.why or own.remarks else []),
         ]
         return f"{self.name}: {'; '.join(words)}"
@@ -221,27 +194,27 @@ class Declared:
 
     def gradient(self, rule: Function) -> Function:
         """The gradient: takes the cotangent of each output (None where there is none) and the inputs, and gives one name an input."""
-        return self._set_field("rule", rule, Gradients)
+        return self._set_field("rule", rule, "gradients")
 
     def body_gradient(self, rule: Function) -> Function:
         """The gradient of an op with bodies; see `autodiff.engine.Bodies`."""
-        return self._set_field("body", rule, Gradients)
+        return self._set_field("body", rule, "gradients")
 
     def multiply_adds(self, products: Function) -> Function:
         """How many multiply-adds a node has."""
-        return self._set_field("multiply_adds", products)
+        return self._set_field("multiply_adds", products, "work")
 
     def row(self, row_of: Function) -> Function:
         """What one index of a node takes."""
-        return self._set_field("row", row_of)
+        return self._set_field("row", row_of, "work")
 
     def looks_up(self, is_lookup: Function) -> Function:
         """Whether a node reads its first input by rows alone."""
-        return self._set_field("looks_up", is_lookup, Gradients)
+        return self._set_field("looks_up", is_lookup, "gradients")
 
     def row_gradient(self, rule: Function) -> Function:
         """The gradient of the first input of a node that looks it up: takes the cotangent and the inputs, gives ids and rows."""
-        return self._set_field("rows", rule, Gradients)
+        return self._set_field("rows", rule, "gradients")
 
     def shapes(self, infer: Function) -> Function:
         """The inference of types and shapes, for ops that `onnx_shape_inference` does not know."""
@@ -249,17 +222,17 @@ class Declared:
             onnx_shape_inference.registry.register(domain, op_type)(infer)
         return infer
 
-    def _set_field(self, name: str, function: Function, record: type[Entry | Gradients] = Entry) -> Function:
-        """Sets a field of the entries, or of their gradients, to the function."""
+    def _set_field(self, name: str, function: Function, part: Literal["", "work", "gradients"] = "") -> Function:
+        """Sets a field of the entries, or of this part of them, to the function."""
         changed: dict[str, Any] = {name: function}
         for key in self._keys:
             entry = TABLE[key]
-            there = entry.gradients if record is Gradients else entry
+            there = getattr(entry, part) if part else entry
             if getattr(there, name) is not None:
                 raise ValueError(f"{entry.name} has two functions '{name}'")
             if entry.stops_gradient and name in ("rule", "body"):
                 raise ValueError(f"{entry.name} stops gradients, and has a gradient")
-            own = changed if record is Entry else {"gradients": replace(entry.gradients, **changed)}
+            own: dict[str, Any] = {part: replace(there, **changed)} if part else changed
             TABLE[key] = replace(entry, **own)
         return function
 
@@ -282,7 +255,7 @@ def op(
     kernel: Kernel = "elementwise",
     columns_of_input: bool = False,
 ) -> Declared:
-    """Declares ops that share an entry's fields (see `Entry`, `Notation`); `contracted` as letters means a sum over each."""
+    """Declares ops that share an entry's fields (see `Entry`, `Notation`, `Work`); `contracted` as letters means a sum over each."""
     if bool(factors) == bool(why):
         raise ValueError(f"{', '.join(op_types)}: an op has factors, or a reason `why` nothing is sharded")
     reductions = dict.fromkeys(contracted, "sum") if isinstance(contracted, str) else dict(contracted)
@@ -299,8 +272,7 @@ def op(
             stops_gradient=stops_gradient,
             precision=precision,
             host=tuple(host),
-            kernel=kernel,
-            columns_of_input=columns_of_input,
+            work=Work(kernel, columns_of_input=columns_of_input),
             gradients=Gradients(outputs=gradient_outputs),
         )
     return Declared(keys)

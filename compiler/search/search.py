@@ -62,7 +62,6 @@ class Search:
     apart: Typed
     batch: Batch
     estimates: Estimates
-    records: int | None
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
     _named: dict[int, list[set[str]]] = field(default_factory=dict)
     _blocks: dict[int, list[Block]] = field(default_factory=dict)
@@ -79,11 +78,18 @@ class Search:
         apart = taken_apart(source, frame, name)
         work = ModelWork(apart, sizes, base.trains)
         slots = base.slots if base.trains else None
-        records = _records(program, batch, sizes)
         estimates = Estimates(work, request.machine, request.hosts, slots, base.bucket)
-        return cls(
-            source, name, Request(**{**vars(request), "sizes": sizes}), program, apart, batch, estimates, records
-        )
+        return cls(source, name, replace(request, sizes=sizes), program, apart, batch, estimates)
+
+    @cached_property
+    def records(self) -> int | None:
+        """The records of a batch; None where inputs have no dim of them."""
+        if not self.batch.inputs:
+            return None
+        value = next(value for value in self.program.model.graph.inputs if value.name == self.batch.inputs[0])
+        shape = self.program.values[value].shape
+        first = shape[0] if shape else None
+        return first if isinstance(first, int) else self.request.sizes.get(str(first))
 
     @cached_property
     def repeated(self) -> tuple[str, ...]:
@@ -288,13 +294,3 @@ def _sizes(program: Typed, batch: Batch, request: Request) -> dict[str, int]:
     if problems:
         raise CompileError(problems)
     return known
-
-
-def _records(program: Typed, batch: Batch, sizes: Mapping[str, int]) -> int | None:
-    """The records of a batch; None where inputs have no dim of them."""
-    if not batch.inputs:
-        return None
-    value = next(value for value in program.model.graph.inputs if value.name == batch.inputs[0])
-    shape = program.values[value].shape
-    first = shape[0] if shape else None
-    return first if isinstance(first, int) else sizes.get(str(first))

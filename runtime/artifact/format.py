@@ -55,7 +55,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Annotated, Literal
 
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
@@ -64,10 +64,10 @@ from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.artifact.training.training_record import TrainingRecord
 from partc.runtime.artifact.transfer import Transfer, by_rank, one_by_one
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 __all__ = ["MOST_RANKS", "Box", "Dim", "IdsRecord", "LabelRecord", "Law", "Port", "Shape", "TrainingRecord", "Transfer"]
-FORMAT = 3
+FORMAT: Literal[3] = 3
 DOMAIN = "partc.comm"
 OPTIMIZER = "partc.optimizer"
 TASKS = "partc.task"
@@ -309,12 +309,13 @@ class ArtifactRecord(Record):
     `mesh`: by axis its size, where the plan calls all ranks one grid, row-major, the last axis fastest.
     """
 
+    format: Literal[3] = FORMAT
     partc: str
-    ranks: int = Field(ge=1, le=MOST_RANKS)
-    mesh: dict[str, int] = {}
-    files: dict[str, FileRecord]
     model: SourceRecord
     plan: SourceRecord | None
+    ranks: int = Field(ge=1, le=MOST_RANKS)
+    mesh: dict[str, Annotated[int, Field(ge=1)]] = {}
+    files: dict[Annotated[str, AfterValidator(inside)], FileRecord]
 
 
 class Manifest(ArtifactRecord):

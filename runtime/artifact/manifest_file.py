@@ -1,9 +1,9 @@
 """The file `manifest.json`: what is common to all programs of an artifact, and what is of each; `Manifest` is what one of them needs.
 
-    {"format": 3, "ranks": 2, "symbols": {...}, "groups": {...},
+    {"format": 3, "partc": "0.1.0", "model": {...}, "plan": {...}, "ranks": 2, "files": {...}, "symbols": {...}, "groups": {...},
      "programs": {"train": {"inputs": [...], ..., "kept": {"w": "w.next"}},
                   "evaluate": {"inputs": [...], ..., "kept": {"w": ""}}},
-     "state": [{"value": "w", ...}], "training": {...}, "files": {...}, ...}
+     "state": [{"value": "w", ...}], "training": {...}, ...}
 
 Only the first wrong record of a list is reported: a short list of empty ones would make a thousand times as many messages.
 
@@ -16,22 +16,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, FailFast, Field, PrivateAttr, model_validator
 
 from ..files.counted import MOST_PROGRAMS
 from .format import (
     CACHE,
-    MOST_RANKS,
     OF_SLOTS,
     ArtifactRecord,
     Collective,
-    FileRecord,
     Manifest,
     Port,
     Record,
-    SourceRecord,
     StateRecord,
     SymbolRecord,
     TensorRecord,
@@ -70,13 +67,9 @@ class ProgramRecord(Record):
     groups: dict[str, list[Ranks]] = Field({})
 
 
-class ManifestFile(Record):
-    """The schema of the file."""
+class ManifestFile(ArtifactRecord):
+    """The schema of the file: what all programs have in common, and by name what is of each."""
 
-    format: Literal[3] = 3
-    partc: str
-    ranks: int = Field(ge=1, le=MOST_RANKS)
-    mesh: dict[str, Annotated[int, Field(ge=1)]] = Field({})
     symbols: dict[str, SymbolRecord]
     groups: dict[str, list[Ranks]] = Field({})
     programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(
@@ -85,9 +78,6 @@ class ManifestFile(Record):
     state: Annotated[list[TensorRecord], FailFast()] = Field([])
     training: TrainingRecord | None = None
     generation: GenerationRecord | None = None
-    files: dict[Annotated[str, AfterValidator(inside)], FileRecord]
-    model: SourceRecord
-    plan: SourceRecord | None
     _manifests: dict[str, Manifest] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")

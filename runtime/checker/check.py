@@ -20,7 +20,7 @@ from partc.runtime.checker.checks import ACROSS, CHECKS, FILES, GRAPH, NO_CODE, 
 from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.rank_file import read_rank
-from partc.runtime.checker.subject import StateCounts, Subject
+from partc.runtime.checker.subject import SingleFile, StateCounts, Subject
 from partc.runtime.errors import Violation
 
 __all__ = ["Checked", "RowsMemory", "Violation", "check", "check_artifact"]
@@ -118,12 +118,13 @@ class _Run:
         for file, ranks in subject.manifest.by_file(range(subject.manifest.ranks)).items():
             if file in subject.wrong:
                 continue
-            one, failed = replace(subject, file=file, kept=kept.get(ranks[0], ())), set[str]()
+            single, failed = SingleFile(file, kept.get(ranks[0], ())), set[str]()
+            one = replace(subject, file=single)
             if self._finds(f"that {file} is a model", read_rank, one):
                 self.failed.add(file)
                 continue
-            subject.models |= dict.fromkeys(ranks, one.model)
-            subject.rows |= dict.fromkeys(ranks, one.row) if one.row is not None else {}
+            subject.models |= dict.fromkeys(ranks, single.model)
+            subject.rows |= dict.fromkeys(ranks, single.row) if single.row is not None else {}
             for check in CHECKS:
                 if (
                     check.scope == GRAPH
@@ -131,7 +132,7 @@ class _Run:
                     and self._finds(f"{check.proves} of {file}", check.run, one)
                 ):
                     failed.add(check.proves)
-            forget_copies(one.model, {record.next for record in one.kept})
+            forget_copies(single.model, {record.next for record in single.kept})
             self.failed |= failed
 
     def _finds(self, proves: str, run: Run, subject: Subject) -> bool:

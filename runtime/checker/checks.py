@@ -55,12 +55,16 @@ class Check:
 
 CHECKS = (
     Check("the files", FILES, lambda one: check_folder(one.folder, one.manifest)),
-    Check("the nodes", GRAPH, lambda one: check_graph(one.file, one.model)),
-    Check("the weights", GRAPH, lambda one: check_weights(one.folder, one.file, one.model, one.manifest, one.wrong)),
-    Check(RANKS, GRAPH, lambda one: check_ranks(one.file, one.model, one.manifest)),
-    Check("the targets", GRAPH, lambda one: check_targets(one.file, one.model, one.kept)),
-    Check("ONNX", GRAPH, lambda one: check_onnx(one.file, one.model), SOUND),
-    Check("the types", GRAPH, lambda one: check_types(one.file, one.model, one.manifest), SOUND),
+    Check("the nodes", GRAPH, lambda one: check_graph(one.file.name, one.file.model)),
+    Check(
+        "the weights",
+        GRAPH,
+        lambda one: check_weights(one.folder, one.file.name, one.file.model, one.manifest, one.wrong),
+    ),
+    Check(RANKS, GRAPH, lambda one: check_ranks(one.file.name, one.file.model, one.manifest)),
+    Check("the targets", GRAPH, lambda one: check_targets(one.file.name, one.file.model, one.file.kept)),
+    Check("ONNX", GRAPH, lambda one: check_onnx(one.file.name, one.file.model), SOUND),
+    Check("the types", GRAPH, lambda one: check_types(one.file.name, one.file.model, one.manifest), SOUND),
     Check(NO_CODE, TRAINING, lambda one: carried_code(one.folder, one.manifest)),
     Check("the training", TRAINING, lambda one: check_training(one.manifest, one.models)),
     Check("what ranks keep", TRAINING, lambda one: check_state(one.manifest, one.models)),

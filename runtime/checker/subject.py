@@ -26,12 +26,22 @@ class StateCounts:
 
 
 @dataclass
+class SingleFile:
+    """A rank file that is checked by itself: its graph, its row of tasks where it has tasks, and what its ranks keep."""
+
+    name: str = ""
+    kept: Sequence[StateRecord] = ()
+    model: ModelProto = field(default_factory=ModelProto)
+    row: Row | None = None
+
+
+@dataclass
 class Subject:
     """A program of an artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files
     can be read.
 
-    A check of a single rank file gets it as `file`, `model` and `row`. `check_beside` checks another program of the artifact by its name,
-    `others` are those of the main one.
+    A check of a single rank file gets it as `file`. `check_beside` checks another program of the artifact by its name, `others` are those
+    of the main one.
     """
 
     folder: Path
@@ -42,11 +52,7 @@ class Subject:
     """What the artifact says of making tokens, whichever of its programs this is."""
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
-    file: str = ""
-    model: ModelProto = field(default_factory=ModelProto)
-    row: Row | None = None
-    kept: Sequence[StateRecord] = ()
-    """What the ranks of a single rank file keep."""
+    file: SingleFile = field(default_factory=SingleFile)
     rows: dict[int, Row] = field(default_factory=dict)
     """By rank the row of tasks, of those whose files have tasks."""
     counts: StateCounts = field(default_factory=StateCounts)

@@ -54,6 +54,8 @@ from .targets.workers import Workers
 class Replacement:
     """How a step replaces what the rank keeps: by updates in place, and by copies of values that nodes make."""
 
+    records: Sequence[StateRecord]
+    """What of the state the program reads or replaces: another one over the same state may replace other tensors."""
     updates: dict[int, list[Updater | RowUpdater]]
     guard: str
     """The output that must be finite for a step to replace what is kept; empty where there is none."""
@@ -126,8 +128,6 @@ class RankProgram:
     outputs: list[str]
     binder: Binder
     state: State
-    kept: Sequence[StateRecord]
-    """What of the state the program reads or replaces: another one over the same state may replace other tensors."""
     replacement: Replacement
     messages: Messages
     targets: Targets
@@ -237,8 +237,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
         outputs=file.outputs,
         binder=binder,
         state=state,
-        kept=file.state,
         replacement=Replacement(
+            file.state,
             updates,
             guard=file.manifest.guard,
             copies=[pair for pair in file.replaced_by_copy if pair not in file.replaced_always],

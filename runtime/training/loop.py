@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from partc.runtime.artifact.trace import CHECKPOINT, DATA, EVALUATION
 from partc.runtime.artifact.training.train_settings import CheckpointSettings, LoopSettings
@@ -27,6 +27,9 @@ from .progress import Listener, Meter, Metrics
 from .report import Report
 from .stopping import MAX_TIME
 from .trainer import Trainer
+
+Tested: TypeAlias = Callable[[], Iterable[tuple[Mapping[str, Any], int]]]
+"""Gives the batches of an evaluation, each with how many records it has."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def run(
     loader: Loader,
     settings: LoopSettings,
     listener: Listener | None = None,
-    test: Callable[[], Iterable[tuple[Mapping[str, Any], int]]] | None = None,
+    test: Tested | None = None,
     received: Callable[[], int] = lambda: 0,
     began: float | None = None,
     resumed: Mapping[str, JsonValue] | None = None,
@@ -62,13 +65,10 @@ def run(
     judged = Judged(settings, trainer.record.loss, resumed or {})
     if trainer.program.any_rank(judged.is_over):
         return Ended({}, EARLY_STOP)
-    meter = Meter(trainer, loader.batch, Report(trainer, settings.report) if settings.report else None)
-    saves, kept = _Saves(trainer, loader, judged, listener), settings.checkpoint
-    averages = trainer.averages if settings.ema is not None and settings.ema.evaluate else None
-    last, is_last, over = dict[str, float](), False, False
+    after = _AfterStep(trainer, loader, settings, judged, listener, test, recording)
+    is_last = False
     for step in steps:
-        evaluates = test is not None and step.is_due(settings.evaluate)
-        may_end = step.is_last or (evaluates and settings.early_stop is not None)
+        may_end = step.is_last or (after.evaluates(step) and settings.early_stop is not None)
         with recording.between(DATA, step.number):
             following, skipped = None if may_end else loader.peek(), trainer.skipped
         late = trainer.rank == 0 and settings.max_time is not None and time.perf_counter() - start > settings.max_time
@@ -78,37 +78,17 @@ def run(
 
         outputs = step.take(trainer, following)
 
-        finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and trainer.skipped == skipped
-        refused = not finite and trainer.on_nonfinite == STOP  # `check_last_loss` raises it
-        if not finite and listener and not refused:
-            listener.not_finite(trainer.step, trainer.numbers(outputs), trainer.skipped > skipped)
-        meter.count(outputs if finite or trainer.on_nonfinite == WARN else {}, step.records)
-        saves.report()
-        if step.is_due(settings.log):
-            progress = meter.take(steps.total, step.epoch, step.records_of_epoch)
-            last = dict(progress.metrics)
-            if listener and not refused:
-                listener.stepped(progress)
-        better = False
-        if evaluates and test is not None:
-            in_place = averages.in_place() if averages is not None else nullcontext()
-            with recording.between(EVALUATION, step.number), in_place:
-                last = trainer.evaluate(test())
-            if listener:
-                listener.evaluated(trainer.step, step.epoch, last)
-            better, over = judged.judge(trainer, last)
-            meter.restart()
-        if kept is not None and (trainer.stopping or better or over or step.is_due(kept.every)):
-            with recording.between(CHECKPOINT, step.number):
-                saves.save(kept)
-            meter.restart()
+        after.count(step, outputs, trainer.skipped > skipped)
+        after.log(step, steps.total)
+        after.evaluate(step)
+        after.save(step)
         recording.after(step.number, trainer.tracing)
         is_last = step.is_last
-        if trainer.stopping or over:
+        if trainer.stopping or after.is_over:
             break
-    saves.finish()
+    after.saves.finish()
     trainer.check_last_loss()
-    return Ended(last, 0 if is_last else trainer.stopping or (EARLY_STOP if over else 0))
+    return Ended(after.metrics, 0 if is_last else trainer.stopping or (EARLY_STOP if after.is_over else 0))
 
 
 @dataclass(frozen=True)
@@ -167,6 +147,74 @@ class _Steps:
     def _is_over(self, step: int, place: Position) -> bool:
         """Whether all steps are taken after this one, at this place in the data."""
         return place.epoch >= self._epochs if self.total is None else step >= self.total
+
+
+class _AfterStep:
+    """What is due after a step, in this order: counting it, a line of progress, an evaluation, a checkpoint.
+
+    `metrics`: of the last evaluation or line of progress; `is_over`: whether the last evaluation ends the training.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loader: Loader,
+        settings: LoopSettings,
+        judged: Judged,
+        listener: Listener | None,
+        test: Tested | None,
+        recording: Recording,
+    ) -> None:
+        self._trainer, self._settings, self._judged = trainer, settings, judged
+        self._listener, self._test, self._recording = listener, test, recording
+        self._meter = Meter(trainer, loader.batch, Report(trainer, settings.report) if settings.report else None)
+        self._averages = trainer.averages if settings.ema is not None and settings.ema.evaluate else None
+        self.saves = _Saves(trainer, loader, judged, listener)
+        self._is_refused = self._is_best = self.is_over = False
+        self.metrics = dict[str, float]()
+
+    def evaluates(self, step: _Step) -> bool:
+        """Whether an evaluation is due."""
+        return self._test is not None and step.is_due(self._settings.evaluate)
+
+    def count(self, step: _Step, outputs: Mapping[str, Any], is_skipped: bool) -> None:
+        """Counts the step, and tells the listener of a loss that is not finite, unless that one ends the training."""
+        trainer = self._trainer
+        finite = is_finite(outputs.get(trainer.record.loss, 0.0)) and not is_skipped
+        self._is_refused = not finite and trainer.on_nonfinite == STOP  # `check_last_loss` raises it
+        if not finite and self._listener and not self._is_refused:
+            self._listener.not_finite(trainer.step, trainer.numbers(outputs), is_skipped)
+        self._meter.count(outputs if finite or trainer.on_nonfinite == WARN else {}, step.records)
+        self.saves.report()
+
+    def log(self, step: _Step, total: int | None) -> None:
+        """A line of progress, if one is due."""
+        if step.is_due(self._settings.log):
+            progress = self._meter.take(total, step.epoch, step.records_of_epoch)
+            self.metrics = dict(progress.metrics)
+            if self._listener and not self._is_refused:
+                self._listener.stepped(progress)
+
+    def evaluate(self, step: _Step) -> None:
+        """An evaluation, if one is due."""
+        self._is_best = False
+        if self._test is not None and self.evaluates(step):
+            in_place = self._averages.in_place() if self._averages is not None else nullcontext()
+            with self._recording.between(EVALUATION, step.number), in_place:
+                self.metrics = self._trainer.evaluate(self._test())
+            if self._listener:
+                self._listener.evaluated(self._trainer.step, step.epoch, self.metrics)
+            self._is_best, self.is_over = self._judged.judge(self._trainer, self.metrics)
+            self._meter.restart()
+
+    def save(self, step: _Step) -> None:
+        """A checkpoint, if one is due: by its interval, of the best evaluation, or since the training ends."""
+        kept = self._settings.checkpoint
+        ends = self._trainer.stopping or self.is_over
+        if kept is not None and (ends or self._is_best or step.is_due(kept.every)):
+            with self._recording.between(CHECKPOINT, step.number):
+                self.saves.save(kept)
+            self._meter.restart()
 
 
 class _Saves:

@@ -43,11 +43,13 @@ def test_the_bytes_of_each_target_are_those_that_are_asked_for(name: str, tmp_pa
                 kept[lying.get(key, CPU)] += value.dtype.bytes_of(value.shape)
             needed = rank_memory(artifact, rank.rank, {"batch": len(step["x"])})
             found = {one.target: one for one in needed.targets}
-            assert {target: one.between for target, one in found.items() if one.between or target == CPU} == arenas
+            assert {
+                target: one.step.between for target, one in found.items() if one.step.between or target == CPU
+            } == arenas
             for target, one in found.items():
-                assert one.parameters + one.optimizer == kept[target]
-                assert one.weights <= 100
-                assert one.peak >= kept[target] + one.between
+                assert one.resident.parameters + one.resident.optimizer == kept[target]
+                assert one.resident.weights <= 100
+                assert one.peak >= kept[target] + one.step.between
                 proposed = {part.rank: part for part in device_bytes(program, target)}[rank.rank]
-                assert sum(proposed.weights.values()) == one.parameters
-                assert sum(proposed.state.values()) == one.optimizer
+                assert sum(proposed.weights.values()) == one.resident.parameters
+                assert sum(proposed.state.values()) == one.resident.optimizer

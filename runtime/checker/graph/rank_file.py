@@ -22,8 +22,8 @@ _AGAIN = "compile the model again"
 
 
 def read_rank(subject: Subject) -> list[Violation]:
-    """Reads the rank file of a subject into its `model`, with the nodes of tasks in place of calls; why there is none otherwise."""
-    file = subject.file
+    """Reads the rank file of a subject into its `file`, with the nodes of tasks in place of calls; why there is none otherwise."""
+    file = subject.file.name
     try:
         model = read_model(subject.folder / file)
     except OSError as error:
@@ -35,7 +35,7 @@ def read_rank(subject: Subject) -> list[Violation]:
     if broken := not_text(model):
         return [Violation(file, f"it has a name or a text that is not UTF-8: {broken}", help=_AGAIN)]
     try:
-        subject.row, subject.model = row_of(model, file), unrolled(model, file)
+        subject.file.row, subject.file.model = row_of(model, file), unrolled(model, file)
     except ArtifactError as error:
         return [Violation(file, line.removeprefix(f"{file}: "), help=_AGAIN) for line in str(error).splitlines()[:-1]]
     return []

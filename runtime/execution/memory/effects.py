@@ -98,13 +98,13 @@ def _of_step(step: Step, program: RankProgram, works: Mapping[int, AnyCollective
     match step:
         case Segment():
             sums = dict(step.sums) if step.task else {}
-            appended = {one.value: one.next for one in program.kept if one.kind == CACHE and one.next}
+            appended = {one.value: one.next for one in program.replacement.records if one.kind == CACHE and one.next}
             return Effects(text, _uses(step.inputs), _uses(step.outputs), {**sums, **appended})
         case Copy():
             return Effects(text, _uses([step.source]), _uses([step.result]))
         case Update():
             guard = [program.replacement.guard] if program.replacement.guard else []
-            replaced = {**{one.value: one.next for one in program.kept}, **program.replacement.renewed}
+            replaced = {**{one.value: one.next for one in program.replacement.records}, **program.replacement.renewed}
             made = [name for node in step.nodes for name in node.output]
             return Effects(text, _uses([*step.inputs, *guard]), _uses(made), replaced)
         case Send():

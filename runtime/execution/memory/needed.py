@@ -70,21 +70,21 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
     here = found[CPU]
 
     for target, bytes in main.weights().items():
-        found[target].weights = bytes
+        found[target].resident.weights = bytes
     _keep(found, main, artifact.manifest, rank)
 
     arenas = {target: SharedArena() for target in found}
     for program in steps:
         between = program.between()
         for target, one in found.items():
-            one.between += between.get(target, 0)
-            one.inside = max(one.inside, program.inside(target, arenas[target]))
+            one.step.between += between.get(target, 0)
+            one.step.inside = max(one.step.inside, program.inside(target, arenas[target]))
     here.unknown = sum(program.unknown for program in steps)
-    here.inputs_outputs = main.input_output_bytes()
+    here.step.inputs_outputs = main.input_output_bytes()
 
-    here.messages = max(shared_bytes(program.file, sizes) for program in (*steps, *beside.values()))
+    here.resident.messages = max(shared_bytes(program.file, sizes) for program in (*steps, *beside.values()))
 
-    here.sessions = main.session_bytes()
+    here.resident.sessions = main.session_bytes()
     for target, one in found.items():
         one.loading = main.loading(target)
 
@@ -93,9 +93,9 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
     for program in beside.values() if tests else ():  # else no step of theirs is run
         between = program.between()
         for target, one in found.items():
-            needed = between.get(target, 0) + program.inside(target, arenas[target]) - one.inside
-            one.evaluation = max(one.evaluation, needed)
-    here.evaluation += sum(program.session_bytes() for program in beside.values())  # of both at once
+            needed = between.get(target, 0) + program.inside(target, arenas[target]) - one.step.inside
+            one.step.evaluation = max(one.step.evaluation, needed)
+    here.step.evaluation += sum(program.session_bytes() for program in beside.values())  # of both at once
     segments = [step for step in main.file.steps if isinstance(step, Segment)]
     return RankMemory(rank, len(segments), len(main.distinct()), tuple(found.values()))
 
@@ -108,13 +108,13 @@ def _keep(found: Mapping[str, TargetMemory], main: _Program, manifest: Manifest,
     for record in main.file.state:
         bytes, one = manifest.state_bytes_of(record, rank), found[main.targets.get(record.value, CPU)]
         if record.kind in ("parameter", "statistics"):
-            one.parameters += bytes
+            one.resident.parameters += bytes
         elif record.kind == CACHE:
-            one.caches += bytes
+            one.resident.caches += bytes
         else:
-            one.optimizer += bytes
+            one.resident.optimizer += bytes
         if averaged and record.kind == "parameter" and record.tensor in trained:
-            found[CPU].optimizer += bytes
+            found[CPU].resident.optimizer += bytes
 
 
 @dataclass(frozen=True)

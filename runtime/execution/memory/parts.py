@@ -16,35 +16,58 @@ loading             what onnxruntime needs, besides the weights and sessions, to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
-class TargetMemory:
-    """Bytes that a rank has on one of its targets: from step to step, and of a step beside that.
+class ResidentBytes:
+    """Bytes that are there from step to step."""
 
-    `unknown`: how many values it leaves out, whose size only a run tells.
-    """
-
-    target: str
     weights: int = 0
     parameters: int = 0
     optimizer: int = 0
     caches: int = 0
     sessions: int = 0
+    messages: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.parameters + self.optimizer + self.caches + self.sessions + self.messages
+
+
+@dataclass
+class StepBytes:
+    """Bytes that a step has beside the resident ones."""
+
     inputs_outputs: int = 0
     between: int = 0
     inside: int = 0
-    messages: int = 0
     evaluation: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.inputs_outputs + self.between + self.inside + self.evaluation
+
+
+@dataclass
+class TargetMemory:
+    """Bytes that a rank has on one of its targets: from step to step, of a step beside that, and while it loads.
+
+    `unknown`: how many values it leaves out, whose size only a run tells.
+    """
+
+    target: str
+    resident: ResidentBytes = field(default_factory=ResidentBytes)
+    step: StepBytes = field(default_factory=StepBytes)
     loading: int = 0
     unknown: int = 0
 
     @property
     def peak(self) -> int:
         """What a step holds, or loading where that is more."""
-        kept = self.weights + self.parameters + self.optimizer + self.caches + self.sessions + self.messages
-        return kept + max(self.inputs_outputs + self.between + self.inside + self.evaluation, self.loading)
+        return self.resident.total + max(self.step.total, self.loading)
 
 
 @dataclass(frozen=True)

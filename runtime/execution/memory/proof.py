@@ -89,7 +89,7 @@ class _Memory:
         self.names = {place.held: place.name for place in self.places.values()}
         self.held = [_NOBODY] * self.count
         self.writers: dict[int, str] = {}
-        replaced = {record.next for record in plan.program.kept}
+        replaced = {record.next for record in plan.program.replacement.records}
         storage = plan.values.storage
         for name, place in self.places.items():
             if storage.get(name) is Storage.CONSTANT and name not in replaced:

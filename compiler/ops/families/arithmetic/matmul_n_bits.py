@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.node import dims, operand
-from partc.compiler.ops.registry import CONTRIB, Dims, op
+from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
+from partc.compiler.ops.work import Dims
 
 _BIAS = 5
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 
 from partc.compiler.autodiff.builder import GradientBuilder
-from partc.compiler.ops.registry import CONTRIB, Kernel, Precision, op
+from partc.compiler.ops.registry import CONTRIB, Precision, op
+from partc.compiler.ops.work import Kernel
 
 SELU_ALPHA, SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
 

@@ -11,8 +11,9 @@ from partc.compiler.ops.families.images.conv_backward import spread, weight
 from partc.compiler.ops.families.images.windows import kernel_of, separate_windows, transposed_windows, windows_of
 from partc.compiler.ops.node import dims, operand
 from partc.compiler.ops.notation import rule
-from partc.compiler.ops.registry import Dims, op
+from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Local, Rule
+from partc.compiler.ops.work import Dims
 
 conv = op(
     "Conv",

@@ -16,8 +16,9 @@ from partc.compiler.ops.families.indexing.row_ranges import OLDEST_OPSET, RowRan
 from partc.compiler.ops.families.shapes.concat import but_axes
 from partc.compiler.ops.local_shapes import as_int64, integers
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, opset_of, rank_of, same
-from partc.compiler.ops.registry import Dims, op
+from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
+from partc.compiler.ops.work import Dims
 
 ROW = "v"
 """The letter of a dim of the data that indices reach."""

@@ -22,8 +22,9 @@ from partc.compiler.autodiff.shapes import extents, joined, like
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ops.node import Dim, dims, operand, same
 from partc.compiler.ops.notation import rule
-from partc.compiler.ops.registry import Dims, op
+from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
+from partc.compiler.ops.work import Dims
 
 HEAD_COUNTS = ("num_heads", "kv_num_heads", "q_num_heads")
 _BATCH, _HEADS, _LENGTH, _DEPTH = range(4)

@@ -12,8 +12,9 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.families.neural.attention import fewer_heads, one_letter
 from partc.compiler.ops.node import Dim, dims, operand, same
-from partc.compiler.ops.registry import CONTRIB, Dims, op
+from partc.compiler.ops.registry import CONTRIB, op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
+from partc.compiler.ops.work import Dims
 
 multi_head_attention = op(
     "MultiHeadAttention",

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 from partc.compiler.ops.notation import rule
-from partc.compiler.ops.registry import Dims, op
+from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import Rule
+from partc.compiler.ops.work import Dims
 
 gated = op(
     "RNN",
