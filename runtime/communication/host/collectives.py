@@ -24,10 +24,11 @@ from partc.runtime.artifact.tensors.dtypes import Bytes
 
 from ...artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..transport import GATHER, CollectiveArgs
-from .rounds import ROOM, Action, Rounds
+from .rounds import ROOM, Action, Rounds, SharedRooms
 
 _SHARED = 1 << 16
-"""Bytes from which an AllReduce of three ranks and more is reduced in shares."""
+"""Bytes from which an AllReduce of three ranks and more is reduced in shares. Where ranks share cores, one in
+a single round is not: the second round is one more sleep of each rank, which costs more than that one rank makes the sum."""
 _ALIGNED = 64
 
 
@@ -87,18 +88,19 @@ class _AllReduce(Chunked):
 
 
 class _AllReduceByLast(Chunked):
-    """Reduced once, by the rank that closes the round."""
+    """Reduced once, by the rank that closes the round, in `made`: no rank may see a sum of some of the terms."""
 
-    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int):
+    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int, made: Bytes):
         super().__init__(args, rooms, own, block)
+        self._made = made
         self._closes: dict[tuple[int, int], Action] = {}
 
     def close(self, index: int, turn: int) -> Action | None:
         if (index, turn) not in self._closes:
             begin, end = self.bounds[index]
             *terms, common = (room[: end - begin] for room in self.rooms[turn])
-            made = np.empty(end - begin, np.uint8)  # no rank may see a sum of some of the terms
-            self._closes[index, turn] = partial(_reduced_and_copied, self.reducing(terms, made), common, made)
+            made = self._made[: end - begin]
+            self._closes[index, turn] = partial(_both, self.reducing(terms, made), copying(common, made))
         return self._closes[index, turn]
 
     def getting(self, index: int, turn: int) -> Action | None:
@@ -198,11 +200,16 @@ class _Broadcast(Chunked):
         return partial(np.copyto, self.args.target[begin:end], room) if self.takes else None
 
 
-def rounds_of(args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int) -> Rounds:
-    """The rounds of a collective for the rank with the index `own` in its list; all ranks of the list have as many."""
+def rounds_of(args: CollectiveArgs, shared: SharedRooms, own_core: bool) -> Rounds:
+    """The rounds of a collective of the list that has these rooms; all ranks of the list have as many.
+
+    `own_core`: whether each rank of the host has a core of its own.
+    """
+    rooms, own, size = shared.rooms, shared.own, args.source.size
     if args.op == ALL_REDUCE and len(args.ranks) > 2:
-        kind = _SharedAllReduce if args.source.size >= _SHARED else _AllReduceByLast
-        return kind(args, rooms, own, args.source.size)
+        if size >= (_SHARED if own_core else ROOM + 1):
+            return _SharedAllReduce(args, rooms, own, size)
+        return _AllReduceByLast(args, rooms, own, size, shared.made)
     kinds: dict[str, type[Chunked]] = {
         ALL_REDUCE: _AllReduce,
         REDUCE_TO: _AllReduce,
@@ -212,7 +219,7 @@ def rounds_of(args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int) 
         REDUCE_SCATTER: _Blocks,
         BROADCAST: _Broadcast,
     }
-    return kinds[args.op](args, rooms, own, args.target.size if args.op == BROADCAST else args.source.size)
+    return kinds[args.op](args, rooms, own, args.target.size if args.op == BROADCAST else size)
 
 
 def copying(target: Bytes, source: Bytes) -> Action:
@@ -239,9 +246,9 @@ def _reduced(
         ufunc(into, term, into)
 
 
-def _reduced_and_copied(reduce: Action, target: Bytes, source: Bytes) -> None:
-    reduce()
-    np.copyto(target, source)
+def _both(first: Action, second: Action) -> None:
+    first()
+    second()
 
 
 def _copied(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:

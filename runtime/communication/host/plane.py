@@ -36,14 +36,14 @@ HostRequest = (Collective, Message)
 class RankList:
     """Collectives among some ranks of the host."""
 
-    def __init__(self, rooms: SharedRooms, parking: Parking) -> None:
-        self._rooms = rooms
+    def __init__(self, rooms: SharedRooms, parking: Parking, own_core: bool) -> None:
+        self._rooms, self._own_core = rooms, own_core
         others = [place for index, place in enumerate(rooms.places) if index != rooms.own]
         self.group = HostGroup(rooms.cells, rooms.own, others, parking, rooms.closed, rooms.raised)
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Collective]:
         """What begins the collective."""
-        return collective_of(self.group, rounds_of(args, self._rooms.rooms, self._rooms.own)).begin
+        return collective_of(self.group, rounds_of(args, self._rooms, self._own_core)).begin
 
 
 class DataPlane:
@@ -60,7 +60,7 @@ class DataPlane:
         watch: Watch,
         look: Callable[[], object],
     ) -> None:
-        self._segment, self._place, self._watch, self._look = segment, place, watch, look
+        self._segment, self._place, self._watch, self._look, self._own_core = segment, place, watch, look, own_core
         self.places = {rank: at for at, rank in enumerate(ranks) if at != place}
         """By rank of the host, but this one, its place."""
         count = len(ranks)
@@ -105,7 +105,8 @@ class DataPlane:
         if self._rank not in ranks:
             return None
         places = [self._place if rank == self._rank else self.places[rank] for rank in ranks]
-        found = RankList(SharedRooms(self._segment, offset, places, self._place, self._number), self._parking)
+        rooms = SharedRooms(self._segment, offset, places, self._place, self._number)
+        found = RankList(rooms, self._parking, self._own_core)
         found.group.unput, found.group.sending = self._unput, self.messages.sending
         self._groups.append(found.group)
         self._looks[found.group] = partial(self._look_in, found.group)

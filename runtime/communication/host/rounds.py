@@ -30,7 +30,7 @@ from ...job.parking import LINE, Cell, Count, Parking
 from .segment import Segment, address_of
 
 Action = Callable[[], object]
-ROOM = 1 << 18
+ROOM = 1 << 19
 """Bytes of a room."""
 ROOMS = 4
 _AHEAD = 2
@@ -85,6 +85,8 @@ class SharedRooms:
             [np.frombuffer(memory, np.uint8, ROOM, start + (at * ROOMS + turn) * ROOM) for at in range(ranks + 1)]
             for turn in range(ROOMS)
         ]
+        self.made: Bytes = np.empty(ROOM, np.uint8)
+        """Memory of this rank, in which it makes what goes into a room in common."""
 
     @staticmethod
     def size(ranks: int) -> int:

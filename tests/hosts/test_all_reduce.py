@@ -1,4 +1,4 @@
-"""A small AllReduce of two ranks of a host takes few calls, since these are its time; its sums are MPI's, without a warning."""
+"""An AllReduce of ranks of a host: a small one of two takes few calls, since these are its time; sums are MPI's, without a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partc.runtime.communication.transport import CollectiveArgs
 from partc.runtime.job.futex import Futex
 
 MOST_CALLS = {"call": 11, "c_call": 13}
-"""Of both ranks: of Python's functions, and of those in C."""
+"""Calls that both ranks make together: functions in Python, and functions in C."""
 
 
 def two_ranks() -> list[tuple[MpiTransport, RankList]]:
@@ -110,3 +110,16 @@ def test_infinities_and_what_is_no_number_are_made_without_a_warning() -> None:
         pair.run()
     assert np.isinf(pair.targets[1][0])
     assert np.isnan(pair.targets[1][1])
+
+
+@pytest.mark.parametrize(
+    ("size", "own_core", "rounds"), [(1 << 16, True, 2), (1 << 16, False, 1), (1 << 19, False, 1), (1 << 20, False, 4)]
+)
+def test_ranks_that_share_cores_sleep_once_in_what_fits_into_a_room(size: int, own_core: bool, rounds: int) -> None:
+    plane = DataPlane(Segment(), Futex(), range(3), 0, own_core, True, Watch(0, 30.0), list)
+    among = plane.list_of((0, 1, 2))
+    assert among is not None
+    data = np.zeros(size, np.uint8)
+    begin = among.prepare(CollectiveArgs("AllReduce", (0, 1, 2), 0, data, data, BY_NAME["float"], "sum"))
+    request = begin()
+    assert request.rounds.count == rounds
