@@ -168,8 +168,9 @@ class MpiTransport:
         return self.comm.Irecv([buffer, MPI.BYTE], peer, tag)
 
     def wait(self, request: Request, what: Callable[[], str]) -> None:
-        if self._plane is not None and isinstance(request, HostRequest):
-            self._plane.wait(request, what)
+        if isinstance(request, HostRequest) and self._plane is not None:
+            if not request.done:
+                self._plane.wait(request, what)
             return
         test: Callable[[], bool] = request.Test  # type: ignore[attr-defined]
         for _ in spins(_SPIN):

@@ -40,6 +40,8 @@ SHORTEST_CAUTION, LONGEST_CAUTION = 0.01, 0.32
 """Seconds of short spins after a rank has had to wait for a core."""
 _WINDOW, _SHARE = 2e-3, 0.1
 """Seconds from which the time without a core is looked at, and the share of them that is too much."""
+_LOOKS, _NO_LOOKS = range(16), range(0)
+"""Looks at a number between two at the clock."""
 _ON_WORD, _ON_COUNT = 0, 1
 """The places of a rank's two words in its line."""
 _LOW = 0xFFFFFFFF
@@ -48,17 +50,17 @@ _COUNTS = "/proc/thread-self/schedstat"
 """Nanoseconds with a core, nanoseconds for which the thread wanted one and had none, and more."""
 
 
-class Fence:
-    """A call makes what this rank has stored seen by all before it loads anything more: on x86 an atomic exchange does."""
+def new_fence() -> Callable[[], None]:
+    """What makes all that this rank has stored seen by all before it loads anything more: on x86 an atomic exchange does."""
+    held = Lock()
+    held.acquire()
+    release, acquire = held.release, held.acquire
 
-    def __init__(self) -> None:
-        held = Lock()
-        held.acquire()
-        self._release, self._acquire = held.release, held.acquire
+    def fence() -> None:
+        release()
+        acquire()
 
-    def __call__(self) -> None:
-        self._release()
-        self._acquire()
+    return fence
 
 
 class Cell(Protocol):
@@ -187,19 +189,32 @@ class Parking:
 
     def wake_own(self) -> None:
         """From another thread: this rank looks again at what it waits for, and for failures."""
-        Fence()()  # one of its own, since two threads cannot use one
+        new_fence()()  # one of its own, since two threads cannot use one
         self.wake([self._place], self._count)
 
-    def spins(self, ready: Callable[[], bool]) -> bool:
-        """Whether it was ready within the spin; without one, `wait` looks itself."""
+    def word(self, place: int) -> Cell:
+        """The two words of a rank, which `wake` looks at: both are 0 while it does not sleep."""
+        return self._words.cells[place]
+
+    def spins(self, ready: Callable[[], bool], count: Count | None = None) -> bool:
+        """Whether it was ready within the spin; without one, `wait` looks itself. `count` as there: what is asked of it takes no call."""
         if self._spin is None:
             return False
-        begun = perf_counter()
-        end = begun + self._spin.at(begun)
-        while not ready():
-            if perf_counter() >= end:
-                return False
-        return True
+        looks, cell = (_NO_LOOKS, self._own) if count is None else (_LOOKS, count.cell)
+        end = 0.0
+        while True:
+            seen = cell[0]
+            if ready():
+                return True
+            for _ in looks:
+                if cell[0] != seen:
+                    break
+            else:
+                now = perf_counter()
+                if not end:
+                    end = now + self._spin.at(now)
+                elif now >= end:
+                    return False
 
     def wait(self, ready: Callable[[], bool], look: Callable[[], object], count: Count | None = None) -> None:
         """Returns when `ready`, which was not so within the spin; `look` raises where a rank has failed, and ends the wait.

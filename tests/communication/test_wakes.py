@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from partc.runtime.communication.host import rounds
+from partc.runtime.communication.host.pair import PairRound
 from partc.runtime.job.parking import Parking
 from simulation.scheduler import Scheduler
 from simulation.wakes import Memory, SimulatedCell, SimulatedCount, SimulatedWords, Values, run
@@ -75,6 +76,36 @@ def _slots_are_used_again_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedCell, "__getitem__", early)
 
 
+def _a_pair_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Parking, "word", lambda self, place: (0, 0))
+
+
+def _a_pair_gets_early(patch: pytest.MonkeyPatch) -> None:
+    bound = PairRound._bound
+
+    def early(self: PairRound, turn: int) -> tuple[rounds.Action, rounds.Action]:
+        self._other = [1 << 40]
+        return bound(self, turn)
+
+    patch.setattr(PairRound, "_bound", early)
+
+
+def _a_pair_says_it_has_come_before_it_puts(patch: pytest.MonkeyPatch) -> None:
+    bound = PairRound._bound
+
+    def early(self: PairRound, turn: int) -> tuple[rounds.Action, rounds.Action]:
+        put, get = bound(self, turn)
+
+        def late() -> None:
+            self._own[0] = self.group.begun
+            put()
+
+        self._actions[turn] = late, get
+        return late, get
+
+    patch.setattr(PairRound, "_bound", early)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -86,6 +117,9 @@ def _slots_are_used_again_early(patch: pytest.MonkeyPatch) -> None:
         _sleeps_on_what_it_sees_later,
         _sleeps_without_a_look,
         _slots_are_used_again_early,
+        _a_pair_wakes_nobody,
+        _a_pair_gets_early,
+        _a_pair_says_it_has_come_before_it_puts,
     ],
 )
 def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None]) -> None:

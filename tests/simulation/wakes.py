@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from partc.runtime.communication.host import messages
 from partc.runtime.communication.host.messages import Channel, HostMessages
+from partc.runtime.communication.host.pair import collective_of
 from partc.runtime.communication.host.rounds import ROOMS, Collective, HostGroup, Rounds, closing
 from partc.runtime.errors import RankError
 from partc.runtime.job.parking import Parking
@@ -155,9 +156,12 @@ class Values(Rounds):
         self.ranks = range(memory.scheduler.size)
 
     def put(self, index: int, turn: int) -> Callable[[], object]:
-        self.round += 1
-        number = 1000 * self.rank + self.round
-        return lambda: self.memory.store(self.rank, ("room", turn, self.rank), number)
+
+        def write() -> None:
+            self.round += 1
+            self.memory.store(self.rank, ("room", turn, self.rank), 1000 * self.rank + self.round)
+
+        return write
 
     def close(self, index: int, turn: int) -> Callable[[], object]:
         def add() -> None:
@@ -203,7 +207,7 @@ def collectives(memory: Memory, rank: int, random: Random) -> int:
         rounds.count = count
         one = Values(memory, rank, count)
         one.put, one.get, one.close = rounds.put, rounds.get, rounds.close  # type: ignore[method-assign]
-        begun.append(Collective(group, one).begin())
+        begun.append(collective_of(group, one).begin())
         on_count = group if own.random() < 0.7 else None
         if len(begun) == 3 or rank % 2:
             wait(parking, memory, begun.popleft().Test, on_count)

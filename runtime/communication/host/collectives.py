@@ -15,6 +15,7 @@ Terms are added in the order of the list, so that all ranks have the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import Context
 from functools import partial
 
 import numpy as np
@@ -23,10 +24,11 @@ from partc.runtime.artifact.tensors.dtypes import Bytes
 
 from ...artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..transport import GATHER, CollectiveArgs
-from .rounds import ROOM, Action, Rounds
+from .rounds import ROOM, Action, Rounds, SharedRooms
 
 _SHARED = 1 << 16
-"""Bytes from which an AllReduce of three ranks and more is reduced in shares."""
+"""Bytes from which an AllReduce of three ranks and more is reduced in shares. Where ranks share cores, one in
+a single round is not: the second round is one more sleep of each rank, which costs more than that one rank makes the sum."""
 _ALIGNED = 64
 
 
@@ -39,6 +41,7 @@ class Chunked(Rounds):
         self.bounds = [(at, min(at + step, block)) for at in range(0, max(block, 1), step)]
         self.count = len(self.bounds)
         self.takes = args.op not in (REDUCE_TO, GATHER) or own == args.root
+        self._quiet = _without_warnings()
         self._puts: dict[tuple[int, int], Action | None] = {}
         self._gets: dict[tuple[int, int], Action | None] = {}
 
@@ -62,34 +65,42 @@ class Chunked(Rounds):
         raise NotImplementedError
 
     def reducing(self, terms: Sequence[Bytes], target: Bytes) -> Action:
-        """What reduces the terms, in their order."""
+        """What reduces the terms, in their order. Infinities and NaN are made without a warning, as by MPI."""
         kind, reduce = self.args.dtype.numpy, self.args.reduce
         first, second, *rest = (term.view(kind) for term in terms)
         into = target.view(kind)
         ufunc = np.add if reduce == SUM else np.maximum if reduce == MAX else np.minimum
-        return partial(_reduced, ufunc, first, second, rest, into)
+        run = self._quiet.run
+        if not rest:
+            return partial(run, ufunc, first, second, into)
+        return partial(run, _reduced, ufunc, first, second, rest, into)
 
 
 class _AllReduce(Chunked):
+    """In a single round one of two ranks adds its source in place of its room, which it would read again after the other rank has."""
+
     def getting(self, index: int, turn: int) -> Action | None:
         begin, end = self.bounds[index]
         terms = [room[: end - begin] for room in self.rooms[turn][:-1]]
+        if self.ranks == 2 and self.count == 1:
+            terms[self.own] = self.args.source
         return self.reducing(terms, self.args.target[begin:end]) if self.takes else None
 
 
 class _AllReduceByLast(Chunked):
-    """Reduced once, by the rank that closes the round."""
+    """Reduced once, by the rank that closes the round, in `made`: no rank may see a sum of some of the terms."""
 
-    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int):
+    def __init__(self, args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int, block: int, made: Bytes):
         super().__init__(args, rooms, own, block)
+        self._made = made
         self._closes: dict[tuple[int, int], Action] = {}
 
     def close(self, index: int, turn: int) -> Action | None:
         if (index, turn) not in self._closes:
             begin, end = self.bounds[index]
             *terms, common = (room[: end - begin] for room in self.rooms[turn])
-            made = np.empty(end - begin, np.uint8)  # no rank may see a sum of some of the terms
-            self._closes[index, turn] = partial(_reduced_and_copied, self.reducing(terms, made), common, made)
+            made = self._made[: end - begin]
+            self._closes[index, turn] = partial(_both, self.reducing(terms, made), copying(common, made))
         return self._closes[index, turn]
 
     def getting(self, index: int, turn: int) -> Action | None:
@@ -189,11 +200,16 @@ class _Broadcast(Chunked):
         return partial(np.copyto, self.args.target[begin:end], room) if self.takes else None
 
 
-def rounds_of(args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int) -> Rounds:
-    """The rounds of a collective for the rank with the index `own` in its list; all ranks of the list have as many."""
+def rounds_of(args: CollectiveArgs, shared: SharedRooms, own_core: bool) -> Rounds:
+    """The rounds of a collective of the list that has these rooms; all ranks of the list have as many.
+
+    `own_core`: whether each rank of the host has a core of its own.
+    """
+    rooms, own, size = shared.rooms, shared.own, args.source.size
     if args.op == ALL_REDUCE and len(args.ranks) > 2:
-        kind = _SharedAllReduce if args.source.size >= _SHARED else _AllReduceByLast
-        return kind(args, rooms, own, args.source.size)
+        if size >= (_SHARED if own_core else ROOM + 1):
+            return _SharedAllReduce(args, rooms, own, size)
+        return _AllReduceByLast(args, rooms, own, size, shared.made)
     kinds: dict[str, type[Chunked]] = {
         ALL_REDUCE: _AllReduce,
         REDUCE_TO: _AllReduce,
@@ -203,12 +219,19 @@ def rounds_of(args: CollectiveArgs, rooms: Sequence[Sequence[Bytes]], own: int) 
         REDUCE_SCATTER: _Blocks,
         BROADCAST: _Broadcast,
     }
-    return kinds[args.op](args, rooms, own, args.target.size if args.op == BROADCAST else args.source.size)
+    return kinds[args.op](args, rooms, own, args.target.size if args.op == BROADCAST else size)
 
 
 def copying(target: Bytes, source: Bytes) -> Action:
     """What copies bytes; by views that are made once, a small copy takes a third of the time of numpy's."""
     return partial(target.data.__setitem__, slice(None), source.data)
+
+
+def _without_warnings() -> Context:
+    """In it numpy warns of nothing; what runs there takes a sixth of the time of numpy's own way to say so at each call."""
+    quiet = Context()
+    quiet.run(np.seterr, over="ignore", invalid="ignore")
+    return quiet
 
 
 def _reduced(
@@ -218,16 +241,14 @@ def _reduced(
     rest: Sequence[npt.NDArray[np.generic]],
     into: npt.NDArray[np.generic],
 ) -> None:
-    """Infinities and NaN are made without a warning, as by MPI."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        ufunc(first, second, into)
-        for term in rest:
-            ufunc(into, term, into)
+    ufunc(first, second, into)
+    for term in rest:
+        ufunc(into, term, into)
 
 
-def _reduced_and_copied(reduce: Action, target: Bytes, source: Bytes) -> None:
-    reduce()
-    np.copyto(target, source)
+def _both(first: Action, second: Action) -> None:
+    first()
+    second()
 
 
 def _copied(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:

@@ -18,11 +18,12 @@ from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 
 from ...artifact.format import ALL_REDUCE, MAX
 from ...job.futex import Futex
-from ...job.parking import LINE, LOOK, Fence, FutexCount, FutexWords, Parking, SpinTime
+from ...job.parking import LINE, LOOK, FutexCount, FutexWords, Parking, SpinTime, new_fence
 from ..mpi_watch import Watch
 from ..transport import CollectiveArgs, Vector
 from .collectives import rounds_of
 from .messages import Channel, HostMessages, Message
+from .pair import collective_of
 from .rounds import Collective, HostGroup, SharedRooms
 from .segment import Segment, address_of
 
@@ -35,14 +36,14 @@ HostRequest = (Collective, Message)
 class RankList:
     """Collectives among some ranks of the host."""
 
-    def __init__(self, rooms: SharedRooms, parking: Parking) -> None:
-        self._rooms = rooms
+    def __init__(self, rooms: SharedRooms, parking: Parking, own_core: bool) -> None:
+        self._rooms, self._own_core = rooms, own_core
         others = [place for index, place in enumerate(rooms.places) if index != rooms.own]
         self.group = HostGroup(rooms.cells, rooms.own, others, parking, rooms.closed, rooms.raised)
 
     def prepare(self, args: CollectiveArgs) -> Callable[[], Collective]:
         """What begins the collective."""
-        return Collective(self.group, rounds_of(args, self._rooms.rooms, self._rooms.own)).begin
+        return collective_of(self.group, rounds_of(args, self._rooms, self._own_core)).begin
 
 
 class DataPlane:
@@ -59,7 +60,7 @@ class DataPlane:
         watch: Watch,
         look: Callable[[], object],
     ) -> None:
-        self._segment, self._place, self._watch, self._look = segment, place, watch, look
+        self._segment, self._place, self._watch, self._look, self._own_core = segment, place, watch, look, own_core
         self.places = {rank: at for at, rank in enumerate(ranks) if at != place}
         """By rank of the host, but this one, its place."""
         count = len(ranks)
@@ -76,7 +77,7 @@ class DataPlane:
         if own_core:
             with contextlib.suppress(OSError):
                 self._spin = SpinTime(lines[LINE * count :].cast("d"))
-        self._parking = Parking(words, place, Fence(), self._spin)
+        self._parking = Parking(words, place, new_fence(), self._spin)
         channels = segment.reserve(Channel.size() * count * count)
 
         def channel(source: int, target: int) -> Channel:
@@ -104,8 +105,9 @@ class DataPlane:
         if self._rank not in ranks:
             return None
         places = [self._place if rank == self._rank else self.places[rank] for rank in ranks]
-        found = RankList(SharedRooms(self._segment, offset, places, self._place, self._number), self._parking)
-        found.group.unput = self._unput
+        rooms = SharedRooms(self._segment, offset, places, self._place, self._number)
+        found = RankList(rooms, self._parking, self._own_core)
+        found.group.unput, found.group.sending = self._unput, self.messages.sending
         self._groups.append(found.group)
         self._looks[found.group] = partial(self._look_in, found.group)
         return found
@@ -130,11 +132,9 @@ class DataPlane:
 
     def wait(self, request: Collective | Message, what: Callable[[], str]) -> None:
         """Returns when it is over; `what` names it in reports."""
-        ready, look, count = request.Test, self._look, None
+        ready, look, count, messages = request.Test, self._look, None, self.messages
         group = request.group if isinstance(request, Collective) else None
-        if group is not None:
-            look = self._looks[group]
-        if self._beside(group) or self.messages.expecting:
+        if messages.sending or messages.expecting or (self._unput and self._beside(group)):
 
             def ready(test: Callable[[], bool] = request.Test) -> bool:
                 self.progress()
@@ -142,8 +142,10 @@ class DataPlane:
 
         elif group is not None:
             count = group.closed
-        if self._parking.spins(ready):
+        if self._parking.spins(ready, count):
             return
+        if group is not None:
+            look = self._looks[group]
         self._watch.begin(what)
         try:
             self._parking.wait(ready, look, count)

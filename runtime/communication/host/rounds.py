@@ -21,8 +21,7 @@ arrivals of the other, and sleeps on these.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Bytes
@@ -31,7 +30,7 @@ from ...job.parking import LINE, Cell, Count, Parking
 from .segment import Segment, address_of
 
 Action = Callable[[], object]
-ROOM = 1 << 18
+ROOM = 1 << 19
 """Bytes of a room."""
 ROOMS = 4
 _AHEAD = 2
@@ -86,6 +85,8 @@ class SharedRooms:
             [np.frombuffer(memory, np.uint8, ROOM, start + (at * ROOMS + turn) * ROOM) for at in range(ranks + 1)]
             for turn in range(ROOMS)
         ]
+        self.made: Bytes = np.empty(ROOM, np.uint8)
+        """Memory of this rank, in which it makes what goes into a room in common."""
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -102,32 +103,32 @@ def _after_lines(ranks: int) -> int:
     return -(-LINE * (ranks + 1) // 4096) * 4096
 
 
-@dataclass(eq=False)
 class Collective:
     """A collective that may be begun again and again, each time after the wait for it; it is its own request."""
 
-    group: HostGroup
-    rounds: Rounds
-    last: int = 0
+    def __init__(self, group: HostGroup, rounds: Rounds) -> None:
+        self.group, self.rounds = group, rounds
+        self.done = False
+        """Whether it is over, as far as this rank has looked."""
 
     def begin(self) -> Collective:
         """Begins it."""
+        self.done = False
         self.group.begin(self)
         return self
 
     def Test(self) -> bool:
         """Whether it is over."""
-        group, rounds = self.group, self.rounds
-        if (group.got if rounds.takes else group.put) < self.last:
-            group.advance()
-        return (group.got if rounds.takes else group.put) >= self.last
+        if not self.done:
+            self.group.advance()
+        return self.done
 
 
 class HostGroup:
     """One rank's end of the collectives of a list.
 
-    `cells`: arrivals by index; `own` is its own, `others` are other places. `closed`: the number of rounds in which all have arrived;
-    `raised`: that which this rank raises.
+    `cells`: arrivals by index; `own` is the index of its own, `others` are other places. `closed`: the number of rounds in which all have
+    arrived; `raised`: that which this rank raises.
     """
 
     def __init__(
@@ -139,24 +140,26 @@ class HostGroup:
         closed: Count,
         raised: Count,
     ) -> None:
-        self._own = cells[own]
+        self.own = cells[own]
         self._cells = [cell for index, cell in enumerate(cells) if index != own]
-        self._others = others
-        self._parking = parking
+        self.others, self.parking = others, parking
         self.closed, self._raised = closed, raised
         self._closed, self._closed_here = closed.cell, 0
         self._are_two = len(cells) == 2
         self.unput: dict[HostGroup, None] = {}
         """The groups of the rank with a round that is begun and not put, for which others may wait."""
+        self.sending: Collection[int] = ()
+        """The peers of the rank for which messages wait."""
         self.begun = self.put = self.got = 0
         """Numbers of the last round that was begun, put, and got."""
-        self._open: deque[tuple[int, int, Rounds]] = deque()
+        self.open: deque[tuple[int, int, Collective]] = deque()
+        """The first and the last round of each collective that is begun and not got."""
 
     def begin(self, one: Collective) -> None:
         """Begins a collective, without waiting."""
         first = self.begun + 1
-        one.last = self.begun = self.begun + one.rounds.count
-        self._open.append((first, one.last, one.rounds))
+        self.begun += one.rounds.count
+        self.open.append((first, self.begun, one))
         self.unput[self] = None
         self.advance()
 
@@ -173,8 +176,12 @@ class HostGroup:
         """Closes the next round for this rank alone where all have arrived in it and none has closed it."""
         number = self.got + 1
         if self.put >= number > self._closed[0]:
-            first, _, rounds = self._open[0]
-            self._closed_here = number if self._made(number, first, rounds) else self._closed_here
+            first, _, one = self.open[0]
+            self._closed_here = number if self._made(number, first, one.rounds) else self._closed_here
+
+    def wake(self) -> None:
+        """Wakes those that sleep until a round is closed, or for anything else, after a fence."""
+        self.parking.wake(self.others, self._raised)
 
     def wake_all(self) -> None:
         """Wakes all that sleep until a round is closed."""
@@ -192,17 +199,19 @@ class HostGroup:
 
     def _get(self, number: int) -> None:
         """Gets a round that is closed."""
-        first, last, rounds = self._open[0]
-        action = rounds.get(number - first, number % ROOMS)
+        first, last, one = self.open[0]
+        action = one.rounds.get(number - first, number % ROOMS)
         if action is not None:
             action()
         self.got = number
         if number == last:
-            self._open.popleft()
+            self.open.popleft()
+            one.done |= one.rounds.takes
 
     def _put(self, number: int) -> bool:
         """Puts a round, where its turn has come."""
-        first, _, rounds = next(one for one in self._open if number <= one[1])
+        first, last, one = next(each for each in self.open if number <= each[1])
+        rounds = one.rounds
         if self.got < number - 1 and self.got < number - rounds.ahead(number - first):
             return False
         action = rounds.put(number - first, number % ROOMS)
@@ -211,12 +220,14 @@ class HostGroup:
         self.put = number
         if number == self.begun:
             self.unput.pop(self, None)
-        self._own[0] = number
-        self._parking.fence()
+        self.own[0] = number
+        self.parking.fence()
         if self._are_two:
-            self._parking.wake(self._others, self._raised)
+            self.wake()
         elif self._made(number, first, rounds):
             self._closed[0] = number
-            self._parking.fence()
-            self._parking.wake(self._others, self._raised)
+            self.parking.fence()
+            self.wake()
+        if number == last:
+            one.done |= not rounds.takes
         return True
