@@ -2,57 +2,40 @@
 
     step       the longest of work, way and gradients, beside what any step takes
     work       microbatches * task / stages + update: the mean of all ranks, which the slowest is not below
-    way        of a stage: the longest way of nodes, forward, to some of its nodes, then these for each microbatch, and their updates
-    gradients  the shortest way of nodes to any gradient, then the reduction of a rank's over `dp`, in the mean of stages
+    way        of a stage: `Task.longest` of what it computes, with its updates
+    gradients  the shortest way of nodes to any gradient, then the reduction of a rank's over `dp`, of several stages in their mean
 
 The programs are that of one rank, and of candidates over `tp` that were played, of one stage and one microbatch: at another size of the
 batch each is what a rank of another `dp` runs. A node that such a program has as one rank has it is sharded over no multiple of its `tp`
 either, nor is one whose dims are in no set that is cut; of all others ranks together take no less than their operations and bytes at the
-greatest speed (`NodeCost.least`). What does not depend on the batch is counted once, and no session, message, wait, or sum of microbatches
-is, so no candidate is faster, by any schedule.
+greatest speed (`NodeCost.least`), and as shards are even each rank of a layer takes as long. The sums of a layer are on the way of a
+candidate of one stage whose modules are all sharded, as in the program that is known; between stages a sum may go along with what crosses.
+What does not depend on the batch is counted once, and no session, message or wait is, so no candidate is faster, by any schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from partc.cli.simulation.actions import Pricing, least_of, updated
+from partc.cli.simulation.known_program import Program, Task
 from partc.cli.simulation.sizes import FileSizes
 from partc.cli.simulation.step import Simulation
 from partc.compiler.cost.machine import Link, Machine
 from partc.compiler.cost.price import Operand
-from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate
+from partc.compiler.search.reductions import seconds_of
 from partc.compiler.search.search import Search
-from partc.runtime.artifact.format import ALL_REDUCE, CPU, OPTIMIZER
-from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.runtime.artifact.format import ALL_REDUCE, CPU
 from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.program.steps import Segment, Update
 
 if TYPE_CHECKING:
-    from onnx import FunctionProto, NodeProto
-
-
-@dataclass(frozen=True)
-class Task:
-    """By path the seconds of a microbatch that depend on the batch, those of the longest way to each, and of the shortest to a gradient."""
-
-    repeated: Mapping[str, float]
-    heads: Mapping[str, float]
-    gradient: float
-
-    def way(self, paths: Collection[str], microbatches: int, updates: Mapping[str, float]) -> float:
-        """Seconds of a rank on which these paths run: up to the first of some of them, then these for all microbatches, and `updates`."""
-        longest = behind = 0.0
-        for path in sorted(paths & self.repeated.keys(), key=lambda one: -self.heads[one]):
-            behind += microbatches * self.repeated[path] + updates.get(path, 0.0)
-            longest = max(longest, self.heads[path] + behind)
-        return longest
+    from onnx import FunctionProto
 
 
 class Least:
@@ -62,18 +45,23 @@ class Least:
         self.search, self.machine, self.pricing = search, machine, Pricing(machine)
         (sizes,) = whole.files.values()
         self.update = sum(self.pricing.least(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
-        self.work = self.update + sum(self.pricing.least(*one) for one in _segments(sizes))
+        self.work = self.update + sum(
+            self.pricing.least(step, sizes) for step in sizes.file.steps if isinstance(step, Segment)
+        )
         self.reduced = sum(_reduced(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
         updates = [step for step in sizes.file.steps if isinstance(step, Update)]
         self.updated = [pair for step in updates for pair in _updated(step, sizes)]
+        buckets = search.estimates.reductions.calls((), 1, 1, False)
+        is_same = sum(bytes * many for (_, bytes), many in buckets.items()) == self.reduced
+        self.has_buckets = is_same and not search.request.base.is_sharded
         self.parameters = [one for step in updates for one in _parameters(step, sizes)]
         symbol = next(iter(search.batch.symbols), "")
         scales = search.records is not None and search.request.sizes.get(symbol) == search.records
         self.symbol = symbol if scales and not self.machine.segments else ""
-        self._programs = {1: _Program(sizes, self.pricing, self.symbol)} if self.symbol else {}
+        self._programs = {1: Program(sizes, self.pricing, self.symbol)} if self.symbol else {}
         self._tasks: dict[Hashable, Task] = {}
         self._ways: dict[Hashable, float] = {}
-        self._updates: dict[int, float] = {}
+        self._updates: dict[Hashable, float] = {}
         self._by_reader: dict[Hashable, dict[str, float]] = {}
         self._by_path: dict[tuple[int, int, bool], tuple[float, float]] = {}
 
@@ -82,8 +70,11 @@ class Least:
         degrees = one.degrees
         is_whole = degrees.stages == one.microbatches == 1 and not (one.by_module or one.recompute)
         if self.symbol and is_whole and degrees.tp > 1 and degrees.tp not in self._programs:
-            sizes = min(simulation.files.values(), key=lambda some: sum(1 for _ in _nodes(some)))
-            self._programs[degrees.tp] = _Program(sizes, self.pricing, self.symbol, degrees, self._programs[1])
+            sizes = min(
+                simulation.files.values(),
+                key=lambda some: sum(len(one.formal.nodes) for one in some.file.steps if isinstance(one, Segment)),
+            )
+            self._programs[degrees.tp] = Program(sizes, self.pricing, self.symbol, degrees, self._programs[1])
 
     def shared(self, ranks: int) -> float:
         """Seconds that no plan on so many ranks is below, whatever it shards."""
@@ -95,14 +86,16 @@ class Least:
         if not self.symbol:
             return self.quick(one)
         program, parts, shards = self._of(one)
-        key = parts, shards, program.tp
+        sums = one.degrees.stages == 1 and not one.by_module
+        key = parts, shards, program.tp, sums
         if key not in self._tasks:
-            self._tasks[key] = program.task(parts, shards)
+            self._tasks[key] = program.task(parts, shards, sums)
         task, stages = self._tasks[key], one.degrees.stages
         ways = key, stages, one.microbatches, one.zero
         if ways not in self._ways:
             updates = self._at_readers(one)
-            some = (task.way(paths, one.microbatches, updates) for paths in self.search.named(stages))
+            placed = self.search.named(stages) if stages > 1 else [task.heads.keys()]
+            some = (task.longest(paths, one.microbatches, updates) for paths in placed)
             self._ways[ways] = max(some, default=0.0)
         beside = max(self._ways[ways], task.gradient + self._reduction(one))
         return max(self.quick(one), self.machine.processor(CPU).step + beside)
@@ -123,13 +116,15 @@ class Least:
         if not one.zero:
             return self.update * self.search.own_share(one)
         shards = one.degrees.tp * one.degrees.dp
-        if shards not in self._updates:
-            self._updates[shards] = sum(self._of_shard(*pair, shards) for pair in self.updated)
-        return self._updates[shards]
+        return sum(self._of_shard(*pair, shards) for pair in self.updated)
 
     def _of_shard(self, function: FunctionProto, operands: Sequence[Operand], shards: int) -> float:
         """Seconds of the update of one of so many shards."""
-        return least_of(function, [_shard(one, shards) for one in operands], self.machine.processor(CPU))
+        given = tuple(_shard(one, shards) for one in operands)
+        key = function.name, given
+        if key not in self._updates:
+            self._updates[key] = least_of(function, given, self.machine.processor(CPU))
+        return self._updates[key]
 
     def _at_readers(self, one: Candidate) -> dict[str, float]:
         """By path the seconds of the updates of what is read there alone, which are of the stage that has the path."""
@@ -164,7 +159,7 @@ class Least:
             self._by_path[key] = program.seconds_by_path(parts, shards, paths, parts * shards if has_records else parts)
         return self._by_path[key]
 
-    def _of(self, one: Candidate) -> tuple[_Program, int, int]:
+    def _of(self, one: Candidate) -> tuple[Program, int, int]:
         """The program that says most of a candidate, with the parts of the batch, and into how many what is sharded is sharded further."""
         tp = one.degrees.tp
         some = [1] if self.search.has_records(one) else [shards for shards in self._programs if tp % shards == 0]
@@ -172,9 +167,17 @@ class Least:
         return self._programs[known], one.degrees.dp * one.microbatches, tp // known
 
     def _reduction(self, one: Candidate) -> float:
-        """The reduction of a rank's gradients, as far as it goes on beside computations, at the greatest speed of any link."""
-        given = self.reduced * self.search.own_share(one) / one.degrees.stages
-        return min(link.overlap * _reduce(link, one.degrees.dp, given) for link in self.machine.links)
+        """The reduction of a rank's gradients, as far as it goes on beside computations, over the fastest link.
+
+        Of one stage the collectives are those that the compiler fills, one behind another, where it reduces all gradients of the model;
+        else as many bytes in however many AllReduces.
+        """
+        degrees, links = one.degrees, self.machine.links
+        if self.has_buckets and degrees.stages == 1 and not one.by_module:
+            calls = self.search.reductions(one)
+            return min(link.overlap * seconds_of(calls, link, degrees.dp) for link in links)
+        given = self.reduced * self.search.own_share(one) / degrees.stages
+        return min(link.overlap * _reduce(link, degrees.dp, given) for link in links)
 
 
 class Leasts:
@@ -216,123 +219,6 @@ class Leasts:
     def computed(self, one: Candidate) -> float | None:
         """As `Least.computed`."""
         return self.on(one.degrees.ranks).computed(one)
-
-
-class _Program:
-    """The nodes of a rank's file of a plan of these degrees, those that cost the same as one kind; `whole`: the unsharded program."""
-
-    def __init__(
-        self,
-        sizes: FileSizes,
-        pricing: Pricing,
-        symbol: str,
-        degrees: Degrees = Degrees(),  # noqa: B008
-        whole: _Program | None = None,
-    ) -> None:
-        self.sizes, self.pricing, self.symbol = sizes, pricing, symbol
-        self.tp, self.records = degrees.tp, sizes.sizes[symbol] * degrees.dp
-        self.kinds: list[tuple[NodeProto, Segment]] = []
-        self.nodes: list[tuple[str, int, bool, list[str], list[str]]] = []
-        """By node its path, its kind, whether it may be sharded further, and what it reads and makes."""
-        there = whole.at(degrees.dp) if whole is not None else None
-        as_whole = {_shown(there, *one) for one in _nodes(there)} if there is not None else set()
-        numbers = dict[object, int]()
-        for node, segment in _nodes(sizes):
-            names = sizes.names(segment)
-            read, made = ([names.get(name, name) for name in some] for some in (node.input, node.output))
-            attributes = tuple(sorted(one.SerializeToString() for one in node.attribute))
-            shapes = tuple(
-                (str(sizes.shapes.get(name)), sizes.types.get(name), inner in sizes.fixed(segment))
-                for name, inner in zip((*read, *made), (*node.input, *node.output), strict=True)
-            )
-            kind = numbers.setdefault((node.domain, node.op_type, attributes, len(read), shapes), len(numbers))
-            if kind == len(self.kinds):
-                self.kinds.append((node, segment))
-            is_cut = there is None or _shown(sizes, node, segment) not in as_whole
-            self.nodes.append((path_of(node), kind, is_cut, read, made))
-        self.counts = Counter((kind, is_cut) for _, kind, is_cut, *_ in self.nodes)
-        updates = [node for step in sizes.file.steps if isinstance(step, Update) for node in step.nodes]
-        self.updated = {name for node in updates for name in node.input}
-        self._costs: dict[int, list[tuple[float, float, bool]]] = {}
-
-    @cached_property
-    def _readers(self) -> dict[str, set[str]]:
-        found = defaultdict[str, set[str]](set)
-        for path, _, _, read, _ in self.nodes:
-            for name in read:
-                found[name].add(path)
-        return found
-
-    def readers(self, names: Collection[str]) -> set[str]:
-        """The paths of the nodes that read one of these values."""
-        return {path for name in names for path in self._readers.get(name, ())}
-
-    def at(self, parts: int) -> FileSizes:
-        """The file for one of so many parts of the batch."""
-        return self.sizes.at({**self.sizes.sizes, self.symbol: self.records // parts})
-
-    def costs(self, parts: int) -> list[tuple[float, float, bool]]:
-        """By kind the seconds of a node, those that ranks take together at least, and whether it depends on the batch."""
-        if parts not in self._costs:
-            here, other = self.at(parts), self.sizes.at({**self.sizes.sizes, self.symbol: 2 * self.records})
-            processor, found = self.pricing.machine.processor(CPU), []
-            for node, segment in self.kinds:
-                operands = here.of_node(node, segment)
-                cost = self.pricing.node(node, *operands)
-                is_repeated = operands != other.of_node(node, segment)
-                found.append((cost.seconds(processor), cost.least(processor), is_repeated))
-            self._costs[parts] = found
-        return self._costs[parts]
-
-    def seconds(self, parts: int, shards: int) -> tuple[float, float]:
-        """Seconds of a microbatch of one of so many parts of the batch, where what is sharded is sharded into so many more.
-
-        First those that do not depend on the batch.
-        """
-        costs, once, repeated = self.costs(parts), 0.0, 0.0
-        for (kind, is_cut), many in self.counts.items():
-            exact, least, is_repeated = costs[kind]
-            own = many * (least / shards if is_cut and shards > 1 else exact)
-            once, repeated = (once, repeated + own) if is_repeated else (once + own, repeated)
-        return once, repeated
-
-    def seconds_by_path(self, parts: int, shards: int, paths: Collection[str], there: int) -> tuple[float, float]:
-        """The same where what runs at these paths is not sharded, and has one of `there` parts of the batch."""
-        costs, own, once, repeated = self.costs(parts), self.costs(there), 0.0, 0.0
-        for path, kind, *_ in self.nodes:
-            _, least, is_repeated = costs[kind]
-            seconds = own[kind][0] if path in paths else least / shards
-            once, repeated = (once, repeated + seconds) if is_repeated else (once + seconds, repeated)
-        return once, repeated
-
-    def task(self, parts: int, shards: int) -> Task:
-        """The same by path."""
-        costs, ends = self.costs(parts), dict[str, float]()
-        repeated, heads = defaultdict[str, float](float), dict[str, float]()
-        for path, kind, is_cut, read, made in self.nodes:
-            exact, least, is_repeated = costs[kind]
-            seconds = least / shards if is_cut and shards > 1 else exact
-            begin = max((ends.get(name, 0.0) for name in read), default=0.0)
-            ends.update(dict.fromkeys(made, begin + seconds))
-            if is_repeated:
-                repeated[path] += seconds
-                heads[path] = min(begin, heads.get(path, begin))
-        gradients = [ends[name] for name in self.updated if name in ends]
-        return Task(repeated, heads, min(gradients, default=0.0))
-
-
-def _segments(sizes: FileSizes) -> Iterator[tuple[Segment, FileSizes]]:
-    return ((step, sizes) for step in sizes.file.steps if isinstance(step, Segment))
-
-
-def _nodes(sizes: FileSizes) -> Iterator[tuple[NodeProto, Segment]]:
-    """The nodes of all segments, less those of an optimizer."""
-    return ((node, one) for one, _ in _segments(sizes) for node in one.formal.nodes if node.domain != OPTIMIZER)
-
-
-def _shown(sizes: FileSizes, node: NodeProto, segment: Segment) -> Hashable:
-    """A node by its place in the model and the sizes of what it reads and makes."""
-    return node.name, node.op_type, path_of(node), *map(tuple, sizes.of_node(node, segment))
 
 
 def _reduced(update: Update, sizes: FileSizes) -> float:

@@ -78,7 +78,7 @@ class Estimates:
         self, work: ModelWork, machine: Machine, hosts: int = 1, slots: int | None = None, bucket: int = 0
     ) -> None:
         self.work, self.machine, self.slots = work, machine, slots
-        self.reductions = Reductions(work.program.model.graph, bucket)
+        self.reductions = Reductions(work.program.model, bucket)
         self.hosts, self.cores = hosts, machine.cores * hosts
         self._processors: dict[int, Processor] = {}
         graph = work.program.model.graph

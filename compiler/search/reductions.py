@@ -15,6 +15,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 from partc.compiler.cost.machine import Link
+from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 Calls = Counter[tuple[str, float]]
@@ -22,16 +23,17 @@ Calls = Counter[tuple[str, float]]
 
 
 class Reductions:
-    """The collectives for the gradients of a model's parameters; `limit`: the bytes that fill a bucket."""
+    """The collectives for the gradients of a model's trainable weights; `limit`: the bytes that fill a bucket."""
 
-    def __init__(self, graph: ir.Graph, limit: int) -> None:
+    def __init__(self, model: ir.Model, limit: int) -> None:
         self.limit = limit
-        read = (value for node in graph for value in node.inputs if value is not None and value.is_initializer())
+        read = (value for node in model.graph for value in node.inputs if value is not None and value.is_initializer())
+        names = frozenset(trainable_names(model))
         tensors = {value: value.const_value for value in read if value.const_value is not None}
         self.parameters = [
             (value, tuple(tensor.shape.numpy()), tensor.dtype.itemsize)
             for value, tensor in reversed(tensors.items())
-            if tensor.dtype.is_floating_point()
+            if value.name in names
         ]
         self._calls: dict[Hashable, Calls] = {}
 

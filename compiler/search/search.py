@@ -29,6 +29,7 @@ from partc.compiler.search.blocks import Block, Way, blocks_of
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate, Estimates, Sharding
 from partc.compiler.search.modules import Modules
+from partc.compiler.search.reductions import Calls
 from partc.compiler.search.taken_over import Base
 from partc.compiler.search.work import ModelWork
 from partc.compiler.start import start
@@ -169,6 +170,11 @@ class Search:
             some = zip(self._blocks[one.degrees.tp], ways, strict=True)
             cut = sum(block.sharding.weights for block, way in some if way is Way.SHARDED)
         return 1 - cut / max(1.0, self.estimates.weights) * (1 - 1 / one.degrees.tp)
+
+    def reductions(self, one: Candidate) -> Calls:
+        """The collectives for the gradients of all stages, where all modules are sharded that can be."""
+        degrees, places = one.degrees, self._sharded(one.degrees.tp)[1].places
+        return self.estimates.reductions.calls(places, degrees.tp, degrees.dp, one.zero)
 
     def whole(self, shards: int) -> set[str]:
         """The paths of the nodes that are not sharded where all is that can be."""

@@ -15,6 +15,7 @@ from machines import curve, machine, shared
 from onnx import TensorProto, helper
 from partc.cli.main import invoke
 from partc.cli.simulation import plays
+from partc.cli.simulation.least import Leasts
 from partc.cli.simulation.plays import play_program, played
 from partc.cli.simulation.search import Found, Options, searched
 from partc.compiler.cost.machine import Curve, Machine
@@ -152,8 +153,10 @@ def test_two_ranks_that_share_memory_gain_nothing(tmp_path: Path) -> None:
         ("", 2, Fixed(), 5),
         (TRAIN.replace("64", "4"), 2, Fixed(), 9),
         (TRAIN.replace("64", "4"), 4, Fixed(tp=1, dp=2), 6),
+        (TRAIN.replace("64", "4"), 4, Fixed(tp=2, stages=2), 3),
+        (TRAIN.replace("64", "4"), 4, Fixed(tp=2, dp=2), 2),
     ],
-    ids=["infer", "train", "ZeRO in stages"],
+    ids=["infer", "train", "ZeRO in stages", "tp in stages", "tp and dp"],
 )
 def test_no_candidate_is_below_the_bound(train: str, ranks: int, fixed: Fixed, many: int, tmp_path: Path) -> None:
     """All are played, where products are faster the larger they are, and slower beside other ranks; none takes less than its bound."""
@@ -244,6 +247,31 @@ def test_reductions_are_those_of_the_compiled_plan(one: Candidate, tmp_path: Pat
     paths = search.program.paths.values()
     places = tensor_parallel(search.apart, paths, tp, linked=search.linked).places if tp > 1 else ()
     assert search.estimates.reductions.calls(places, tp, dp, one.zero) == counted
+
+
+def test_a_number_by_itself_is_not_reduced(tmp_path: Path) -> None:
+    """A model's scale is not trained, so no rank reduces a gradient of it."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    model = layers(12)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(2.0), "scale"))
+    first = model.graph.node[0]
+    given, first.input[0] = first.input[0], "scaled"
+    model.graph.node.insert(0, helper.make_node("Mul", [given, "scale"], ["scaled"], name="scaled.Mul"))
+    base, one = base_of(tmp_path / "train.yaml", source(model))
+    search = Search.of(one, "model.onnx", Request(2, Fixed(), base, machine(), {}))
+    names = {value.name for value, *_ in search.estimates.reductions.parameters}
+    assert "scale" not in names
+    assert len(names) == len(model.graph.initializer) - 1
+
+
+def test_one_microbatch_goes_through_all_stages_and_back(tmp_path: Path) -> None:
+    """The bound of two stages is above their mean: each waits for the other, but for the gradients of weights."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    base, model = base_of(tmp_path / "train.yaml", source(layers(depth=4)))
+    search = Search.of(model, "model.onnx", Request(2, Fixed(), base, links(1e-7, 1e12), {}))
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    one = Candidate(Degrees(stages=2))
+    assert 1.2 * least.quick(one) < least(one) <= play_program(search, search.proposal(one).done).played.seconds
 
 
 def test_a_small_model_is_data_parallel(tmp_path: Path) -> None:
