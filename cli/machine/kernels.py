@@ -27,11 +27,15 @@ _BETWEEN = 1 << 24
 """Bytes that a step touches between two runs of a session."""
 _MIXED = ("Neg", "Add", "Greater", "Where", "Mul", "Greater", "Cast", "Exp")
 _ELEMENT, _ID = 4, 8
-SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes that a node moves."""
-_MEMORY = 1 << 26
-"""Bytes that no cache holds: with an elementwise op they say how fast memory is."""
+_MEMORY = (1 << 21, 1 << 23, 1 << 25, 1 << 26)
+"""More of them, with an elementwise op: these double up to what no cache holds, and say where caches end and how fast memory is."""
 _MATRICES = (16, 32, 64, 128, 256, 512)
+_BATCHES = ((8, 64), (16, 64), (32, 64), (64, 64), (128, 16), (256, 4))
+"""The rows and columns of the matrices of a batch, and how many they are: together as many as caches hold."""
+_VECTOR = 64
+"""The elements of the vectors of a batch."""
 _IMAGES = ((8, 8), (16, 16), (32, 28), (64, 56))
 """Channels, and pixels along each side."""
 _PLACES = 9
@@ -44,11 +48,12 @@ _FILTERS = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """A model of one op: its nodes, inputs, and how much it is: bytes that it moves, or operations."""
+    """A model of one op: its nodes, inputs, and how much each of `count` alike parts is: bytes that it moves, or operations."""
 
     nodes: Sequence[NodeProto]
     inputs: dict[str, Array]
     amount: float
+    count: int = 1
 
 
 def undisturbed(taken: Sequence[float]) -> float:
@@ -149,7 +154,7 @@ def _chain(count: int, ops: Sequence[str]) -> Sample:
 
 def kernels() -> Iterator[tuple[str, Sample]]:
     """By kernel of the op table a sample at each size."""
-    for size in (*SIZES, _MEMORY):
+    for size in sorted((*SIZES, *_MEMORY)):
         third = size // _ELEMENT // 3
         yield "elementwise", _of("Add", third, {"x": _floats(third), "y": _floats(third)})
     for size in SIZES:
@@ -168,6 +173,12 @@ def kernels() -> Iterator[tuple[str, Sample]]:
         places = np.tile(np.random.default_rng(0).permutation(few)[:, None], (1, 64))
         given = {"x": _floats(few, 64), "ids": places, "y": _floats(few, 64)}
         yield "scatter", _of("ScatterElements", few * 64 * 5, given, axis=0)
+    for size in (*SIZES, _MEMORY[-2]):
+        matrices = size // _ELEMENT // _VECTOR**2 or 1
+        yield (
+            "vectors",
+            Sample([_product()], _batch(matrices, _VECTOR, 1), float(matrices * (_VECTOR + 2) * _VECTOR * _ELEMENT)),
+        )
 
 
 def _sort(count: int) -> Sample:
@@ -179,21 +190,18 @@ def _sort(count: int) -> Sample:
 
 
 def products() -> Iterator[tuple[str, Sample]]:
-    """By kind of product samples by operations, two for each multiply-add."""
-    from onnx import helper
-
+    """By kind of product samples by operations of one matrix, two for each multiply-add."""
     for n in _MATRICES:
-        node = helper.make_node("MatMul", ["x", "y"], ["z"])
-        yield "matmul", Sample([node], {"x": _floats(n, n), "y": _floats(n, n)}, 2.0 * n**3)
+        yield "matmul", Sample([_product()], {"x": _floats(n, n), "y": _floats(n, n)}, 2.0 * n**3)
+    for n, count in _BATCHES:
+        yield "batch", Sample([_product()], _batch(count, n, n), 2.0 * n**3, count)
 
 
 def thin_products() -> Iterator[tuple[Sample, float]]:
     """Products of few rows, each by the bytes of its second operand, with its operations."""
-    from onnx import helper
-
     for n in _SECOND:
-        node = helper.make_node("MatMul", ["x", "y"], ["z"])
-        yield Sample([node], {"x": _floats(_FEW, n), "y": _floats(n, n)}, float(n * n * _ELEMENT)), 2.0 * _FEW * n * n
+        given = {"x": _floats(_FEW, n), "y": _floats(n, n)}
+        yield Sample([_product()], given, float(n * n * _ELEMENT)), 2.0 * _FEW * n * n
 
 
 def convolutions() -> Iterator[tuple[Sample, float]]:
@@ -205,6 +213,17 @@ def convolutions() -> Iterator[tuple[Sample, float]]:
         given = {"x": _floats(1, channels, pixels, pixels), "y": _floats(_FILTERS, channels, 3, 3)}
         columns = channels * _PLACES * pixels**2
         yield Sample([node], given, float(columns * _ELEMENT)), 2.0 * _FILTERS * columns
+
+
+def _product() -> NodeProto:
+    from onnx import helper
+
+    return helper.make_node("MatMul", ["x", "y"], ["z"])
+
+
+def _batch(count: int, n: int, columns: int) -> dict[str, Array]:
+    """So many matrices of n rows, and of n columns, and what each is multiplied by."""
+    return {"x": _floats(count, n, n), "y": _floats(count, n, columns)}
 
 
 def _of(op: str, elements: int, given: dict[str, Array], **attributes: Any) -> Sample:

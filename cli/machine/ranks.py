@@ -83,7 +83,8 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
             run = session_run(sample, threads)
             transport.all_gather_text("")
             taken = timed(run, threads) - session if transport.rank < working else 0.0
-            curves[table][name].append((sample.amount, max(node, taken) if transport.rank < working else 0.0))
+            each = max(node, taken) / sample.count
+            curves[table][name].append((sample.amount, each if transport.rank < working else 0.0))
     product = Curve(tuple(curves["products"]["matmul"]))
     for name, beside in (("unfold", convolutions()), ("pack", thin_products())):
         for sample, operations in beside:

@@ -2,7 +2,8 @@
 
     view           what calling any node takes; a constant nothing, as sessions fold it
     product        the operations of each matrix, or what it moves if that takes longer; and behind it `pack`: its second operand laid
-                   out as kernels read it, which sessions do once for a constant.
+                   out as kernels read it, which sessions do once for a constant. Of a batch of matrices, `batch` for each of them
+    vectors        a batch of products of a matrix and a vector: the bytes of the matrices, which are read once
     convolution    that, a matrix for each image and group, and behind it `unfold`: the places of its windows written out as columns
     lookup         twice what it makes, in rows of up to 256 bytes; the rest of longer rows is copied
     scatter        what it moves, element by element; of one that writes rows its data are copied, and the rows are a lookup
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from onnx import FunctionProto
 
 CONVOLUTION, UNFOLD, PACK = "convolution", "unfold", "pack"
+BATCH, VECTORS = "batch", "vectors"
 LOOKUP, SCATTER, LAYOUT, NORMALIZATION, SORT = "lookup", "scatter", "layout", "normalization", "sort"
 ROW = 256
 """Bytes of the rows by which lookups are measured."""
@@ -72,16 +74,29 @@ class NodeCost:
     laid_out: float = 0.0
     copied: float = 0.0
 
+    @property
+    def is_product(self) -> bool:
+        return self.kernel in (PRODUCT, CONVOLUTION, VECTORS)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it multiplies several matrices in one call."""
+        return self.kernel in (PRODUCT, VECTORS) and self.matrices > 1
+
     def seconds(self, processor: Processor) -> float:
         """On a target, without what its session takes."""
         if self.kernel == VIEW:
             called = processor.kernels.get(VIEW)
             return called.least if called is not None and self.moved else 0.0
         copy = processor.kernel(FALLBACK)
-        if self.kernel not in (PRODUCT, CONVOLUTION):
+        if not self.is_product or (self.kernel == VECTORS and VECTORS in processor.kernels):
             beside = copy(self.copied) if self.copied else 0.0
             return max(processor.kernel(self.kernel)(self.moved), copy(self.moved)) + beside
         curve = processor.products.get(self.kernel) or processor.products[MATMUL]
+        batch = processor.products.get(BATCH) if self.is_batch else None
+        if batch is not None:  # the node is called once for all
+            computed = copy.least + self.matrices * batch(self.padding * self.operations / self.matrices)
+            return max(computed, copy(self.moved))
         computed = self.matrices * curve(self.padding * self.operations / self.matrices)
         layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
         beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
@@ -95,12 +110,17 @@ class NodeCost:
         copy = processor.kernel(FALLBACK)
         if self.kernel == VIEW:
             return 0.0
-        if self.kernel not in (PRODUCT, CONVOLUTION):
+        if not self.is_product:
             moved = copy.in_shards(self.moved)
             own = moved if self.kernel == NORMALIZATION else processor.kernel(self.kernel).in_shards(self.moved)
             return max(own, moved) + copy.in_shards(self.copied)
         curve = processor.products.get(self.kernel) or processor.products[MATMUL]
         computed = self.matrices * curve.in_shards(self.operations / self.matrices)
+        if self.is_batch:  # a shard may be of one matrix, of several, or of vectors
+            batch, vectors = processor.products.get(BATCH, curve), processor.kernels.get(VECTORS)
+            computed = min(computed, self.matrices * batch.in_shards(self.operations / self.matrices))
+            computed = computed if vectors is None else min(computed, vectors.in_shards(self.moved))
+            return max(computed, copy.in_shards(self.moved))
         layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
         beside = layout.in_shards(self.laid_out) if layout is not None else 0.0
         return max(computed, copy.in_shards(self.moved)) + beside
@@ -133,7 +153,10 @@ def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[O
         return NodeCost(kernel, operations, matrices, moved, padding, elements * inputs[1].item)
     second = inputs[1] if kernel == PRODUCT and by_factors and len(inputs) > 1 else None
     packed = 0.0 if second is None or second.constant else second.bytes
-    return NodeCost(kernel, operations, _matrices(kernel, *sizes), moved, padding, packed)
+    matrices, dims = _matrices(kernel, *sizes), sizes[1][0] if sizes[1] else None
+    if kernel == PRODUCT and by_factors and matrices > 1 and dims and 1 in dims[-2:]:
+        kernel = VECTORS
+    return NodeCost(kernel, operations, matrices, moved, padding, packed)
 
 
 def _indexed(

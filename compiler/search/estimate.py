@@ -64,7 +64,7 @@ class Sharding:
             nodes.add(node)
             if reads and not makes:
                 forward.append(work.bytes(node.outputs[0]))
-            if makes and own.is_product:
+            if makes and own.cost.is_product:
                 given = [value for value in node.inputs if value is not None and value not in cut]
                 backward.update((value, work.bytes(value)) for value in given if not value.is_initializer())
         weights = sum(stored_bytes(value) for value in cut if value.is_initializer())
@@ -204,7 +204,7 @@ class Estimates:
             self._weights[key] = sum(
                 many * work.seconds(processor, records, shards if is_sharded else 1)
                 for (work, is_sharded), many in self.counted(sharding).items()
-                if work.is_product and work.weights
+                if work.cost.is_product and work.weights
             )
         return self._weights[key]
 
@@ -269,7 +269,7 @@ class Estimates:
     @cached_property
     def crossing(self) -> float:
         """The bytes of the value that layers hand on: the median of what products make."""
-        made = sorted(work.made for _, work in self.work.nodes() if work.is_product)
+        made = sorted(work.made for _, work in self.work.nodes() if work.cost.is_product)
         return made[len(made) // 2] if made else 0.0
 
     def after(self, one: Candidate, own: float, beside: int = 1) -> float:

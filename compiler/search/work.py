@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 from partc.compiler.cost.machine import Processor
 from partc.compiler.cost.node import PRODUCT, VIEW
-from partc.compiler.cost.price import CONVOLUTION, NodeCost, Operand, cost_of
+from partc.compiler.cost.price import NodeCost, Operand, cost_of
 from partc.compiler.ir.program import Typed
 from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.proposal.flow import stored_bytes, weights_read
@@ -28,10 +28,6 @@ class Work:
     weights: float
     made: float
 
-    @property
-    def is_product(self) -> bool:
-        return self.cost.kernel in (PRODUCT, CONVOLUTION)
-
     def seconds(self, processor: Processor, records: int, shards: int) -> float:
         """Forward, of one of so many shards of the records and of the layer."""
         one, both = self.cost, records * shards
@@ -43,7 +39,7 @@ class Work:
 
     def backward(self, processor: Processor, records: int, shards: int) -> float:
         """The seconds of its backward pass."""
-        return (2 if self.is_product else 1) * self.seconds(processor, records, shards)
+        return (2 if self.cost.is_product else 1) * self.seconds(processor, records, shards)
 
 
 class ModelWork:

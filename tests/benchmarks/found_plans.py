@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mpi4py import MPI
@@ -126,7 +126,8 @@ def compiled(search: Search, name: str, one: Candidate, folder: Path) -> Measure
     """The artifact of a candidate."""
     proposal = search.proposal(one)
     seconds = play_program(search, proposal.done).played.seconds
-    compile_source(search.source, parse_plan(proposal.text, "plan.yaml"), folder / "build")
+    own = replace(search.source, model=search.source.model.clone())  # passes edit the model that they are given
+    compile_source(own, parse_plan(proposal.text, "plan.yaml"), folder / "build")
     (folder / "plan.yaml").write_text(proposal.text)
     return Measured(name, seconds, one.degrees.ranks, folder)
 

@@ -29,10 +29,9 @@ def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureF
     out.write_text(machine_text(machine))
     assert machine_text(read_machine(out)) == out.read_text()
     cpu, (link,) = machine.processors["cpu"], machine.links
-    assert {*cpu.kernels} == {entry.work.kernel for entry in entries()} - {"product", "convolution"} | {
-        "pack",
-        "unfold",
-    }
+    own = {"pack", "unfold", "vectors"}
+    assert {*cpu.kernels} == {entry.work.kernel for entry in entries()} - {"product", "convolution"} | own
+    assert {*cpu.products} == {"matmul", "batch"}
     assert 0 < cpu.session < cpu.step < 0.1
     assert 0 < cpu.kernels["view"].least < 1e-4
     assert cpu.ranks == 2

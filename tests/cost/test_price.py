@@ -82,6 +82,23 @@ def test_nothing_is_faster_than_memory() -> None:
 
 
 @pytest.mark.parametrize(
+    ("matrices", "vectors", "seconds"),
+    [
+        ((100, 16, 16), (100, 16, 16), 1e-6 + 100 * 2e-7),
+        ((16, 16), (16, 16), 2e-6),
+        ((100, 64, 16), (100, 16, 1), 4 * 100 * (64 * 16 + 64 + 16) * 1e-10),
+        ((100, 1, 16), (100, 16, 64), 4 * 100 * (64 * 16 + 64 + 16) * 1e-10),
+    ],
+)
+def test_a_batch_is_one_call(matrices: Shape, vectors: Shape, seconds: float) -> None:
+    """Of many small matrices each takes a part of what a node takes that multiplies one, and matrices are read once for a vector."""
+    products = {"matmul": Curve(((1e3, 2e-6), (1e4, 2e-6))), "batch": Curve(((1e3, 2e-7), (1e4, 2e-7)))}
+    kernels = {"elementwise": Curve(((1e3, 1e-6), (1e6, 1e-5))), "vectors": Curve(((1e3, 1e-7), (1e6, 1e-4)))}
+    found = cost("MatMul", [matrices, vectors], (*matrices[:-1], vectors[-1]))
+    assert found.seconds(Processor(0.0, 0.0, products, kernels)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
     ("op", "given", "made", "shards"),
     [
         (
@@ -91,6 +108,9 @@ def test_nothing_is_faster_than_memory() -> None:
             [([(60, 70), (70, 16)], (60, 16)), ([(60, 70), (70, 16)], (60, 16))],
         ),
         ("MatMul", [(6, 64, 64), (6, 64, 64)], (6, 64, 64), [([(2, 64, 64), (2, 64, 64)], (2, 64, 64))]),
+        ("MatMul", [(6, 64, 64), (6, 64, 1)], (6, 64, 1), [([(2, 64, 64), (2, 64, 1)], (2, 64, 1))]),
+        ("MatMul", [(3, 64, 64), (3, 64, 1)], (3, 64, 1), [([(1, 64, 64), (1, 64, 1)], (1, 64, 1))]),
+        ("MatMul", [(6, 64, 64), (6, 64, 3)], (6, 64, 3), [([(6, 64, 64), (6, 64, 1)], (6, 64, 1))]),
         ("Conv", [(6, 12, 8, 8), (12, 12, 3, 3)], (6, 12, 8, 8), [([(2, 12, 8, 8), (12, 12, 3, 3)], (2, 12, 8, 8))]),
         ("Add", [(60, 70), (60, 70)], (60, 70), [([(20, 70), (20, 70)], (20, 70))]),
         ("ReduceSum", [(60, 7000)], (60,), [([(20, 7000)], (20,))]),
@@ -110,9 +130,11 @@ def test_three_shards_take_the_least_or_longer(
     """However speeds depend on the amount: each shard is one of three."""
     for seed in range(8):
         draw = random.Random(seed)
-        curves = [Curve(tuple((10.0**k, draw.uniform(1, 9) * 10.0 ** (k - 9)) for k in range(2, 8))) for _ in range(6)]
-        kernels = dict(zip(("elementwise", "lookup", "reduction", "pack", "unfold", "sort"), curves, strict=True))
-        processor = Processor(0.0, 0.0, {"matmul": curves[0], "convolution": curves[1]}, kernels)
+        curves = [Curve(tuple((10.0**k, draw.uniform(1, 9) * 10.0 ** (k - 9)) for k in range(2, 8))) for _ in range(8)]
+        names = "elementwise", "lookup", "reduction", "pack", "unfold", "sort", "vectors"
+        kernels = dict(zip(names, curves, strict=False))
+        products = {"matmul": curves[0], "convolution": curves[1], "batch": curves[7]}
+        processor = Processor(0.0, 0.0, products, kernels)
         least = cost(op, given, made).least(processor)
         for some, out in [(given, made), *shards]:
             times = 1 if out == made else 3
