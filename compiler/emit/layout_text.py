@@ -74,7 +74,7 @@ def cut_text(program: Sharded, node: ir.Node, rank: int | None = None) -> Iterat
     With `rank` of the groups that it is in.
     """
     for choice in _choices(program, node, rank):
-        if choice.cut:
+        if cut := choice.cut:
             yield ", ".join(
-                [f"{factor} in {shards} by {choice.why.get(factor, '?')}" for factor, shards in choice.cut.items()]
+                [f"{factor} in {shards} by {choice.why.get(factor, '?')}" for factor, shards in cut.items()]
             )

@@ -237,8 +237,8 @@ def _transfer(program: Complete, names: Names, event: Event) -> fmt.Transfer:
 def _given(program: Complete, names: Names) -> dict[int, list[str]]:
     """By tag the names of what ranks give in a collective, where all of them call it alike."""
     found: dict[int, set[tuple[str, ...]]] = {}
-    for part, _ in program.alike:
-        for tag, given in _inputs_of_events(part.steps, names):
+    for steps in {id(part.steps): part.steps for part, _ in program.alike}.values():
+        for tag, given in _inputs_of_events(steps, names):
             found.setdefault(tag, set()).add(given)
     return {tag: [*one.pop()] for tag, one in found.items() if len(one) == 1}
 

@@ -28,10 +28,13 @@ class Names(dict[Value, str]):
         """By name the files in which a body makes a value of it."""
         inside: dict[Value, list[tuple[int, Sequence[int]]]] = {}
         """By value that a body makes the files that call it, each with the microbatches."""
+        again: dict[int, int] = {}
+        """By a list of steps the files that have it besides the first one."""
         place = 1
         for part, _ in program.alike:
-            row = place
-            self._note(part.steps, (*part.given, *part.results), row)
+            row, key = place, id(part.steps)
+            self._note(() if key in again else part.steps, (*part.given, *part.results), row)
+            again[key] = again[key] | row if key in again else 0
             for body in part.bodies:
                 place <<= 1
                 numbers = [step.microbatch for step in part.steps if isinstance(step, Call) and step.body is body]
@@ -39,6 +42,9 @@ class Names(dict[Value, str]):
                 for value in [value for step in body.steps for value in step.makes]:
                     inside.setdefault(value, []).append((row, numbers))
             place <<= 1
+        for part, _ in program.alike:
+            if places := again.pop(id(part.steps), 0):
+                self._note(part.steps, (), places)
         for value in self._places:
             if value.base is None and value not in inside:
                 self._give(value)

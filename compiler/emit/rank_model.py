@@ -73,6 +73,8 @@ class RankModels:
     _frames: dict[Hashable, _Frame] = field(default_factory=dict)
     """By the ops of ranks, what is there before them, what is read behind them and where it lies."""
     _types: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
+    _alike: dict[Hashable, onnx.ValueInfoProto] = field(default_factory=dict)
+    """The first type of each shape and kind, by whatever name."""
     _kinds: dict[ir.Value, Hashable] = field(default_factory=dict)
     """By value what tells its type from that of another one with the same name and shape."""
     _typed: dict[Value, onnx.ValueInfoProto] = field(default_factory=dict)
@@ -214,7 +216,13 @@ class RankModels:
             self._kinds[of] = (of,) if is_own else (of.dtype, of.doc_string)
         key = name, shape, of if shape is None else self._kinds[of]
         if key not in self._types:
-            self._types[key] = _value_info(of, name, shape)
+            like = key[1:]
+            if like in self._alike:  # a copy costs less than each dim anew
+                self._types[key] = onnx.ValueInfoProto()
+                self._types[key].CopyFrom(self._alike[like])
+                self._types[key].name = name
+            else:
+                self._types[key] = self._alike[like] = _value_info(of, name, shape)
         self._typed[value] = self._types[key]
         return self._types[key]
 

@@ -78,7 +78,7 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
     """The graph and all bodies inside of it."""
     yield graph
     for node in graph:
-        for body in bodies(node):
+        for body in bodies(node) if node.attributes.data else ():
             yield from graphs_of(body)
 
 
@@ -86,7 +86,7 @@ def nodes_of(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
     """The nodes, of a graph or some, each in front of those of its bodies."""
     for node in nodes:
         yield node
-        for body in bodies(node):
+        for body in bodies(node) if node.attributes.data else ():
             yield from nodes_of(body)
 
 

@@ -55,12 +55,13 @@ _KNOWN: dict[tuple[int, int, int], list[GroupFacts]] = {}
 
 def facts_of(group: Group) -> GroupFacts:
     """The facts of a group, found by its ends and its size, then by itself: hashing all of its ranks would cost more."""
-    known = _KNOWN.setdefault((group[0], group[-1], len(group)) if group else (0, 0, 0), [])
-    for one in known:
+    key = (group[0], group[-1], len(group)) if group else (0, 0, 0)
+    for one in _KNOWN.get(key, ()):
         if one.group is group or one.group == group:
             return one
-    known.append(GroupFacts(group))
-    return known[-1]
+    found = GroupFacts(group)
+    _KNOWN.setdefault(key, []).append(found)
+    return found
 
 
 def ranks_of(group: Group | Ranks) -> Ranks:
@@ -127,12 +128,8 @@ class ShardedValue:
     layout: Layout
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        """The hash of first rank and size alone: groups may have hundreds, and a looked-up group is nearly always the same object."""
-        return hash((self.value, self.group[0], len(self.group), self.layout.cuts))
+        """Hashes only the first rank: groups may have hundreds, and a value has few versions on those that begin with it."""
+        return hash(self.value) ^ self.group[0]
 
     @property
     def across(self) -> tuple[str | None, Group, Layout]:

@@ -14,6 +14,7 @@ from partc.runtime.artifact.format import LabelRecord, TrainingRecord
 from partc.runtime.artifact.training.scalars import OptimizerRecord, scalar_name
 
 if TYPE_CHECKING:
+    from partc.compiler.dims.facts import Facts
     from partc.compiler.plan.precision import LossScale, PrecisionRules
     from partc.compiler.plan.training.optimizer import Optimizer
     from partc.compiler.plan.training.rules import TrainRules
@@ -99,6 +100,21 @@ class TrainingNotes:
 
 
 @dataclass(frozen=True)
+class ModelOutputs:
+    """Dims and types of a model's outputs by name, None where they are not known, as they follow from what is promised of dims."""
+
+    promised: Mapping[str, Facts]
+    found: Mapping[str, tuple[tuple[int | ir.SymbolicDim, ...] | None, ir.DataType | None]]
+
+    def settled(self, promised: Mapping[str, Facts]) -> bool:
+        """Whether all is known, and by the same promises."""
+        shapes = [shape for shape, _ in self.found.values()]
+        if promised != self.promised or None in shapes:
+            return False
+        return all(isinstance(dim, int) or dim.value is not None for shape in shapes for dim in shape or ())
+
+
+@dataclass(frozen=True)
 class Training:
     """The training half of a program: what the plan says of it, `rules` and `precision`, and what passes found out."""
 
@@ -118,6 +134,8 @@ class Training:
     written: Mapping[str, Operands] = field(default_factory=dict)
     """By the path of a node its operands before it became what it is in training: a plan speaks of these."""
     notes: TrainingNotes = TrainingNotes()
+    outputs: ModelOutputs | None = None
+    """What the outputs of the model are that the loss and the metrics stand in place of."""
     folder: str = ""
     """The plan's folder, as it is seen from the artifact: the files that the plan names are there."""
 

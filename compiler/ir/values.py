@@ -77,7 +77,7 @@ class ValueTable:
         shape = self._infos[version.value].shape
         if shape is None or len(shape) != len(version.layout.cuts):
             return shape
-        return tuple([_shard(dim, shards) for dim, shards in zip(shape, version.layout.shards, strict=True)])
+        return _local_shape(shape, version.layout.shards)
 
     def local_value(self, version: ShardedValue) -> ir.Value:
         """The value with the type and the known dims of one shard: the value itself where it is whole, or its whole shape known."""
@@ -91,6 +91,11 @@ class ValueTable:
             for dim, shards in zip(value.shape.dims, version.layout.shards, strict=True)
         ]
         return self.add(ir.Value(name=value.name, type=value.type, shape=ir.Shape(dims)), self._infos[value])
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_shape(shape: Shape, shards: tuple[int, ...]) -> Shape:
+    return tuple([_shard(dim, count) for dim, count in zip(shape, shards, strict=True)])
 
 
 @functools.lru_cache(maxsize=4096)

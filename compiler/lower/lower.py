@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Lowered
@@ -20,13 +21,15 @@ from partc.compiler.lower.kernels import fit_kernels
 from partc.compiler.lower.local_view import Localized
 from partc.compiler.rewrite.simplify import simplify
 
+_Simplified: TypeAlias = tuple[tuple[Compute | Comm, ...], frozenset[Value]]
+"""The steps that are left of some, and the values that these read."""
 _HALVES = ("tensor(float16)", "tensor(bfloat16)")
 
 
 def lower(program: Localized) -> Lowered:
     """Fills `parts`, `events` and `groups`, and lists all values in `values`; warns of ranks with nothing to do."""
     local = program.local
-    simplified: dict[Hashable, tuple[Compute | Comm, ...]] = {}
+    simplified: dict[Hashable, _Simplified] = {}
     parts: dict[int, RankProgram] = {}
     values = dict(local.comm.values.infos)
     delivered = [
@@ -63,23 +66,22 @@ def _finished(
     one: DistinctProgram,
     outputs: Sequence[tuple[Value, ShardedValue]],
     values: dict[ir.Value, ValueInfo],
-    simplified: dict[Hashable, tuple[Compute | Comm, ...]],
+    simplified: dict[Hashable, _Simplified],
 ) -> RankProgram:
     """A distinct program as its lowest rank has it, without outputs; values that it adds are listed in `values`.
 
-    `simplified` has by steps and what is read behind them the steps that are left: programs with other weights share them.
+    `simplified` has by steps and what is read behind them the steps that are left, in order: programs with other weights share them.
     """
     steps = tuple(one.steps)
     training, rank = program.training, lowest(one.ranks)
     given = {value for value, _ in outputs}
-    if training:
-        after = given | {state.next for state in one.kept.values() if state.next is not None}
-        key = steps, frozenset(after)
-        if key not in simplified:
-            simplified[key] = tuple(simplify(steps, after))
-        steps = simplified[key]
-    steps = tuple(pulls_first(steps))
-    used = {value for step in steps for value in step.reads} | given
+    after = given | {state.next for state in one.kept.values() if state.next is not None} if training else given
+    key = steps, frozenset(after)
+    if key not in simplified:
+        left = tuple(pulls_first(simplify(steps, after) if training else steps))
+        simplified[key] = left, frozenset([value for step in left for value in step.reads])
+    steps, read = simplified[key]
+    used = read | given
     weights = tuple([held for held in one.weights.values() if held.value in used])
     kept = tuple([state for state in one.kept.values() if state.value in used])
     if training and program.kind is not ProgramKind.STEP:

@@ -25,7 +25,7 @@ from partc.compiler.plan.rules import (
     ShardingRule,
     SymbolRule,
 )
-from partc.compiler.plan.schema import PlanEntries
+from partc.compiler.plan.schema import PlanEntries, PlanWithoutTraining
 from partc.compiler.plan.stages import sizes_of_groups
 from partc.compiler.plan.target import TargetRule, meant_target
 from partc.compiler.plan.training.rules import TrainRules
@@ -64,7 +64,8 @@ def parse_plan(text: str, name: str) -> Plan:
     else:
         try:
             frame = frame_of(document.data, Path(name).parent, sizes_of_groups(document.data))
-            entries = PlanEntries.model_validate(document.data, context=frame)
+            form = PlanEntries if "train" in document.data else PlanWithoutTraining
+            entries = form.model_validate(document.data, context=frame)
         except ValidationError as error:
             found = [one for one in refusals(error) if one[0] not in document.refused]
             problems += (_problem(steps, refused, value, document) for steps, refused, value in found)

@@ -22,7 +22,8 @@ from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.kept import operand_as
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
-from partc.compiler.sharding.values.operands import input_layout_of, output_layout_of, replicated_on
+from partc.compiler.sharding.values.operands import replicated_on
+from partc.compiler.sharding.values.value_versions import ValueVersions
 from partc.runtime.spellings import first_free
 
 
@@ -44,10 +45,10 @@ class _Shards(dict[str, int]):
         return self.asked[key]
 
 
-def local_forms(comm: CommLowering, instance: NodeOnGroup) -> list[tuple[LocalForm, Group]]:
+def local_forms(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -> list[tuple[LocalForm, Group]]:
     """The local forms of a node on its group, each with the ranks that run it; one form where all ranks do the same."""
     node, group, choice = instance.node, instance.group, comm.program.choices.get(instance)
-    operands = _Operands.of(comm, instance)
+    operands = _Operands.of(comm, versions, instance)
     unknown_to_runtimes = node.domain == OWN
     rule = choice.rule if choice is not None else rule_of(node) if unknown_to_runtimes else None
     cut = choice.cut if choice is not None else {}
@@ -97,7 +98,7 @@ class _Operands:
     pieces: int
 
     @staticmethod
-    def of(comm: CommLowering, instance: NodeOnGroup) -> _Operands:
+    def of(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -> _Operands:
         """The operands of a node on a group."""
         program, table, node = comm.program, comm.values, instance.node
         handles: dict[Value, str] = {}
@@ -111,8 +112,7 @@ class _Operands:
                 taken.add(handles[value])
             return handles[value]
 
-        read = [None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)]
-        made = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
+        read, made = versions.read[instance], versions.made[instance]
         inputs = [handle(None if copy is None else operand_as(comm, instance, k, copy)) for k, copy in enumerate(read)]
         outputs = [handle(table.at[version]) if version.value.name else "" for version in made]
         captured = {

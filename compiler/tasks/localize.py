@@ -12,6 +12,7 @@ if a send waited for its receiver.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -32,7 +33,6 @@ from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.lower.written import is_written, write_forward
 from partc.compiler.matching import output_ranks
-from partc.compiler.sharding.values.operands import output_layout_of
 from partc.compiler.sharding.values.value_versions import ValueVersions
 from partc.compiler.sharding.values.versions import can_share, find_versions, replicated_outputs
 from partc.compiler.tasks.local_forms import local_forms
@@ -65,7 +65,7 @@ def localize(program: Targeted) -> Localized:
     for node in graph:
         for group in program.placement[node].groups:
             instance = NodeOnGroup(node, group)
-            forms[instance] = _write(comm, instance)
+            forms[instance] = _write(comm, versions, instance)
         for value in node.outputs:
             _make_versions(versions, comm, value, done)
     _keep_caches(program, versions, comm)
@@ -93,7 +93,7 @@ def _keep_caches(program: Targeted, versions: ValueVersions, comm: CommLowering)
         raise CompileError(problems)
 
 
-def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, Group], ...]:
+def _write(comm: CommLowering, versions: ValueVersions, instance: NodeOnGroup) -> tuple[tuple[LocalForm, Group], ...]:
     """Writes a node on a group; its local forms there, each with the ranks that run it."""
     if is_pulled(comm.program, instance):
         write_pull(comm, instance)
@@ -102,12 +102,13 @@ def _write(comm: CommLowering, instance: NodeOnGroup) -> tuple[tuple[LocalForm, 
         write_forward(comm, instance)
         return ()
     keep_operands(comm, instance)
-    return tuple([(_put(comm, instance, form, ranks), ranks) for form, ranks in local_forms(comm, instance)])
+    forms = local_forms(comm, versions, instance)
+    return tuple([(_put(comm, versions.made[instance], form, ranks), ranks) for form, ranks in forms])
 
 
-def _put(comm: CommLowering, instance: NodeOnGroup, form: LocalForm, ranks: Group) -> LocalForm:
-    """Writes a node's local form on its ranks; the form as written, or as they have it of a larger group."""
-    node, job = instance.node, comm.job
+def _put(comm: CommLowering, made: Sequence[ShardedValue], form: LocalForm, ranks: Group) -> LocalForm:
+    """Writes the local form of a node that makes `made` on its ranks; the form as written, or as they have it of a larger group."""
+    node, job = form.source, comm.job
     written = job.made.setdefault(node, [])
     outputs = {form.values[name] for name in form.outputs}
     there = [(one, some) for one, some in written if outputs and outputs <= {one.values[name] for name in one.outputs}]
@@ -122,8 +123,7 @@ def _put(comm: CommLowering, instance: NodeOnGroup, form: LocalForm, ranks: Grou
     job.append(new, form.ops)
     for name, constant in form.constants.items():
         job.constant(new, values[name], constant)
-    for k in [k for k, out in enumerate(node.outputs) if out.name]:
-        version = output_layout_of(comm.program, instance, k)
+    for version in [one for one in made if one.value.name]:
         job.declare(new, comm.values.at[version], comm.values.local_value(version), comm.values.local_shape(version))
     return form
 

@@ -20,7 +20,14 @@ from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import drop_unread, name_of, operands_of
 from partc.compiler.ir.program import Loaded, Prepared
-from partc.compiler.ir.training import BatchRecords, ParameterOptions, ProgramKind, Training, TrainingNotes
+from partc.compiler.ir.training import (
+    BatchRecords,
+    ModelOutputs,
+    ParameterOptions,
+    ProgramKind,
+    Training,
+    TrainingNotes,
+)
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.optimizer import Optimizer
@@ -72,8 +79,10 @@ def add_training(program: Loaded) -> Prepared:
     rules = rules.model_copy(update={"metrics": metrics})
     written = {path: operands_of(node) for node, path in program.paths.items()}
     apart = parted(model, program.trainable) if program.kind is ProgramKind.STEP else []
+    step = program.beside.get(ProgramKind.STEP)
+    outputs = None if step is None or step.training is None else step.training.outputs
     training = add_loss_and_metrics(
-        model, rules, list(program.trainable), cut=cut, part=program.kind, known=known, shards=shards
+        model, rules, list(program.trainable), cut=cut, part=program.kind, known=known, shards=shards, outputs=outputs
     )
     training = replace(training, written=written, precision=precision)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
@@ -98,11 +107,13 @@ def add_loss_and_metrics(
     part: ProgramKind,
     known: Known,
     shards: int = 1,
+    outputs: ModelOutputs | None = None,
 ) -> Training:
     """Changes `model` to compute the loss and the metrics; returns its `Training`.
 
     `trainable`: the weights that may be trained; `cut`: whether operators run on several ranks; `known`: what is promised of inputs' dims;
-    `shards`: into how many a batch is dealt out that have means of their own. CompileError for patterns that match nothing.
+    `shards`: into how many a batch is dealt out that have means of their own; `outputs`: those of the same model in another program.
+    CompileError for patterns that match nothing.
     """
     graph = model.graph
     split_sequences(model)
@@ -127,7 +138,10 @@ def add_loss_and_metrics(
         labels = (rules.loss.labels, *(getattr(metric, "labels", None) for metric in rules.metrics.values()))
         if modes.needs_step and STEP in labels:
             raise CompileError(_taken(STEP))
-    inferred: Inferred = {}
+    known_outputs = outputs.found if outputs is not None and outputs.settled(known) else {}
+    inferred: Inferred = {
+        value: known_outputs[name_of(value)] for value in graph.outputs if name_of(value) in known_outputs
+    }
     loss = add_loss(model, rules.loss, rules.where("loss"), known, shards, inferred)
     metrics = [
         add_metric(model, name, metric, rules.where("metrics"), rules.loss, known, inferred)
@@ -148,6 +162,7 @@ def add_loss_and_metrics(
         scalars=tuple(scalars),
         records=BatchRecords(shards=shards),
         notes=TrainingNotes(shared=tuple(one.text(own) for one, own in shared)),
+        outputs=ModelOutputs(known, {name_of(value): one for value, one in inferred.items()}),
     )
     made = ({*training.fed} - {STEP}) | ({PART} if scalars and rules.accumulate > 1 else set[str]())
     if taken := [_taken(name_of(value)) for value in graph.inputs if value.name in made]:

@@ -35,6 +35,7 @@ class CanLoad(Protocol):
     def __call__(self, model: bytes, folder: str, *, optimized: bool) -> str: ...
 
 
+_INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 _QUANTIZED = {"QuantizeLinear", "DequantizeLinear"}
 _MOVED = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 """What onnxruntime's optimizer moves through quantized values, where it may write a node that it then refuses."""
@@ -54,7 +55,7 @@ class Structure:
 def structures(folder: Path) -> list[Structure]:
     """The programs of an artifact and of those inside of it, those of one structure once, with the nodes of each task once."""
     found: list[Structure] = []
-    seen = _Kinds()
+    seen: dict[Hashable, int] = {}
     for inside in sorted(path.parent for path in folder.rglob(MANIFEST)):
         artifact, _ = read_artifact(inside)
         for one in map(artifact.beside, artifact.programs) if artifact else ():
@@ -102,31 +103,35 @@ def refusal(model: ModelProto, can_load: CanLoad, folder: Path | None = None, re
     return text if folder is None else can_load(_alone(model, model.graph.node), str(folder.resolve()), optimized=risky)
 
 
-def _new_nodes(file: str, model: ModelProto, known: _Kinds) -> set[int]:
+def _new_nodes(file: str, model: ModelProto, known: dict[Hashable, int]) -> set[int]:
     """The places of the nodes of a kind that is not `known`, and of those that make a value of no declared type; their kinds are added.
 
-    A kind is a node's op and attributes, with the types of its operands and results. Integers are told apart by what makes them as well,
-    for they may be a shape.
+    Whatever is alike, of types, constants, and nodes over such operands, has one number there. A node's kind is its op and attributes, with
+    the types of its operands and results. Integers are told apart by what makes them as well, for they may be a shape.
     """
     ports = _declared(model)
-    kinds: dict[str, Hashable] = {name: known.number(port.type.SerializeToString()) for name, port in ports.items()}
-    kinds |= {tensor.name: known.number(_content(tensor)) for tensor in model.graph.initializer}
-    integers = {name for name, port in ports.items() if _is_integer(port)}
+    kinds: dict[str, Hashable] = {}
+    integers = set[str]()
+    for name, port in ports.items():
+        kinds[name] = known.setdefault(port.type.SerializeToString(), len(known))
+        if port.type.tensor_type.elem_type in _INTEGERS:
+            integers.add(name)
+    kinds |= {tensor.name: known.setdefault(_content(tensor), len(known)) for tensor in model.graph.initializer}
     new = set[int]()
     for at, node in enumerate(model.graph.node):
-        attributes = [one.SerializeToString() for one in node.attribute]
+        attributes, made = [one.SerializeToString() for one in node.attribute], [*node.output]
         own = file if is_rank_constant(node) else ""
-        captured = reads(node) if graph_bodies(node) else ()
-        operands = [kinds.get(name, name) for name in (*node.input, *captured)]
-        results = [kinds.get(name, -1) if name else None for name in node.output]
+        read = (*node.input, *reads(node)) if attributes and graph_bodies(node) else node.input
+        operands = [kinds.get(name, name) for name in read]
+        results = [kinds.get(name, -1) if name else None for name in made]
         key = (own, node.domain, node.op_type, node.overload, *attributes, None, *operands, None, *results)
         count = len(known)
-        number = known.number(key)
-        if len(known) > count or -1 in results:
+        number = known.setdefault(key, count)
+        if number >= count or -1 in results:
             new.add(at)
-        for place, name in enumerate(node.output):
+        for place, name in enumerate(made):
             if name in integers or name not in ports:
-                kinds[name] = known.number((number, place))
+                kinds[name] = known.setdefault((number, place), len(known))
     return new
 
 
@@ -162,20 +167,6 @@ def _with_nodes(model: ModelProto, wanted: set[int]) -> ModelProto:
     return rest
 
 
-class _Kinds:
-    """Numbers of whatever is alike: types, constants, and nodes over such operands."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def number(self, key: Hashable) -> int:
-        """The number of a key, the next one where it is new."""
-        return self._numbers.setdefault(key, len(self._numbers))
-
-
 def _content(tensor: TensorProto) -> Hashable:
     """A weight by its type and shape, and, where the program itself has its numbers, by these."""
     if tensor.data_location == TensorProto.EXTERNAL:
@@ -190,7 +181,7 @@ def _content(tensor: TensorProto) -> Hashable:
 
 def _is_integer(port: ValueInfoProto | None) -> bool:
     """Whether a value is of integers, or may be."""
-    return port is None or port.type.tensor_type.elem_type in (TensorProto.INT32, TensorProto.INT64)
+    return port is None or port.type.tensor_type.elem_type in _INTEGERS
 
 
 def _unlike(model: ModelProto) -> list[NodeProto]:

@@ -32,14 +32,19 @@ def find_versions(program: Sharded, delivered: dict[ir.Value, tuple[tuple[int, .
     order = sorted(graph, key=lambda node: program.placement[node].follows)
     for node in graph:
         for group in program.placement[node].groups:
-            for k, value in enumerate(node.outputs):
-                versions.defs.setdefault(value, []).append(output_layout_of(program, NodeOnGroup(node, group), k))
+            instance = NodeOnGroup(node, group)
+            versions.made[instance] = [output_layout_of(program, instance, k) for k in range(len(node.outputs))]
+            for version in versions.made[instance]:
+                versions.defs.setdefault(version.value, []).append(version)
     for node in order:
         placed = program.placement[node]
         cause = f"read by {program.paths[node]} ({placed.rule})"
         for group in placed.groups:
             instance = NodeOnGroup(node, group)
-            wanted = [input_layout_of(program, instance, k) for k, value in enumerate(node.inputs) if value is not None]
+            versions.read[instance] = [
+                None if value is None else input_layout_of(program, instance, k) for k, value in enumerate(node.inputs)
+            ]
+            wanted = [version for version in versions.read[instance] if version is not None]
             wanted += [replicated_on(value, group) for value in program.around[node]]
             derived = is_derived(program, instance)
             for version in wanted:
