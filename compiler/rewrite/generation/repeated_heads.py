@@ -13,14 +13,14 @@ A number of ranks that neither divides the heads of keys nor is a multiple of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Typed
-from partc.compiler.matching import matched_nodes, sharding_rules
+from partc.compiler.matching import placement_rules, sharding_rules
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
@@ -56,13 +56,13 @@ def repeat_heads(program: Typed) -> Typed:
         queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
         sides = [work.heads_of(node, side) for side in (_KEYS, _VALUES)]
         lines = [next((one for one in work.makers(side) if one in rules), None) for side in sides]
-        cut, ranks = next((one for one in lines if one is not None), None), work.ranks_of(node)
-        if cut is None:
+        cut = next((one for one in lines if one is not None), None)
+        if cut is None or (ranks := work.ranks_of(cut)) < 2:
             continue
-        if ranks > 1 and keys % ranks and (ranks % keys or queries % ranks):
+        if keys % ranks and (ranks % keys or queries % ranks):
             if any(work.columns(side) % ranks for side in sides):
                 problems[_uneven(program.paths[cut], queries, keys, ranks, rules[cut])] = None
-        elif keys % ranks and all(lines) and all(sides):
+        elif keys % ranks and all(line and work.ranks_of(line) == ranks for line in lines) and all(sides):
             work.repeat({value: dim for side in sides for value, dim in side.items()}, keys, ranks // keys)
             node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", ranks)
     if problems:
@@ -85,17 +85,12 @@ def _uneven(path: str, queries: int, keys: int, ranks: int, rule: ShardingRule) 
 class _Repeating(Rewriting[Typed]):
     def __init__(self, program: Typed) -> None:
         super().__init__(program)
-        self.placed: Mapping[ir.Node, tuple[int, ...]] = {
-            node: rule.ranks
-            for rule in program.plan.placement
-            if not rule.serves
-            for node in matched_nodes(program, rule.pattern)
-        }
+        self.placed = placement_rules(program)[0]
 
-    def ranks_of(self, node: ir.Node) -> int:
-        """Over how many ranks a style cuts what a node reads."""
+    def ranks_of(self, cut: ir.Node) -> int:
+        """Over how many ranks a style cuts the weight of a node."""
         plan = self.before.plan
-        group = self.placed.get(node, plan.workers)
+        group = self.placed[cut].ranks if cut in self.placed else plan.workers
         return dict(plan.axes_of(group)).get(TENSOR_PARALLEL, 1) if plan.mesh else len(group)
 
     def heads_of(self, fused: ir.Node, places: tuple[int, int]) -> Dims:
