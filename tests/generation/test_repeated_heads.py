@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
+from click.testing import CliRunner
 from decoder_layouts import COUNTS, PROMPTS, STAGES, TENSOR, requests
 from decoders import Unsharded, decoder
+from partc.cli.commands.plan import command as plan_command
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import analyse
 from partc.runtime import load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
+from partc.runtime.units import size_text
 
 GENERATE = "generate: {slots: 2, length: 64, chunk: 8}\n"
 TWO_STAGES = {
@@ -117,3 +121,35 @@ def test_stages_of_a_pipeline_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(f"ranks: 8\n{TENSOR}{stages}{GENERATE}")
     with pytest.raises(CompileError, match="'generate' beside 'pipeline'"):
         analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_proposal_repeats_heads_and_says_what_their_caches_cost(stages: int, tmp_path: Path) -> None:
+    model = decoder(fused=True)
+    onnx.save(model, tmp_path / "model.onnx")
+    given = [str(tmp_path / "model.onnx"), *f"--tp 4 --stages {stages} --generate 64 --slots 2".split()]
+    made = CliRunner().invoke(plan_command, given)
+    assert made.exit_code == 0, made.output
+    assert "# 2 heads of keys and values over 4 ranks: each is repeated" in made.stdout
+    (tmp_path / "plan.yaml").write_text(made.stdout)
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    inputs = [one for one in open_artifact(tmp_path / "build").model(0).graph.input if one.name.startswith("past_")]
+    sizes = [[dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in inputs]
+    kept = sum(4 * slots * heads * entries * size for slots, heads, entries, size in sizes) * stages  # as many groups
+    assert {heads for _, heads, _, _ in sizes} == {1}
+    assert f"A rank keeps {size_text(kept)} of caches, as over 2 ranks" in made.stdout
+    alone = Unsharded(model)
+    assert answers(tmp_path / "build") == [alone.tokens(*one) for one in zip(PROMPTS, COUNTS, strict=True)]
+
+
+@pytest.mark.parametrize(("form", "ranks"), [({}, 8), ({"fused": True, "window": 3}, 4), ({"fused": True}, 8)])
+def test_a_proposal_leaves_heads_whole_that_cannot_be_repeated(
+    form: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    onnx.save(decoder(**form), tmp_path / "model.onnx")
+    made = CliRunner().invoke(plan_command, [str(tmp_path / "model.onnx"), "--tp", str(ranks), "--generate", "64"])
+    assert made.exit_code == 0, made.output
+    assert "heads of keys" not in made.stdout
+    assert 'layers.*.k": colwise' not in made.stdout
+    (tmp_path / "plan.yaml").write_text(made.stdout)
+    analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
