@@ -25,10 +25,9 @@ from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.degrees import Degrees
-from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.generation import Generation, are_repeated, repeated_lines
 from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
-from partc.compiler.proposal.repeated_heads import are_repeated, repeated_lines
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Ports, Proposed, key, loss_line, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
