@@ -123,9 +123,22 @@ def test_stages_of_a_pipeline_are_refused(tmp_path: Path) -> None:
         analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_proposal_repeats_heads_and_says_what_their_caches_cost(stages: int, tmp_path: Path) -> None:
-    model = decoder(fused=True)
+@pytest.mark.parametrize("form", [{"window": 3}, {"single": True}, {"single": True, "flat": True}])
+def test_attention_that_is_not_fused_has_each_head_on_two_ranks(form: dict[str, Any], tmp_path: Path) -> None:
+    model = decoder(fused=True, **form)
+    onnx.save(model, tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text(f"ranks: 4\nmesh: {{tp: 4}}\n{TENSOR}{GENERATE}")
+    report = compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    assert {event.op_type for event in report.program.events} == {"AllReduce"}
+    assert report.warnings == ()
+    assert heads_kept(tmp_path / "build", 0) == heads_kept(tmp_path / "build", 3) == {1}
+    alone = Unsharded(model)
+    assert answers(tmp_path / "build") == [alone.tokens(*one) for one in zip(PROMPTS, COUNTS, strict=True)]
+
+
+@pytest.mark.parametrize(("stages", "window"), [(1, 0), (2, 0), (1, 3)])
+def test_a_proposal_repeats_heads_and_says_what_their_caches_cost(stages: int, window: int, tmp_path: Path) -> None:
+    model = decoder(fused=True, window=window)
     onnx.save(model, tmp_path / "model.onnx")
     given = [str(tmp_path / "model.onnx"), *f"--tp 4 --stages {stages} --generate 64 --slots 2".split()]
     made = CliRunner().invoke(plan_command, given)
@@ -142,7 +155,7 @@ def test_a_proposal_repeats_heads_and_says_what_their_caches_cost(stages: int, t
     assert answers(tmp_path / "build") == [alone.tokens(*one) for one in zip(PROMPTS, COUNTS, strict=True)]
 
 
-@pytest.mark.parametrize(("form", "ranks"), [({}, 8), ({"fused": True, "window": 3}, 4), ({"fused": True}, 8)])
+@pytest.mark.parametrize(("form", "ranks"), [({}, 8), ({"fused": True}, 8)])
 def test_a_proposal_leaves_heads_whole_that_cannot_be_repeated(
     form: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
