@@ -42,13 +42,14 @@ def modules_of(paths: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def placement_rules(program: Annotated) -> tuple[dict[ir.Node, Rule], list[Problem]]:
+def placement_rules(program: Loaded) -> tuple[dict[ir.Node, Rule], list[Problem]]:
     """Per placed node the rule that decides, and a problem per rule that matches nothing or names a rank that is not there.
 
+    The model's annotations place nothing before they are followed.
     A line of the model that decides nothing, since the plan places what it speaks of, may name any rank.
     """
     problems: list[Problem] = []
-    decided = _annotated(program)
+    decided = _annotated(program) if isinstance(program, Annotated) else {}
     declared, outside = _declared(program)
     of_plan = [Rule(p.pattern, p.ranks, p.where) for p in program.plan.placement if not p.serves]
     for rule in (*declared, *of_plan):

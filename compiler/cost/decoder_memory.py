@@ -41,10 +41,9 @@ class DecoderMemory:
         slots = shape[0] if shape else 1
         assert isinstance(slots, int)
         own = {str(held.value): held.value for part in (*beside, decode) for held in part.weights}
-        held = sum(_bytes(one.value) for one in caches)
         others = max(map(_of_step, beside))
         weights = sum(map(_bytes, own.values()))
-        return cls(decode.rank, groups * slots, weights, groups * held, _of_step(decode), others)
+        return cls(decode.rank, groups * slots, weights, groups * cache_bytes(decode), _of_step(decode), others)
 
     def at(self, slots: int) -> int:
         """All bytes where the rank has so many slots."""
@@ -65,6 +64,11 @@ def decoder_memories(decode: Complete, beside: Sequence[Complete]) -> Iterator[D
     """The memory of each distinct program of ranks; `beside`: the other programs over its caches."""
     groups = decode.plan.generate.groups if decode.plan.generate is not None else 1
     return (DecoderMemory.of(part, [one.parts[part.rank] for one in beside], groups) for part, _ in decode.alike)
+
+
+def cache_bytes(part: RankProgram) -> int:
+    """The bytes of a rank's caches, of one group of slots."""
+    return sum(_bytes(one.value) for one in part.kept if one.kind == "cache")
 
 
 def most_slots(decode: Complete, prefill: Complete, encode: Complete | None = None) -> int | None:

@@ -21,6 +21,7 @@ from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Rule
 
 Place = tuple[ir.Value, int]
+_CACHE_DIMS = 4
 _MOVING = frozenset(("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"))
 
 
@@ -55,17 +56,25 @@ class Linked:
         shape = program.values[value].shape
         return shape[dim] if shape is not None else "?"
 
-    def indivisible(self, program: Typed, shards: int) -> str:
-        """What cannot be divided into equal shards, in words; "" if everything can."""
+    def heads_to_repeat(self, program: Typed, shards: int) -> int:
+        """How many heads a cache has that is given to the model, where these are fewer than the shards and divide them; else 0."""
+        pasts = [(program.values[value].shape, dim) for value, dim in self.places if value.is_graph_input()]
+        heads = {shape[dim] for shape, dim in pasts if shape is not None and len(shape) == _CACHE_DIMS}
+        found = next(iter(heads)) if len(heads) == 1 else 0
+        return found if isinstance(found, int) and 0 < found < shards and shards % found == 0 else 0
+
+    def indivisible(self, program: Typed, shards: int, repeats: bool = False) -> str:
+        """What cannot be divided into equal shards, in words; "" if everything can. `repeats`: fewer heads of a cache may be repeated."""
         known = {name: info.facts for name, info in program.symbols.items()}
+        repeated = self.heads_to_repeat(program, shards) if repeats else 0
         for value, dim in self.places:
             shape = program.values[value].shape
             size = shape[dim] if shape is not None else None
-            if size is None or not facts_of(size, known).divisible_by(shards):
+            if size is None or (size != repeated and not facts_of(size, known).divisible_by(shards)):
                 return (
                     f"dim {dim} of '{value.name}' ({'unknown' if size is None else size}) is not divisible by {shards}"
                 )
-        wrong = next((unit for unit in sorted(self.units) if unit % shards), None)
+        wrong = next((unit for unit in sorted(self.units) if unit % shards and unit != repeated), None)
         return "" if wrong is None else f"{wrong} heads or groups are not divisible by {shards}"
 
 

@@ -25,7 +25,7 @@ from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.degrees import Degrees
-from partc.compiler.proposal.generation import Generation
+from partc.compiler.proposal.generation import Generation, are_repeated, repeated_lines
 from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
 from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
@@ -74,10 +74,14 @@ def propose(
     if imported.styles:
         entries = matching_entries(apart, imported.styles)
         return work.proposed(tensor_parallel(apart, paths, degrees.tp, read_tp_plan(apart, entries))).texts
-    own = tensor_parallel(apart, paths, degrees.tp)
+    own = tensor_parallel(apart, paths, degrees.tp, repeats=generation is not None)
+    repeats = generation is not None and any(one.heads_to_repeat(apart, degrees.tp) for one in own.sets)
+    if repeats and not are_repeated(apart, own, degrees.tp, work.proposed(own).done):
+        repeats, own = False, tensor_parallel(apart, paths, degrees.tp)
     if not source.declared.tp_plan:
         return work.proposed(own).texts
-    followed = tensor_parallel(apart, paths, degrees.tp, read_tp_plan(apart, source.declared.tp_plan))
+    tp_plan = read_tp_plan(apart, source.declared.tp_plan)
+    followed = tensor_parallel(apart, paths, degrees.tp, tp_plan, repeats=repeats)
     first = work.proposed(followed)
     if followed.styles == own.styles:
         return first.texts
@@ -187,8 +191,9 @@ class Work:
             sent = sum(bytes_at(done, event) for event in done.events)
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
             what = ("generation",) if made else ()
+            heads = () if self.generation is None else tuple(repeated_lines(program, done, self.generation))
             if device is None:
-                head = tuple(_head(degrees, done, cut, stages, missing, told, more, *what))
+                head = (*_head(degrees, done, cut, stages, missing, told, more, *what), *heads)
 
                 def headed(
                     lines: tuple[str, ...], text: Callable[..., str] = text, head: tuple[str, ...] = head
@@ -201,7 +206,7 @@ class Work:
                 return step_program(*parsed(source, text([], some), name))
 
             targets, done = propose_targets(compiled, device, name)
-            head = tuple(_head(degrees, done, cut, stages, missing, told, more, "targets", *what))
+            head = (*_head(degrees, done, cut, stages, missing, told, more, "targets", *what), *heads)
             return Proposal(text(head, targets), missing, sent, done)
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")

@@ -78,16 +78,18 @@ def tensor_parallel(
     kept_whole: Mapping[int, str] | None = None,
     linked: Sequence[Linked] | None = None,
     told: Callable[[Sequence[Linked]], str] = lambda some: "",
+    repeats: bool = False,
 ) -> TensorParallel:
     """Proposes shardings of a model over a mesh axis of `shards` ranks; what `tp_plan` says of them is taken where it holds.
 
     `paths` are those of the model's own nodes: a node that is not among them stands for a part of one that is. `linked`: the sets, where
     they are known. `kept_whole`: by their number among those that would be sharded, sets that are not, with the reason; `told`: what to
-    say besides of sets that are.
+    say besides of sets that are. `repeats`: heads of a cache that are fewer than the shards are repeated.
     """
     tp_plan = tp_plan or TpPlan()
     total = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
-    chosen, refused = _choose(program, linked_dims(program) if linked is None else linked, shards, total, tp_plan)
+    sets = linked_dims(program) if linked is None else linked
+    chosen, refused = _choose(program, sets, shards, total, tp_plan, repeats)
     if kept_whole:
         refused = [*refused, *((one, kept_whole[k]) for k, one in enumerate(chosen) if k in kept_whole)]
         chosen = [one for k, one in enumerate(chosen) if k not in kept_whole]
@@ -112,13 +114,13 @@ def tensor_parallel(
 
 
 def _choose(
-    program: Typed, sets: Sequence[Linked], shards: int, total: int, tp_plan: TpPlan
+    program: Typed, sets: Sequence[Linked], shards: int, total: int, tp_plan: TpPlan, repeats: bool
 ) -> tuple[list[Linked], list[tuple[Linked, str]]]:
     """The sets of dims to shard, in the order of the graph, and the others with the reason."""
     refused: list[tuple[Linked, str]] = []
     open_sets = []
     for one in sets:
-        against = one.obstacles[0] if one.obstacles else one.indivisible(program, shards)
+        against = one.obstacles[0] if one.obstacles else one.indivisible(program, shards, repeats)
         if against or not (one.made or one.summed):
             refused.append((one, against))
         elif entry := tp_plan.against(one):

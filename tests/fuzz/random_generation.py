@@ -39,6 +39,7 @@ class Case:
             "inputs": tuple(name for name in ("position_ids", "attention_mask") if random.random() < 0.3),
             "fused": random.random() < 0.5,
             "window": random.choice((0, 0, 0, 3, 17)),
+            "single": random.random() < 0.2,
         }
         self.length = random.randint(8, 90)
         self.slots = random.choice((1, 1, 2, 4, 6))
@@ -48,7 +49,7 @@ class Case:
 
     def _layout(self) -> str:
         random, layers = self.random, int(str(self.form["layers"]))
-        tensor, stages = random.choice((1, 2, 2)), random.choice((1, 1, 2)) if layers > 1 else 1
+        tensor, stages = random.choice((1, 2, 2, 4)), random.choice((1, 1, 2)) if layers > 1 else 1
         if tensor == stages == 1 and self.slots % 2 == 0 and random.random() < 0.5:
             return "ranks: 2\ndataset: data_parallel\n"
         lines = [f"ranks: {tensor * stages}", f"mesh: {{pp: {stages}, tp: {tensor}}}"]

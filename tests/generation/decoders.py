@@ -70,10 +70,12 @@ def decoder(
     fused: bool = False,
     window: int = 0,
     flat: bool = False,
+    single: bool = False,
 ) -> onnx.ModelProto:
     """The model. `inputs`: which of position_ids and attention_mask it is given; without them it counts from the length of its past, along
     rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone. `fused`: attention is ONNX's op, with two
-    heads of queries for each of keys; `window`: how many tokens each sees, or all before it; `flat`: linears see a table of rows.
+    heads of queries for each of keys; `window`: how many tokens each sees, or all before it; `flat`: linears see a table of rows;
+    `single`: what is fused is single ops, with repeated heads.
     """
     build = Build(flat=flat)
     numbers, away = _positions(build, inputs, rows, window)
@@ -81,7 +83,7 @@ def decoder(
     places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)
     h = build.op("Add", "embed", tokens, places)
     for layer in range(layers):
-        h = _layer(build, layer, h, away, fused)
+        h = _layer(build, layer, h, away, fused, single)
     head = build.weight("head.weight", WIDTH, VOCABULARY)
     build.nodes.append(helper.make_node("MatMul", [h, head], ["logits"], "head.MatMul"))
     caches = [f"{side}.{layer}" for layer in range(layers) for side in "kv"]
@@ -128,7 +130,7 @@ def _positions(build: Build, inputs: Sequence[str], rows: bool, window: int) -> 
     return numbers, build.op("Where", "mask", seen, none, never)
 
 
-def _layer(build: Build, layer: int, h: str, away: str, fused: bool) -> str:
+def _layer(build: Build, layer: int, h: str, away: str, fused: bool, single: bool) -> str:
     """Attention over the cache, and two linears."""
     path = f"layers.{layer}"
     inside, kept = f"{path}.attention", WIDTH // 2 if fused else WIDTH
@@ -139,8 +141,9 @@ def _layer(build: Build, layer: int, h: str, away: str, fused: bool) -> str:
         ends = [f"past_{side}.{layer}", new], [f"present_{side}.{layer}"]
         build.nodes.append(helper.make_node("Concat", *ends, f"{path}.{side}.Concat", axis=-2))
     if fused:
-        twice = [_twice(build, f"{path}.{side}", one) for side, one in (("k", keys), ("v", values))]
-        attended = build.op("Attention", inside, query, *twice, away, scale=SIZE**-0.5)
+        keys, values = (_twice(build, f"{path}.{side}", one) for side, one in (("k", keys), ("v", values)))
+    if fused and not single:
+        attended = build.op("Attention", inside, query, keys, values, away, scale=SIZE**-0.5)
     else:
         scores = build.op("MatMul", inside, query, build.op("Transpose", inside, keys, perm=[0, 1, 3, 2]))
         shares = build.op("Softmax", inside, build.op("Add", inside, scores, away), axis=-1)

@@ -13,6 +13,7 @@ import pytest
 from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, REPLICAS, recording, requests
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
 from partc.cli.main import invoke
+from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
 from partc.compiler.rewrite.generation import masks
 from partc.runtime import InputError, RankError, Request, load_local_generator
@@ -166,10 +167,12 @@ def test_a_step_sends_nothing_that_grows_with_what_is_kept(
 ) -> None:
     """`tokens` of all its slots together, of which `scored` are, the last of each."""
     folder = compiled("tensor parallel", "slots: 2, length: 200, chunk: 8")
-    manifest = open_artifact(folder, program=program).manifest
+    artifact = open_artifact(folder, program=program)
+    manifest = artifact.manifest
+    assert artifact.model(0).graph.node[-1].op_type == "AllReduce"  # no session is behind it
     assert [one.op for one in manifest.collectives] == ["AllReduce"] * 6  # two a layer, and two for the token
     sizes = {one.value: one.bytes for one in manifest.collectives}
-    assert [sizes.pop("generate.least"), sizes.pop("generate.top")] == [str(4 * scored)] * 2
+    assert [sizes.pop("next_token"), sizes.pop("generate.top")] == [str(8 * scored), str(4 * scored)]
     row = HEADS * SIZE * 4
     assert sorted(map(int, sizes.values())) == [row * scored, *[row * tokens] * 3]
 
@@ -360,6 +363,17 @@ def test_wrong_plans_are_named(keys: str, fact: str, tmp_path: Path, capsys: pyt
     (tmp_path / "plan.yaml").write_text(f"{'' if 'ranks' in keys else 'ranks: 1'}\ngenerate: {keys}\n")
     assert invoke(["compile", str(tmp_path / "model.onnx"), "--plan", str(tmp_path / "plan.yaml")]) == 2
     assert fact in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_length_with_a_mask_of_later_tokens_is_refused(fused: bool, tmp_path: Path) -> None:
+    model = decoder(rows=False, fused=fused)
+    seen = next(node for node in model.graph.node if node.op_type == "LessOrEqual")
+    seen.input[1] = seen.input[0]  # of a prompt in chunks the tokens are others than of all at once
+    onnx.save(model, tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 1, length: 64, chunk: 8}\n")
+    with pytest.raises(CompileError, match=r"layers\.0\.attention.*a token sees later ones"):
+        compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
 
 
 def test_after_the_end_no_token_is_made(compiled: Compiled) -> None:

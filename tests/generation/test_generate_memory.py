@@ -1,4 +1,7 @@
-"""What `partc inspect` says of a decoder's memory holds however long its sequences are: no value is larger at any position."""
+"""What `partc inspect` says of a decoder's memory holds however long its sequences are: no value is larger at any position.
+
+Steps make nothing anew, whoever joins and leaves: no plan, session or binding, and no copy of all scores.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.execution.memory.needed import _Program, rank_memory
 from partc.runtime.program.rank_file import read_rank_file
+from step_allocations import PLANS, VOCABULARY, compiled, made_by_steps
 
 LENGTH, CHUNK, SLOTS = 32, 4, 2
 
@@ -58,3 +62,12 @@ def test_inspect_says_that_the_longest_sequences_count(build: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "+?" not in shown
     assert f"what grows with the sequences counts as in a step of sequences of {LENGTH} tokens, the longest" in shown
+
+
+@pytest.mark.parametrize("layout", PLANS)
+def test_a_step_makes_nothing_anew(layout: str, tmp_path: Path) -> None:
+    before, made = made_by_steps(compiled(tmp_path, layout, decoder(fused=True)), 120)
+    assert min(before.plans, before.sessions, before.bindings) > 0
+    assert (made.steps, made.plans, made.sessions, made.bindings) == (120, 0, 0, 0)
+    assert made.largest < 1 << 16 < VOCABULARY * 4 * 4
+    assert made.kept < VOCABULARY * 4 * 4

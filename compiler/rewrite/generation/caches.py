@@ -70,7 +70,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         return _encoding(program, encoder, build, form)
     apart = {} if encoder is None else encoder.leave(build, form)
     work = _Caches(model, form, program.name)
-    chosen = work.rewrite()
+    chosen = work.rewrite(program.plan.ranks if cuts(program.plan, program.declared) else 1)
     refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
@@ -158,8 +158,8 @@ class _Caches:
         self.found: dict[ir.Value, ir.Value] = {}
         self.unfused: tuple[str, ...] = ()
 
-    def rewrite(self) -> NextToken:
-        """Edits the model; what it gives then."""
+    def rewrite(self, ranks: int) -> NextToken:
+        """Edits the model, of which `ranks` may share a node; what it gives then."""
         scores = scores_of(self.graph, self.rules.where())
         for value in (value for node in self.graph for value in node.outputs if value is not scores):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
@@ -168,7 +168,7 @@ class _Caches:
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()
-        chosen = choose(self.build, scores, count, self.form)
+        chosen = choose(self.build, scores, count, self.form, ranks)
         drop_unread(self.graph)
         self._refuse_unfed((position, count))
         self.padded, self.rows = not positions.one_length, positions.rows
@@ -176,10 +176,9 @@ class _Caches:
             self.fixed.add(self.tokens)
         tokens = self.form.tokens if self.tokens in self.fixed else self.tokens
         self.ids.shape = ir.Shape([self.form.rows, tokens])
-        if self.padded:
-            left = fuse_attention(self.build, self.heads, self.found, positions, self.form, self.name)
-            self.unfused = tuple(node.name or node.op_type for node in left)
-            drop_unread(self.graph)
+        left = fuse_attention(self.build, self.heads, self.found, positions, self.form, self.name, self.padded)
+        self.unfused = tuple(node.name or node.op_type for node in left)
+        drop_unread(self.graph)
         for node in self.graph:
             if node.op_type == "Reshape":
                 node.meta[COPIES_DIMS] = True

@@ -55,8 +55,10 @@ def fuse_attention(
     positions: Positions,
     form: StepForm,
     name: str,
+    padded: bool,
 ) -> list[ir.Node]:
-    """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place.
+    """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place. None of a step that is not
+    `padded`: its tokens are fewer at the end of a prompt.
 
     Gives those that would be replaced if their mask were proven causal. CompileError with those of which a token sees later ones.
     """
@@ -70,10 +72,10 @@ def fuse_attention(
         if mask is not None and mask not in known:
             known[mask] = sight_of(build.graph, mask, positions, form)
         sight = Sight.LATER if mask is None else known[mask]
-        if is_causal or sight is Sight.UNKNOWN:
-            left += [] if None in reads else [node]
-        elif sight is Sight.LATER:
+        if sight is Sight.LATER and not is_causal:
             later.append(node)
+        elif is_causal or sight is Sight.UNKNOWN or not padded:
+            left += [] if None in reads or not padded else [node]
         elif reads[0] is not None and reads[1] is not None:
             _fuse(build, node, count, (reads[0], reads[1]), found, positions)
     later += seeing_later(build.graph, positions, form)

@@ -19,7 +19,7 @@ def refuse_beyond_positions(
     `tokens` that the model declares are fewer.
     """
     said = declared.symbols.get(tokens)
-    limits = [(said.max, f"the model has {said.max} positions")] if said is not None and said.max is not None else []
+    limits = [(said.max, f"the model has {said.max} positions")] if said is not None and said.max else []
     limits += [(size, f"the table of positions '{name}' has {size}") for name, size in _tables(graph, rows)]
     size, fact = min(limits, default=(rules.length, ""))
     if size < rules.length:

@@ -49,6 +49,7 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
         found = run(some, width)
         if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
             found = found[:, :, 0]
+        found = found.reshape(*[1] * (4 - found.ndim), *found.shape)  # the same of every head, and of every sequence
         found = ~found if hides and found.dtype == np.bool_ else found
         seen = found if found.dtype == np.bool_ else found == 0
         if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():

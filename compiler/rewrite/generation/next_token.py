@@ -1,15 +1,18 @@
 """The next token of each sequence, taken in the graph: a decoder scores the last token of a step alone, and the likeliest one goes out.
 
     logits = MatMul(h, W)       ->  logits = MatMul(GatherND(h, count - 1), W)          [slots, vocabulary]
-                                    next_token = Cast(ReduceMin(Where(logits = ReduceMax(logits), 0 .. vocabulary - 1, vocabulary)))
+                                    tokens = Where(logits = ReduceMax(logits), 0 .. vocabulary - 1, vocabulary)
+                                    next_token = ReduceMin(Cast(ReduceMin(Reshape(tokens, [slots, shards, ..]))))
 
-Where the vocabulary is cut, the two reductions are partial on each rank: two AllReduces of one number for each sequence. Of equal scores
+Where the vocabulary is cut, two reductions are partial on each rank: two AllReduces of one number for each sequence. Of equal scores
 the lowest token wins; of scores that are not finite none does, and the number is that of the vocabulary. Tokens are float32 up to the
-Cast, which has each of them up to 2**24 as it is: onnxruntime reduces these nearly three times as fast as int64.
+Cast, which has each of them up to 2**24 as it is: onnxruntime reduces these nearly three times as fast as int64. The least of each shard
+is cast, of shards that any number of the ranks divides: behind the AllReduce a Cast would be a session of its own.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +54,10 @@ def scores_of(graph: ir.Graph, where: str) -> ir.Value:
     return found[0]
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm) -> NextToken:
-    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it."""
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm, ranks: int) -> NextToken:
+    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it; `ranks`: the most
+    that may share the vocabulary.
+    """
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
     if not isinstance(vocabulary, int):
@@ -73,8 +78,15 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
         build.constant(word, kind(one)) for word, one in (("numbers", np.arange(vocabulary)), ("nobody", vocabulary))
     )
     likeliest = build.op("likeliest", "Where", [build.op("is_top", "Equal", [logits, top]), numbers, nobody])
-    least = build.op("least", "ReduceMin", [likeliest, axis], keepdims=0)
-    chosen = build.op("next", "Cast", [least], to=ir.DataType.INT64.value)
+    if (shards := math.gcd(vocabulary, math.lcm(*range(1, ranks + 1)))) > 1:
+        target = build.constant(f"shards_of_{vocabulary // shards}", [0, -1, vocabulary // shards])
+        apart = build.op("by_shard", "Reshape", [likeliest, target])
+        least = build.op("least_of_shard", "ReduceMin", [apart, build.constant("axis_2", [2])], keepdims=0)
+        whole = build.op("whole", "Cast", [least], to=ir.DataType.INT64.value)
+        chosen = build.op("least", "ReduceMin", [whole, axis], keepdims=0)
+    else:
+        least = build.op("least", "ReduceMin", [likeliest, axis], keepdims=0)
+        chosen = build.op("next", "Cast", [least], to=ir.DataType.INT64.value)
     build.put()
     if logits is not scores:
         scores.name, logits.name, scores.shape = f"{name}_of_all", name, None

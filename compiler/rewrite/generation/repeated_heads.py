@@ -8,19 +8,26 @@ them: every head of keys, and of values, is on two ranks, and so is its cache. I
 so the model is the same, and every cut is an equal one. Keys are followed from the attention up to their weights, by the letter of their
 heads in the rule of each op; where something else reads one of these values, they stay as they are.
 
+Attention that is not fused reads a cache in one of two forms, and both may have repeated heads: `Attention` over fewer heads of keys
+than of queries, and an Expand that repeats each head for its queries, which then repeats it less often:
+
+    cache [.., 4, ..]  Unsqueeze, Expand to [.., 4, 4, ..], Reshape to 16 heads    ->    [.., 8, ..]  Expand to [.., 8, 2, ..]
+
 A number of ranks that neither divides the heads of keys nor is a multiple of them is refused where it does not divide the columns either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Typed
-from partc.compiler.matching import matched_nodes, sharding_rules
+from partc.compiler.matching import placement_rules, sharding_rules
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
@@ -28,6 +35,7 @@ from partc.compiler.plan.rules import ShardingRule
 from partc.compiler.rewrite.rewriting import Rewriting
 from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 
+Size = TypeVar("Size")
 Dims = dict[ir.Value, int]
 """By value the dim in which heads of keys lie, one after the other."""
 _FUSED, _KEYS, _VALUES = "GroupQueryAttention", (1, 3), (2, 4)
@@ -48,7 +56,7 @@ def repeat_heads(program: Typed) -> Typed:
         return program
     fused = [node for node in program.model.graph if node.op_type == _FUSED]
     rules = {node: rule for node, rule in sharding_rules(program)[0].items() if rule.style == "colwise"}
-    if not fused or not rules:
+    if not rules:
         return program
     work = _Repeating(program)
     problems: dict[Problem, None] = {}
@@ -56,17 +64,24 @@ def repeat_heads(program: Typed) -> Typed:
         queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
         sides = [work.heads_of(node, side) for side in (_KEYS, _VALUES)]
         lines = [next((one for one in work.makers(side) if one in rules), None) for side in sides]
-        cut, ranks = next((one for one in lines if one is not None), None), work.ranks_of(node)
-        if cut is None:
+        cut = next((one for one in lines if one is not None), None)
+        if cut is None or (ranks := work.ranks_of(cut)) < 2:
             continue
-        if ranks > 1 and keys % ranks and (ranks % keys or queries % ranks):
+        if keys % ranks and (ranks % keys or queries % ranks):
             if any(work.columns(side) % ranks for side in sides):
                 problems[_uneven(program.paths[cut], queries, keys, ranks, rules[cut])] = None
-        elif keys % ranks and all(lines) and all(sides):
+        elif keys % ranks and all(line and work.ranks_of(line) == ranks for line in lines) and all(sides):
             work.repeat({value: dim for side in sides for value, dim in side.items()}, keys, ranks // keys)
             node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", ranks)
     if problems:
         raise CompileError([*problems])
+    for cached in work.unfused():
+        lines = [next((one for one in work.makers(side.values) if one in rules), None) for side in cached]
+        over = {work.ranks_of(line) if line is not None else 1 for line in lines}
+        ranks, first = over.pop(), cached[0]
+        if not over and ranks > 1 and first.heads % ranks and ranks % first.heads == 0 and first.queries % ranks == 0:
+            for side in cached:
+                work.repeat(side.values, side.heads, ranks // side.heads)
     return work.done()
 
 
@@ -82,20 +97,24 @@ def _uneven(path: str, queries: int, keys: int, ranks: int, rule: ShardingRule) 
     return Problem(rule.where, fact, law, help)
 
 
+@dataclass(frozen=True)
+class _Cached:
+    """Keys or values of attention that is not fused: the values in which their heads are, how many these are, and those of queries."""
+
+    values: Dims
+    heads: int
+    queries: int
+
+
 class _Repeating(Rewriting[Typed]):
     def __init__(self, program: Typed) -> None:
         super().__init__(program)
-        self.placed: Mapping[ir.Node, tuple[int, ...]] = {
-            node: rule.ranks
-            for rule in program.plan.placement
-            if not rule.serves
-            for node in matched_nodes(program, rule.pattern)
-        }
+        self.placed = placement_rules(program)[0]
 
-    def ranks_of(self, node: ir.Node) -> int:
-        """Over how many ranks a style cuts what a node reads."""
+    def ranks_of(self, cut: ir.Node) -> int:
+        """Over how many ranks a style cuts the weight of a node."""
         plan = self.before.plan
-        group = self.placed.get(node, plan.workers)
+        group = self.placed[cut].ranks if cut in self.placed else plan.workers
         return dict(plan.axes_of(group)).get(TENSOR_PARALLEL, 1) if plan.mesh else len(group)
 
     def heads_of(self, fused: ir.Node, places: tuple[int, int]) -> Dims:
@@ -103,10 +122,58 @@ class _Repeating(Rewriting[Typed]):
         or something else reads one of them.
         """
         new, cache = (fused.inputs[k] for k in places)
-        present = fused.outputs[places[0]]
         assert new is not None
         assert cache is not None
-        found, waiting = {cache: 1, present: 1}, [(new, 2)]
+        return self._followed({cache: 1, fused.outputs[places[0]]: 1}, (new, 2), fused)
+
+    def unfused(self) -> Iterator[list[_Cached]]:
+        """Keys and values of attention that is not fused, those together that have as many heads as the other."""
+        found: dict[ir.Node, list[_Cached | None]] = {}
+        for append in self.before.model.graph:
+            if append.op_type == "TensorScatter" and append.inputs[0] in self.before.caches:
+                end, side = self._cached(append)
+                found.setdefault(end, []).append(side)
+        for end, sides in found.items():
+            known = [side for side in sides if side is not None]
+            if len(known) == len(sides) == (2 if end.op_type == "Attention" else 1):
+                yield known
+
+    def _cached(self, append: ir.Node) -> tuple[ir.Node, _Cached | None]:
+        """What ends the way of a cache's heads, and the values up to there; None where they cannot be repeated."""
+        cache, new = append.inputs[:2]
+        assert cache is not None
+        assert new is not None
+        assert cache.shape is not None
+        value, heads, queries = append.outputs[0], cache.shape[1], 0
+        values, end = {cache: 1, value: 1}, append
+        while not queries and len(uses := [*value.uses()]) == 1:
+            end, k = uses[0]
+            if end.op_type == "Attention" and k in (1, 2):
+                shape = None if end.inputs[0] is None else self.values[end.inputs[0]].shape
+                queries = shape[1] if shape is not None and isinstance(shape[1], int) else 0
+                break
+            if end.op_type == "Expand":
+                said, reader = _said(end, 2), end.outputs[0].consumers()
+                merged = _said(reader[0], 1) if len(reader) == 1 and reader[0].op_type == "Reshape" else None
+                times = 0 if said is None else said[2][said[1]]
+                if isinstance(heads, int) and merged is not None and merged[2][merged[1]] == heads * times:
+                    values[end.outputs[0]], queries = 1, heads * times
+                end = reader[0] if queries else end
+                break
+            if k != 0 or not (end.op_type == "Slice" or (end.op_type == "Unsqueeze" and constant_ints(end, 1) == (2,))):
+                break
+            value = end.outputs[0]
+            values[value] = 1
+        if not queries or not isinstance(heads, int):
+            return end, None
+        found = self._followed(values, (new, 1), end)
+        return end, _Cached(found, heads, queries) if found else None
+
+    def _followed(self, found: Dims, new: tuple[ir.Value, int], end: ir.Node) -> Dims:
+        """These values, and those up to weights of which new entries are made; none where they cannot be followed, or a node other than
+        the `end` reads one of them.
+        """
+        ends, waiting = {*found}, [new]
         while waiting:
             value, dim = waiting.pop()
             if found.setdefault(value, dim) != dim:
@@ -120,9 +187,9 @@ class _Repeating(Rewriting[Typed]):
             if not operands:
                 return {}
             waiting += operands
-        inside = {*self.makers(found), fused}
+        inside = {*self.makers(found), end}
         alone = all(use.node in inside for value in found for use in value.uses())
-        return found if alone and not any(one.is_graph_output() for one in found if one is not present) else {}
+        return found if alone and not any(one.is_graph_output() for one in found if one not in ends) else {}
 
     def makers(self, values: Dims) -> Iterator[ir.Node]:
         """The nodes that make values, but for the attention itself."""
@@ -139,32 +206,33 @@ class _Repeating(Rewriting[Typed]):
     def repeat(self, values: Dims, heads: int, times: int) -> None:
         """Every head of these values stands so many times, side by side."""
         for value, dim in values.items():
-            info, shape = self.values[value], value.shape
-            assert shape is not None
-            assert info.shape is not None
-            size = shape[dim]
-            assert isinstance(size, int)
-            value.shape = ir.Shape([size * times if k == dim else one for k, one in enumerate(shape.dims)])
-            self.values[value] = replace(
-                info, shape=tuple(size * times if k == dim else one for k, one in enumerate(info.shape))
-            )
-            node = value.producer()
-            if value in self.before.caches and value.dtype is not None:
-                value.const_value = ir.tensor(np.broadcast_to(np.zeros((), value.dtype.numpy()), value.shape.numpy()))
+            info, shape, node = self.values[value], value.shape, value.producer()
+            fewer = 2 if node is not None and node.op_type == "Expand" else None
+            if shape is not None:
+                shape = value.shape = ir.Shape(_scaled(shape.dims, dim, fewer, times))
+            if info.shape is not None:
+                self.values[value] = replace(info, shape=_scaled(info.shape, dim, fewer, times))
+            if value in self.before.caches and value.dtype is not None and shape is not None:
+                value.const_value = ir.tensor(np.broadcast_to(np.zeros((), value.dtype.numpy()), shape.numpy()))
             elif value.const_value is not None:
                 value.const_value = _repeated(value.const_value, dim, heads, times)
             elif node is not None and node.op_type in _COUNTS and (name := _COUNTS[node.op_type]) in node.attributes:
                 node.attributes[name] = ir.AttrInt64(name, node.attributes.get_int(name, 0) * times)
             elif node is not None and node.op_type == "Reshape":
-                self._aim(node, dim, size * times)
+                self._aim(node, dim, Fraction(times))
+            elif node is not None and node.op_type == "Expand":
+                self._aim(node, dim, Fraction(times))
+                self._aim(node, 2, Fraction(1, times))
 
-    def _aim(self, node: ir.Node, dim: int, size: int) -> None:
-        """Gives a Reshape a target of this size in a dim of which its target tells the size."""
+    def _aim(self, node: ir.Node, dim: int, times: Fraction) -> None:
+        """Gives a Reshape, or an Expand, a target of so many times the size in a dim of which its target tells the size."""
         found = _said(node, dim)
-        assert found is not None
-        k, place, numbers = found
-        if numbers[place] <= 0:
+        if found is None:
             return
+        k, place, numbers = found
+        if numbers[place] <= (1 if node.op_type == "Expand" else 0):
+            return
+        size = int(numbers[place] * times)
         name = f"{node.outputs[0].name}.repeated"
         aimed = self.constant(self.free(f"{name}.size"), [*numbers[:place], size, *numbers[place + 1 :]])
         target = node.inputs[1]
@@ -178,9 +246,16 @@ class _Repeating(Rewriting[Typed]):
         node.replace_input_with(1, aimed)
 
 
+def _scaled(dims: Sequence[Size], dim: int, fewer: int | None, times: int) -> tuple[int | Size, ...]:
+    """The sizes with one so many times as large, and one as many times smaller."""
+    numbers = {k: one for k, one in enumerate(dims) if k in (dim, fewer) and isinstance(one, int)}
+    scaled = {k: one * times if k == dim else one // times for k, one in numbers.items()}
+    return tuple(scaled.get(k, one) for k, one in enumerate(dims))
+
+
 def _said(node: ir.Node, dim: int) -> tuple[int | None, int, tuple[int, ...]] | None:
-    """What a Reshape's target says of a dim: the operand of the Concat that makes the target, None where it is a constant itself; the
-    place in that; its numbers. None where they are not constant.
+    """What the target of a Reshape or an Expand says of a dim: the operand of the Concat that makes the target, None where it is a
+    constant itself; the place in that; its numbers. None where they are not constant.
     """
     if (numbers := constant_ints(node, 1)) is not None:
         return None, dim, numbers
