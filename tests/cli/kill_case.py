@@ -67,7 +67,7 @@ def _judged(running: Running, stall: float, start: float) -> Verdict:
     if case.act.what == "SIGSTOP" and not verdict.over:
         _judge_stop(running, verdict, stall)
     begun = time.monotonic()
-    _until(lambda: not running.alive(), WITHIN)
+    _until(lambda: not running.alive(), 6 * start + WITHIN)
     verdict.seconds = time.monotonic() - begun
     left = running.alive()
     verdict.problems += [f"still there: {read(pid, 'cmdline')[:60]!r}" for pid in left]

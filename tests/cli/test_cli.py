@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -37,14 +36,11 @@ def inputs(tmp_path: Path) -> dict[str, np.ndarray]:
 
 def test_help_names_every_command_without_importing_any() -> None:
     code = "import sys; from partc.cli.main import invoke; invoke(['--help']); print(sorted(sys.modules))"
-    begin = time.perf_counter()
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    spent = time.perf_counter() - begin
     assert all(f"  {name} " in out for name in COMMANDS)
     loaded = out.splitlines()[-1]
     for heavy in ("numpy", "onnx", "onnx_ir", "pydantic", "rich", "mpi4py", "partc.cli.commands.run"):
         assert f"'{heavy}'" not in loaded
-    assert spent < 1.5
 
 
 @pytest.mark.parametrize("name", COMMANDS)

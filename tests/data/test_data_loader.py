@@ -167,7 +167,7 @@ def test_reads_ahead_in_one_thread_that_ends(digits: Path, threads: Callable[[],
     next(loader)
     transform = loader.source.reader._data.transform
     assert transform is not None
-    sizes, deadline = transform.function.__globals__["sizes"], time.monotonic() + 5
+    sizes, deadline = transform.function.__globals__["sizes"], time.monotonic() + 60
     while len(sizes) < 5 and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(0.02)

@@ -46,7 +46,7 @@ INPUTS: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
 }
 """By sample the inputs of a step."""
 FEW = settings(
-    max_examples=20,
+    max_examples=12,
     derandomize=True,
     deadline=None,
     database=None,

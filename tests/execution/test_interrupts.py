@@ -60,11 +60,10 @@ def ended(script: str, *given: object) -> str:
     return text
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_ctrl_c_at_random_instants(built: Path, seed: int) -> None:
-    """10 of each seed, within the first milliseconds of a row of calls."""
-    told, late = ended(INTERRUPTED, built / "two", seed, 10).split()
-    assert int(told) == 10
+def test_ctrl_c_at_random_instants(built: Path) -> None:
+    """30 of them, within the first milliseconds of a row of calls."""
+    told, late = ended(INTERRUPTED, built / "two", 1, 30).split()
+    assert int(told) == 30
     assert float(late) < 10
 
 

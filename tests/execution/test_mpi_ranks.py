@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -144,12 +143,10 @@ def test_a_broken_file_is_an_error_on_every_rank(one_job: subprocess.CompletedPr
 
 
 def test_a_failure_aborts_the_job(folder: Path) -> None:
-    begun = time.monotonic()
     result = job(folder, "runtime.load(folder, threads=1, on_error='abort')(bad)\n")
     assert result.returncode == 1
     assert result.stderr.count("rank 1 failed in Gather (net.f): ") == 1
     assert "Traceback" not in result.stderr
-    assert time.monotonic() - begun < 10
 
 
 def test_a_killed_rank_ends_the_job_and_the_board_says_where_it_was(folder: Path, tmp_path: Path) -> None:
@@ -169,10 +166,8 @@ program(good)
 """
     board = tmp_path / "board"
     create_board(board, 3)
-    begun = time.monotonic()
     result = job(folder, script, environment={VARIABLE: str(board)})
     assert result.returncode not in (0, 1)
-    assert time.monotonic() - begun < 10
     step, action = read_board(board)[1]
     assert (step, describe_action(folder, 1, action)) == (2, "Send of 'f' to rank 2 (net.f)")
     step, action = read_board(board)[2]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from dealt import dealt
 from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, REPLICAS, recording, requests
 from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
 from partc.cli.main import invoke
@@ -21,6 +22,7 @@ from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.checker.check import check
 
 Compiled = Callable[..., Path]
+INPUTS: list[tuple[str, ...]] = [(), ("position_ids",), ("attention_mask",), ("position_ids", "attention_mask")]
 TRAIN = "train: {loss: {type: output, output: logits}, optimizer: {type: sgd, lr: 0.1}, batch: 2}"
 
 
@@ -62,8 +64,13 @@ def test_tokens_are_those_of_the_unsharded_model(compiled: Compiled, wanted: lis
         assert [*generator.stream(PROMPTS[2], max_tokens=5)] == wanted[2]
 
 
-@pytest.mark.parametrize("slots", [1, 3, 8])
-@pytest.mark.parametrize("inputs", [(), ("position_ids",), ("attention_mask",), ("position_ids", "attention_mask")])
+@pytest.mark.parametrize(
+    ("inputs", "slots"),
+    [
+        *((inputs, 1) for inputs in INPUTS),
+        *dealt(INPUTS, [3, 8]),
+    ],
+)
 def test_positions_come_from_the_past_or_as_inputs(
     compiled: Compiled, wanted: list[list[int]], slots: int, inputs: tuple[str, ...]
 ) -> None:
@@ -276,10 +283,11 @@ def test_requests_that_cannot_be_met_are_named_all_at_once(compiled: Compiled) -
             generator.run([Request([1], temperature=1.0)])
 
 
-@pytest.mark.parametrize("layout", ["tensor parallel", "stages"])
 def test_the_command_makes_the_same_tokens_over_mpi(
-    compiled: Compiled, wanted: list[list[int]], layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    compiled: Compiled, wanted: list[list[int]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Of ranks that share each layer; those of stages are of `test_slot_groups.py`."""
+    folder = str(compiled("tensor parallel"))
     prompts = tmp_path / "prompts.jsonl"
     lines: list[dict[str, object]] = [
         {"ids": prompt, "max_tokens": count} for prompt, count in zip(PROMPTS, COUNTS, strict=True)
@@ -287,11 +295,11 @@ def test_the_command_makes_the_same_tokens_over_mpi(
     lines.append({"ids": [3, 1, 4], "max_tokens": 8, "temperature": 0.8, "seed": 5})
     prompts.write_text("\n".join(map(json.dumps, lines)))
     capfd.readouterr()
-    assert invoke(["generate", str(compiled(layout)), "--prompts", str(prompts), "--json"]) == 0
+    assert invoke(["generate", folder, "--prompts", str(prompts), "--json"]) == 0
     *likeliest, drawn = (answer["ids"] for answer in json.loads(capfd.readouterr().out)["answers"])
     assert likeliest == wanted
     asked = ["--ids", "3,1,4", "--temperature", "0.8", "--seed", "5", "--max-tokens", "8"]
-    assert invoke(["generate", str(compiled(layout)), *asked, "--in-process"]) == 0
+    assert invoke(["generate", folder, *asked, "--in-process"]) == 0
     assert [int(token) for token in capfd.readouterr().out.split()] == drawn
     assert len(drawn) == 8
 

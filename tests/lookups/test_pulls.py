@@ -61,9 +61,13 @@ def plan(ranks: int, sharding: str, more: str = "") -> str:
     return f"ranks: {ranks}\nsymbols: {{batch: {{divisor: {ranks}}}}}\ndataset: data_parallel\noutputs: cut\n{more}sharding: {sharding}\n"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6])
 @pytest.mark.parametrize(
-    "said", ["{embed: pull}", "{embed: {in: [[RANKS, 1], [RANKS, 1]]}}", "{embed: {parameters: {table: [RANKS, 1]}}}"]
+    ("ranks", "said"),
+    [
+        (2, "{embed: pull}"),
+        (3, "{embed: {in: [[RANKS, 1], [RANKS, 1]]}}"),
+        (6, "{embed: {parameters: {table: [RANKS, 1]}}}"),
+    ],
 )
 def test_rows_are_pulled_where_ids_are_cut_as_they_are(ranks: int, said: str) -> None:
     program = same_as_whole(

@@ -182,9 +182,12 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize("served", ["places", "'{words,places}'"])
 @pytest.mark.parametrize(
-    "layout", ["dataset: data_parallel\n", "mesh: {dp: 2, tp: 2}\ndataset: {ids: [dp, null], t: [dp, null, null]}\n"]
+    ("served", "layout"),
+    [
+        ("places", "mesh: {dp: 2, tp: 2}\ndataset: {ids: [dp, null], t: [dp, null, null]}\n"),
+        ("'{words,places}'", "dataset: data_parallel\n"),
+    ],
 )
 def test_rows_that_every_rank_asks_for_get_the_sum_of_what_all_give(served: str, layout: str, tmp_path: Path) -> None:
     """Positions are the same ids on all ranks, and each has only its records' part of their gradient."""

@@ -128,8 +128,11 @@ def test_a_table_of_a_weight_is_repeated_where_the_weight_is_smaller() -> None:
     assert [len(part.weights) for part in program.parts] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("frozen", "sent"), [("true", False), ("false", True)])
-@pytest.mark.parametrize("plan", [STAGES, GROUPS + "dataset: data_parallel\n"], ids=["stages", "data parallel"])
+@pytest.mark.parametrize(
+    ("frozen", "sent", "plan"),
+    [("true", False, GROUPS + "dataset: data_parallel\n"), ("false", True, STAGES), ("true", False, STAGES)],
+    ids=["frozen, data parallel", "learned, stages", "frozen, stages"],
+)
 def test_training_repeats_what_nothing_is_learned_of(plan: str, frozen: str, sent: bool, tmp_path: Path) -> None:
     """A mask with a learned shift is made once, since its gradient is one: it is sent, and its gradients come back."""
     text = PADDING.replace("mask = Add(row, column)", "base = Add(row, column)\n    [k_shift] mask = Add(base, shift)")

@@ -24,8 +24,7 @@ def attention(heads: int, key_heads: int, flat: bool, opset: int = 21) -> onnx.M
     return g.model(24, "o_proj", opset=opset)
 
 
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 4), (6, 2)])
+@pytest.mark.parametrize(("heads", "key_heads", "flat"), [(4, 4, True), (4, 4, False), (8, 4, True), (6, 2, False)])
 def test_attention_has_one_all_reduce(heads: int, key_heads: int, flat: bool) -> None:
     """Dynamic batch and sequence, heads counted by -1, repeated keys, and K turned with batch and heads merged."""
     model = attention(heads, key_heads, flat, 18 if flat else 21)

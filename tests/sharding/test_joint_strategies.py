@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dealt import dealt
 from partc.compiler.ir.program import Complete
 from shard_call_models import NET, collectives, line, said_by_compile, same_on_all_ranks
 
@@ -63,7 +64,7 @@ EIGHTS, TWELFTHS = (8, ((2, 4), (4, 1))), (12, ((2, 3), (3, 2)))
 @pytest.mark.parametrize(
     ("form", "ranks", "cuts"),
     [
-        *((form, *one) for form in FORMS for one in (EIGHTS, TWELFTHS)),
+        *((form, *one) for form, one in dealt(FORMS, [EIGHTS, TWELFTHS])),
         ("op", 6, ((3, 1), (1, 1))),
         ("several ops", 6, ((1, 2), (2, 3))),
         ("several ops", 8, ((1, 8), (8, 1))),

@@ -61,10 +61,15 @@ def fused(how: str, heads: int, key_heads: int, product: str = "MatMul") -> onnx
     return g.model(24, "o_proj.add")
 
 
-@pytest.mark.parametrize("product", ["MatMul", "Gemm", "Transpose"])
 @pytest.mark.parametrize(
-    ("how", "heads", "key_heads"),
-    [("split", 4, 4), ("split", 8, 2), ("slice", 6, 2), ("gather", 4, 4), ("stack", 4, 4)],
+    ("how", "heads", "key_heads", "product"),
+    [
+        *(("split", 4, 4, product) for product in ("MatMul", "Gemm", "Transpose")),
+        ("split", 8, 2, "MatMul"),
+        ("slice", 6, 2, "Gemm"),
+        ("gather", 4, 4, "Transpose"),
+        ("stack", 4, 4, "Gemm"),
+    ],
 )
 def test_a_packed_weight_is_cut_in_every_part(how: str, heads: int, key_heads: int, product: str) -> None:
     """By itself where the graph takes the product apart; fewer keys than queries, too."""

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from check_places_case import without
+from dealt import dealt
 from equivalence import compiled, same_as_whole
 from hypothesis import HealthCheck, given, settings
 from linear_chains import STYLES, WIDTH, at_once, chains, costs, kinds, parallel_block, passes
@@ -31,8 +32,7 @@ def block_plan(ranks: int) -> str:
     return f"ranks: {ranks}\noutputs: cut\nsharding: {{{STYLES}}}\n"
 
 
-@pytest.mark.parametrize("biases", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, 6])
+@pytest.mark.parametrize(("ranks", "biases"), dealt([2, 3, 6], [True, False]))
 def test_a_block_with_parallel_attention_and_mlp_is_one_all_reduce(ranks: int, biases: bool) -> None:
     steps = [{"x": normal(b, s, 24)} for b, s in ((3, 5), (1, 4))]
     proto, plan = parallel_block(biases), block_plan(ranks)

@@ -66,6 +66,6 @@ def kept(trainer: Trainer) -> dict[str, bytes]:
 def built(folder: Path, name: str, policy: str) -> tuple[Path, int]:
     ranks, plan, more = PLANS[name]
     text = f"{plan}{LOSS}  {more}\n  on_nonfinite: {policy}\n"
-    compile_source(source(), parse_plan(text, "plan.yaml"), folder)
+    compile_source(source(), parse_plan(text, "plan.yaml"), folder, check=False)
     assert check(folder).violations == []
     return folder, ranks

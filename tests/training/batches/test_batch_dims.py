@@ -119,7 +119,7 @@ def drawn(seed: int) -> tuple[dict[str, list[int | str]], str]:
     return inputs, f"batch_dims: {{{first}: {dims.index('batch')}}}\n" if "seq" in dims[: dims.index("batch")] else ""
 
 
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(4))
 def test_both_ways_do_with_the_answer_what_the_whole_batch_does(seed: int, tmp_path: Path) -> None:
     inputs, said = drawn(seed)
     want = {name: dims.index("batch") for name, dims in inputs.items()}

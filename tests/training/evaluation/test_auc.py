@@ -105,7 +105,7 @@ def test_it_is_of_all_records(name: str, tmp_path: Path) -> None:
     source = from_text(CLICKS, {"w": (6, 8), "v": (8, 1)})
     weights = source.model.graph.initializers
     w, v = (weights[one].const_value.numpy() for one in ("w", "v"))
-    compile_source(source, parse_plan(f"ranks: {ranks}\n" + plan, "plan.yaml"), tmp_path / "build")
+    compile_source(source, parse_plan(f"ranks: {ranks}\n" + plan, "plan.yaml"), tmp_path / "build", check=False)
     assert check_artifact(tmp_path / "build") == []
     whole, refused = records(28), set[str]()
 

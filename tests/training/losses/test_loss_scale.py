@@ -50,7 +50,7 @@ def scales(trainer: Trainer) -> tuple[float, int]:
 def built(folder: Path, name: str, scale: str = "{first: 1024, interval: 2}") -> Path:
     plan, more = PLANS[name]
     text = f"{plan}precision: {{compute: float16, loss_scale: {scale}}}\n{LOSS}  {more}\n"
-    compile_source(source(), parse_plan(text, "plan.yaml"), folder)
+    compile_source(source(), parse_plan(text, "plan.yaml"), folder, check=False)
     assert check(folder).violations == []
     return folder
 

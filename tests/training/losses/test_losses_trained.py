@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from dealt import dealt
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from training_equivalence import run_whole, train_whole, trained
@@ -40,10 +41,16 @@ def source() -> Source:
     return Source(from_proto(onnx.parser.parse_model(text), Path("model.onnx")))
 
 
-@pytest.mark.parametrize("cut", PLANS)
+OPTIONS = [
+    "",
+    f"{WEIGHTS}, ignore_index: 2",
+    "label_smoothing: 0.1",
+    f"{WEIGHTS}, label_smoothing: 0.2, reduction: sum",
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    ["", f"{WEIGHTS}, ignore_index: 2", "label_smoothing: 0.1", f"{WEIGHTS}, label_smoothing: 0.2, reduction: sum"],
+    ("options", "cut"), [*((one, "both") for one in OPTIONS), *dealt(OPTIONS, ["batch", "vocabulary"])]
 )
 def test_what_is_learned_is_that_of_the_whole(options: str, cut: str, tmp_path: Path) -> None:
     loss = f"{{{CLASSES}{', ' if options else ''}{options}}}"

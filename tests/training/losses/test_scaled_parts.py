@@ -78,7 +78,7 @@ def by_torch(
 def test_a_part_that_overflows_skips_the_step_once(name: str, bad: float, tmp_path: Path) -> None:
     """60,000 is finite in 16 bits, and its products are not: partc's alone, so that torch is given infinity."""
     ranks, plan = PLANS[name]
-    compile_source(source(), parse_plan(plan, "plan.yaml"), tmp_path / "build")
+    compile_source(source(), parse_plan(plan, "plan.yaml"), tmp_path / "build", check=False)
     assert check_artifact(tmp_path / "build") == []
 
     def act(trainer: Trainer) -> tuple[list[tuple[float, int]], list[bool], dict[str, Any], dict[str, Any]]:

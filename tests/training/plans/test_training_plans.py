@@ -12,8 +12,7 @@ from training_equivalence import from_text, same_tensors, same_training, train_w
 from training_plans_case import BLOCKS, CROSS_ENTROPY, SGD, batches, learns, sizes_of, small
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", ["mlp", "lenet", "gpt of one block", "dlrm"])
+@pytest.mark.parametrize(("name", "ranks"), dealt(["mlp", "lenet", "gpt of one block", "dlrm"], [2, 3]))
 def test_data_parallel(name: str, ranks: int, tmp_path: Path) -> None:
     learns(name, f"ranks: {ranks}\n{batches(ranks)}", sizes_of(name, 2 * ranks, ranks, 3 * ranks), tmp_path)
 
@@ -149,8 +148,13 @@ def test_dropout_draws_the_same_masks(plan: str, tmp_path: Path) -> None:
     same_training(lambda: source, plan + train, tmp_path, steps, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("plan", [f"ranks: 3\n{batches(3)}", "ranks: 5\nplacement: {layers.0: [0, 1], layers.2: 4}\n"])
-@pytest.mark.parametrize("more", ["ignore_index: 3", "label_smoothing: 0.1, ignore_index: 0", "reduction: sum"])
+@pytest.mark.parametrize(
+    ("more", "plan"),
+    dealt(
+        ["ignore_index: 3", "label_smoothing: 0.1, ignore_index: 0", "reduction: sum"],
+        [f"ranks: 3\n{batches(3)}", "ranks: 5\nplacement: {layers.0: [0, 1], layers.2: 4}\n"],
+    ),
+)
 def test_losses_and_accuracy(more: str, plan: str, tmp_path: Path) -> None:
     options = "weights: [1, 2, 3, 0.5, 1, 1, 4, 1, 0.25, 1]"
     train = f"{SGD.replace('labels}', f'labels, {options}, {more}}}')}  metrics: [accuracy, top_k]\n"
