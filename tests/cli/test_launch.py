@@ -22,6 +22,9 @@ from partc.cli.launch.supervise import supervise
 from partc.runtime.errors import UsageError
 from partc.runtime.job.place import Place, surrounding_job
 
+WITHIN = 25.0
+"""Seconds, fewer than those after which a rank counts as stalled: what has ended is known by then for another reason."""
+
 OPEN_MPI_KILLED = """\
 --------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 4400 on node vm exited on
@@ -170,14 +173,15 @@ def partc(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, heard)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """The exit code, and what is on stdout and stderr; a process that stays alive is killed and fails the test."""
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str, float]:
+    """The exit code, what is on stdout and stderr, and the seconds to the end; what stays alive is killed and fails the test."""
+    begin = time.monotonic()
     try:
         out, err = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return process.returncode, out, err
+    return process.returncode, out, err, time.monotonic() - begin
 
 
 @pytest.fixture
@@ -198,7 +202,7 @@ def save_inputs(folder: Path, index: list[int]) -> dict[str, np.ndarray]:
 @needs_mpi
 def test_outputs_of_all_ranks_come_into_one_file(build: Path) -> None:
     inputs = save_inputs(build.parent, [0, 5])
-    code, out, err = finish(partc("run", "--input", "in.npz", "-o", "out.npz", "--repeat", 3, cwd=build.parent))
+    code, out, err, _ = finish(partc("run", "--input", "in.npz", "-o", "out.npz", "--repeat", 3, cwd=build.parent))
     assert (code, err) == (0, "")
     assert "then 2 steps: median" in out
     expected = chain_reference(inputs["x"], inputs["index"])
@@ -211,8 +215,9 @@ def test_outputs_of_all_ranks_come_into_one_file(build: Path) -> None:
 @needs_mpi
 def test_a_failing_op_is_told_once_and_leaves_nothing(build: Path) -> None:
     save_inputs(build.parent, [0, 9])
-    code, out, err = finish(partc("run", "--input", "in.npz", "-o", "never.npz", cwd=build.parent))
+    code, out, err, seconds = finish(partc("run", "--input", "in.npz", "-o", "never.npz", cwd=build.parent))
     assert code == 1
+    assert seconds < WITHIN
     assert out == ""
     assert err.count("rank 2") == 1
     assert "(pick)" in err
@@ -224,8 +229,9 @@ def test_a_failing_op_is_told_once_and_leaves_nothing(build: Path) -> None:
 def test_a_truncated_file_of_one_rank_is_told_once(build: Path) -> None:
     file = build / "weights" / "rank_0001.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
-    code, _, err = finish(partc("run", "--random", 1, cwd=build.parent))
+    code, _, err, seconds = finish(partc("run", "--random", 1, cwd=build.parent))
     assert code == 1
+    assert seconds < WITHIN
     assert err.count("rank_0001.safetensors: has 161 bytes, the manifest says 164") == 1
     assert len(err.splitlines()) == 2
 
@@ -283,8 +289,9 @@ def test_the_end_of_one_process_is_the_end_of_all(
     process = partc("run", "--input", "in.npz", "-o", "never.npz", "--repeat", 10**9, cwd=build.parent)
     pids = wait_for_steps(process, build.parent)
     act(process, pids)
-    found, out, err = finish(process)
+    found, out, err, seconds = finish(process)
     assert found == code
+    assert seconds < WITHIN
     assert out == ""
     told = re.sub(r"^step \d+ of \d+\n", "", err, flags=re.MULTILINE)  # how far it is, where steps are slow
     assert told.startswith(expected)

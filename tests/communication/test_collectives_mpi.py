@@ -90,10 +90,12 @@ for spins in (False, True):
     transport = MpiTransport(comm)
     transport.has_own_core = spins
     program = runtime.load(folder, transport, threads=1)
+    begun = time.monotonic()
     try:
         program({**inputs(rank, 0), "index": np.array([0, 77 if rank == 1 else 1])})
         print("not raised", flush=True)
     except runtime.RankError as error:
+        assert time.monotonic() - begun < 25  # before a rank counts as stalled
         print("raised:", str(error)[:37], flush=True)
 print("done", flush=True)
 """

@@ -47,9 +47,11 @@ except runtime.RankError as error:
     ],
 )
 def test_a_script_that_ends_early_is_told_to_the_ranks_that_wait(tmp_path: Path, what: str, expected: str) -> None:
+    begun = time.monotonic()
     result = job(chain(tmp_path / "build"), LEFT.replace("WHAT", what))
     assert result.returncode != 0
     assert result.stdout.splitlines() == [f"told: {expected}"] * 2
+    assert time.monotonic() - begun < 25  # before a rank counts as stalled
 
 
 ENDED = """
@@ -114,9 +116,11 @@ def test_an_interrupt_ends_ranks_that_wait_and_leaves_one_that_hangs() -> None:
     hung = threading.Event()
     before = signal.signal(signal.SIGALRM, interrupted)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
+    begun = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
             in_threads(lambda _: hung.wait(60))
+        assert time.monotonic() - begun < 50
         assert left_behind()
     finally:
         signal.signal(signal.SIGALRM, before)

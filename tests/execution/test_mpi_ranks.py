@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,9 @@ def test_a_broken_file_is_an_error_on_every_rank(one_job: subprocess.CompletedPr
 
 
 def test_a_failure_aborts_the_job(folder: Path) -> None:
+    begun = time.monotonic()
     result = job(folder, "runtime.load(folder, threads=1, on_error='abort')(bad)\n")
+    assert time.monotonic() - begun < 25  # before a rank counts as stalled
     assert result.returncode == 1
     assert result.stderr.count("rank 1 failed in Gather (net.f): ") == 1
     assert "Traceback" not in result.stderr
@@ -166,7 +169,9 @@ program(good)
 """
     board = tmp_path / "board"
     create_board(board, 3)
+    begun = time.monotonic()
     result = job(folder, script, environment={VARIABLE: str(board)})
+    assert time.monotonic() - begun < 25
     assert result.returncode not in (0, 1)
     step, action = read_board(board)[1]
     assert (step, describe_action(folder, 1, action)) == (2, "Send of 'f' to rank 2 (net.f)")
