@@ -115,6 +115,16 @@ class ModelOutputs:
 
 
 @dataclass(frozen=True)
+class Untrained:
+    """The model before its loss and metrics were added, of which a plan speaks."""
+
+    operands: Mapping[str, Operands] = field(default_factory=dict)
+    """By the path of a node."""
+    outputs: ModelOutputs | None = None
+    """What the loss and the metrics stand in place of."""
+
+
+@dataclass(frozen=True)
 class Training:
     """The training half of a program: what the plan says of it, `rules` and `precision`, and what passes found out."""
 
@@ -131,11 +141,8 @@ class Training:
     """Numbers that a step is given besides those of optimizers."""
     precision: PrecisionRules | None = None
     records: BatchRecords = BatchRecords()
-    written: Mapping[str, Operands] = field(default_factory=dict)
-    """By the path of a node its operands before it became what it is in training: a plan speaks of these."""
+    untrained: Untrained = Untrained()
     notes: TrainingNotes = TrainingNotes()
-    outputs: ModelOutputs | None = None
-    """What the outputs of the model are that the loss and the metrics stand in place of."""
     folder: str = ""
     """The plan's folder, as it is seen from the artifact: the files that the plan names are there."""
 

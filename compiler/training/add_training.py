@@ -27,6 +27,7 @@ from partc.compiler.ir.training import (
     ProgramKind,
     Training,
     TrainingNotes,
+    Untrained,
 )
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
@@ -77,14 +78,14 @@ def add_training(program: Loaded) -> Prepared:
         rules = rules.model_copy(update={"on_nonfinite": "skip"})
     metrics = {name: meant(model, metric, rules.where("metrics")) for name, metric in rules.metrics.items()}
     rules = rules.model_copy(update={"metrics": metrics})
-    written = {path: operands_of(node) for node, path in program.paths.items()}
+    operands = {path: operands_of(node) for node, path in program.paths.items()}
     apart = parted(model, program.trainable) if program.kind is ProgramKind.STEP else []
     step = program.beside.get(ProgramKind.STEP)
-    outputs = None if step is None or step.training is None else step.training.outputs
+    outputs = None if step is None or step.training is None else step.training.untrained.outputs
     training = add_loss_and_metrics(
         model, rules, list(program.trainable), cut=cut, part=program.kind, known=known, shards=shards, outputs=outputs
     )
-    training = replace(training, written=written, precision=precision)
+    training = replace(training, untrained=replace(training.untrained, operands=operands), precision=precision)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
     if program.kind is ProgramKind.STEP:
         refuse_own_backward(model.graph, training, paths)
@@ -162,7 +163,7 @@ def add_loss_and_metrics(
         scalars=tuple(scalars),
         records=BatchRecords(shards=shards),
         notes=TrainingNotes(shared=tuple(one.text(own) for one, own in shared)),
-        outputs=ModelOutputs(known, {name_of(value): one for value, one in inferred.items()}),
+        untrained=Untrained(outputs=ModelOutputs(known, {name_of(value): one for value, one in inferred.items()})),
     )
     made = ({*training.fed} - {STEP}) | ({PART} if scalars and rules.accumulate > 1 else set[str]())
     if taken := [_taken(name_of(value)) for value in graph.inputs if value.name in made]:

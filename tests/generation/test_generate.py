@@ -64,13 +64,7 @@ def test_tokens_are_those_of_the_unsharded_model(compiled: Compiled, wanted: lis
         assert [*generator.stream(PROMPTS[2], max_tokens=5)] == wanted[2]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "slots"),
-    [
-        *((inputs, 1) for inputs in INPUTS),
-        *dealt(INPUTS, [3, 8]),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "slots"), [*((inputs, 1) for inputs in INPUTS), *dealt(INPUTS, [3, 8])])
 def test_positions_come_from_the_past_or_as_inputs(
     compiled: Compiled, wanted: list[list[int]], slots: int, inputs: tuple[str, ...]
 ) -> None:

@@ -194,7 +194,7 @@ class RegionShardings:
     def _operands_in_model(self, region: RegionMatch) -> _ModelOperands:
         """The operands and results that the region's node has in the model, if a rewrite or the training has changed the node."""
         training = self.program.training
-        told = training.written.get(region.path) if training is not None else None
+        told = training.untrained.operands.get(region.path) if training is not None else None
         told = next(
             (
                 node.meta[WRITTEN]
