@@ -123,13 +123,13 @@ def test_first_and_last_tokens_are_sent_alone_and_the_others_together(monkeypatc
     slots, news = SimpleNamespace(used=0, waiting=0, running=set[int]()), _News(SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
 
     def step(*rows: tuple[int, int, str]) -> list[Any]:
-        """What is sent of a step that takes 4 ms."""
-        now[0], before = now[0] + 0.004, len(sent)
+        """What is sent of a step that takes 9.5 ms."""
+        now[0], before = now[0] + 0.0095, len(sent)
         slots.running = (slots.running | {request for request, _, _ in rows}) - {
             one for one, _, finish in rows if finish
         }
         slots.used = len(slots.running)
-        news.add([NewToken(*row) for row in rows], slots, 0.004)  # type: ignore[arg-type]
+        news.add([NewToken(*row) for row in rows], slots, 0.0095)  # type: ignore[arg-type]
         return [one["made"] for one in sent[before:]]
 
     assert step((0, 5, "")) == [[(0, [5], "")]]
