@@ -335,7 +335,7 @@ class RankProgram:
     @property
     def likeness(self) -> Hashable:
         """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
-        ends = tuple([tuple([held.value for held in some]) for some in (self.inputs, self.outputs)])
+        ends = tuple([tuple([(held.value, held.version) for held in some]) for some in (self.inputs, self.outputs)])
         return id(self.steps), id(self.weights), ends
 
 

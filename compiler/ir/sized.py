@@ -7,6 +7,8 @@ Not in a program that trains or that is in tasks. What alone tells a symbol is f
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import onnx_ir as ir
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.program import Lowered
@@ -20,9 +22,9 @@ def sized_inputs(program: Lowered) -> dict[int, frozenset[Value]]:
     if program.training is not None or any(part.bodies for part in program.parts):
         return {}
     alone: dict[int, set[Value]] = {}
-    known: dict[int, set[Value]] = {}
+    known: dict[Hashable, set[Value]] = {}
     for part in program.parts:
-        key = id(part.steps)
+        key = part.likeness
         if key not in known:
             known[key] = _for_sizes_alone(part)
         alone[part.rank] = {

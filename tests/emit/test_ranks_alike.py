@@ -9,8 +9,10 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partc.compiler import compile_model
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.by_place import item_of
+from partc.runtime import load_local
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, RANK_CONSTANT, Manifest, Port
 from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
@@ -229,3 +231,19 @@ def test_laws_of_numbers_by_place(column: list[float], law: str | None) -> None:
     assert item_of(column) == law
     for place, number in enumerate(column if law else ()):
         assert parse(law or "")({"place": place}) == number
+
+
+def test_ranks_that_do_the_same_have_each_their_own_of_what_is_passed_on(tmp_path: Path) -> None:
+    """`z` is an input and an output, on each rank by itself, of ranks whose steps are the same."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (float[batch, 3] x, float[batch, 5] z) => (float[batch, 3] y, float[batch, 5] z) { [n] y = Neg (x) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    plan = "ranks: 2\nsymbols: {batch: {divisor: 2}}\ndataset: {x: [2, 1]}\noutputs: [1, 0]\nplacement: {n: [1, 0]}\n"
+    (tmp_path / "plan.yaml").write_text(plan)
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    assert check(tmp_path / "build").violations == []
+    with load_local(tmp_path / "build") as program:
+        x, z = np.arange(12, dtype=np.float32).reshape(4, 3), np.ones((4, 5), np.float32)
+        made = program(x=x, z=z)
+        assert np.array_equal(made["y"], -x)
+        assert np.array_equal(made["z"], z)
