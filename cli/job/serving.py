@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from partc.runtime.generation.slots import NewToken, Slots
 
 _TOGETHER = 0.05
-"""The longest delay of a token, in seconds: nobody reads faster. Steps of 2 ms then cost a 25th of the messages."""
+"""The longest delay of a token, in seconds: text is not read faster. Steps of 2 ms then cost a 25th of the messages."""
 _BEAT = 5.0
 """Seconds after which rank 0 tells the others that there is nothing to do, so that they do not report a long wait."""
 
