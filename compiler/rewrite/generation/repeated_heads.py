@@ -38,7 +38,7 @@ from partc.compiler.sharding.seeding.seeds import TENSOR_PARALLEL
 Size = TypeVar("Size")
 Dims = dict[ir.Value, int]
 """By value the dim in which heads of keys lie, one after the other."""
-_FUSED, _KEYS, _VALUES = "GroupQueryAttention", (1, 3), (2, 4)
+_FUSED, _KEYS, _VALUES, _KEY_HEADS = "GroupQueryAttention", (1, 3), (2, 4), "kv_num_heads"
 _REPEATED = "partc.repeated_heads"
 """Key of a tensor's meta: the tensor with its heads repeated, by dim, heads and number."""
 _COUNTS = {"MatMulNBits": "N", "RotaryEmbedding": "num_heads"}
@@ -54,34 +54,24 @@ def repeat_heads(program: Typed) -> Typed:
     """
     if program.generation is None or program.plan.ranks == 1:
         return program
-    fused = [node for node in program.model.graph if node.op_type == _FUSED]
     rules = {node: rule for node, rule in sharding_rules(program)[0].items() if rule.style == "colwise"}
     if not rules:
         return program
     work = _Repeating(program)
     problems: dict[Problem, None] = {}
-    for node in fused:
-        queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
-        sides = [work.heads_of(node, side) for side in (_KEYS, _VALUES)]
-        lines = [next((one for one in work.makers(side) if one in rules), None) for side in sides]
-        cut = next((one for one in lines if one is not None), None)
-        if cut is None or (ranks := work.ranks_of(cut)) < 2:
+    for one in (*work.fused(), *work.unfused()):
+        lines = [next((line for line in work.makers(side) if line in rules), None) for side in one.sides]
+        cut = next((line for line in lines if line is not None), None)
+        ranks = 1 if cut is None else work.ranks_of(cut)
+        if cut is None or one.heads % ranks == 0:
             continue
-        if keys % ranks and (ranks % keys or queries % ranks):
-            if any(work.columns(side) % ranks for side in sides):
-                problems[_uneven(program.paths[cut], queries, keys, ranks, rules[cut])] = None
-        elif keys % ranks and all(line and work.ranks_of(line) == ranks for line in lines) and all(sides):
-            work.repeat({value: dim for side in sides for value, dim in side.items()}, keys, ranks // keys)
-            node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", ranks)
+        if ranks % one.heads or one.queries % ranks:
+            if one.fused is not None and any(work.columns(side) % ranks for side in one.sides):
+                problems[_uneven(program.paths[cut], one.queries, one.heads, ranks, rules[cut])] = None
+        elif all(line is not None and work.ranks_of(line) == ranks for line in lines):
+            work.repeat(one, ranks // one.heads)
     if problems:
         raise CompileError([*problems])
-    for cached in work.unfused():
-        lines = [next((one for one in work.makers(side.values) if one in rules), None) for side in cached]
-        over = {work.ranks_of(line) if line is not None else 1 for line in lines}
-        ranks, first = over.pop(), cached[0]
-        if not over and ranks > 1 and first.heads % ranks and ranks % first.heads == 0 and first.queries % ranks == 0:
-            for side in cached:
-                work.repeat(side.values, side.heads, ranks // side.heads)
     return work.done()
 
 
@@ -98,12 +88,16 @@ def _uneven(path: str, queries: int, keys: int, ranks: int, rule: ShardingRule) 
 
 
 @dataclass(frozen=True)
-class _Cached:
-    """Keys or values of attention that is not fused: the values in which their heads are, how many these are, and those of queries."""
+class _Attention:
+    """How many heads of keys, and of queries, an attention has, and the values in which those of keys, and of values, are.
 
-    values: Dims
+    Of a side that cannot be followed there are none; `fused`: the node that has them all.
+    """
+
+    sides: Sequence[Dims]
     heads: int
     queries: int
+    fused: ir.Node | None = None
 
 
 class _Repeating(Rewriting[Typed]):
@@ -117,18 +111,23 @@ class _Repeating(Rewriting[Typed]):
         group = self.placed[cut].ranks if cut in self.placed else plan.workers
         return dict(plan.axes_of(group)).get(TENSOR_PARALLEL, 1) if plan.mesh else len(group)
 
-    def heads_of(self, fused: ir.Node, places: tuple[int, int]) -> Dims:
-        """The values in which keys (or values) of a fused attention have their heads, up to weights; empty where they cannot be followed,
-        or something else reads one of them.
-        """
-        new, cache = (fused.inputs[k] for k in places)
-        assert new is not None
-        assert cache is not None
-        return self._followed({cache: 1, fused.outputs[places[0]]: 1}, (new, 2), fused)
+    def fused(self) -> Iterator[_Attention]:
+        """Attention of one node, whose caches are operands of it."""
+        for node in self.before.model.graph:
+            if node.op_type != _FUSED:
+                continue
+            sides = []
+            for places in (_KEYS, _VALUES):
+                new, cache = (node.inputs[k] for k in places)
+                assert new is not None
+                assert cache is not None
+                sides.append(self._followed({cache: 1, node.outputs[places[0]]: 1}, (new, 2), node))
+            queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", _KEY_HEADS))
+            yield _Attention(sides, keys, queries, node)
 
-    def unfused(self) -> Iterator[list[_Cached]]:
-        """Keys and values of attention that is not fused, those together that have as many heads as the other."""
-        found: dict[ir.Node, list[_Cached | None]] = {}
+    def unfused(self) -> Iterator[_Attention]:
+        """Attention that reads its caches from nodes of their own; in the second form each side by itself."""
+        found: dict[ir.Node, list[_Attention | None]] = {}
         for append in self.before.model.graph:
             if append.op_type == "TensorScatter" and append.inputs[0] in self.before.caches:
                 end, side = self._cached(append)
@@ -136,17 +135,17 @@ class _Repeating(Rewriting[Typed]):
         for end, sides in found.items():
             known = [side for side in sides if side is not None]
             if len(known) == len(sides) == (2 if end.op_type == "Attention" else 1):
-                yield known
+                yield replace(known[0], sides=[values for side in known for values in side.sides])
 
-    def _cached(self, append: ir.Node) -> tuple[ir.Node, _Cached | None]:
-        """What ends the way of a cache's heads, and the values up to there; None where they cannot be repeated."""
+    def _cached(self, append: ir.Node) -> tuple[ir.Node, _Attention | None]:
+        """What ends the way of a cache's heads, and one side up to there; None where they cannot be repeated."""
         cache, new = append.inputs[:2]
         assert cache is not None
         assert new is not None
         assert cache.shape is not None
         value, heads, queries = append.outputs[0], cache.shape[1], 0
         values, end = {cache: 1, value: 1}, append
-        while not queries and len(uses := [*value.uses()]) == 1:
+        while len(uses := [*value.uses()]) == 1:
             end, k = uses[0]
             if end.op_type == "Attention" and k in (1, 2):
                 shape = None if end.inputs[0] is None else self.values[end.inputs[0]].shape
@@ -167,7 +166,7 @@ class _Repeating(Rewriting[Typed]):
         if not queries or not isinstance(heads, int):
             return end, None
         found = self._followed(values, (new, 1), end)
-        return end, _Cached(found, heads, queries) if found else None
+        return end, _Attention([found], heads, queries) if found else None
 
     def _followed(self, found: Dims, new: tuple[ir.Value, int], end: ir.Node) -> Dims:
         """These values, and those up to weights of which new entries are made; none where they cannot be followed, or a node other than
@@ -203,9 +202,11 @@ class _Repeating(Rewriting[Typed]):
         ]
         return next((size for size in sizes[1:] if isinstance(size, int)), 0)
 
-    def repeat(self, values: Dims, heads: int, times: int) -> None:
-        """Every head of these values stands so many times, side by side."""
-        for value, dim in values.items():
+    def repeat(self, one: _Attention, times: int) -> None:
+        """Every head of keys, and of values, stands so many times, side by side."""
+        if one.fused is not None:
+            one.fused.attributes[_KEY_HEADS] = ir.AttrInt64(_KEY_HEADS, one.heads * times)
+        for value, dim in {value: dim for side in one.sides for value, dim in side.items()}.items():
             info, shape, node = self.values[value], value.shape, value.producer()
             fewer = 2 if node is not None and node.op_type == "Expand" else None
             if shape is not None:
@@ -215,7 +216,7 @@ class _Repeating(Rewriting[Typed]):
             if value in self.before.caches and value.dtype is not None and shape is not None:
                 value.const_value = ir.tensor(np.broadcast_to(np.zeros((), value.dtype.numpy()), shape.numpy()))
             elif value.const_value is not None:
-                value.const_value = _repeated(value.const_value, dim, heads, times)
+                value.const_value = _repeated(value.const_value, dim, one.heads, times)
             elif node is not None and node.op_type in _COUNTS and (name := _COUNTS[node.op_type]) in node.attributes:
                 node.attributes[name] = ir.AttrInt64(name, node.attributes.get_int(name, 0) * times)
             elif node is not None and node.op_type == "Reshape":
