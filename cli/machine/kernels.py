@@ -29,8 +29,8 @@ _MIXED = ("Neg", "Add", "Greater", "Where", "Mul", "Greater", "Cast", "Exp")
 _ELEMENT, _ID = 4, 8
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes that a node moves."""
-_MEMORY = (1 << 21, 1 << 23, 1 << 25, 1 << 26)
-"""More of them, with an elementwise op: these double up to what no cache holds, and say where caches end and how fast memory is."""
+_CACHED, _MEMORY = (1 << 21, 1 << 23, 1 << 25), 1 << 26
+"""More of them: with an elementwise op these say where caches end, and how fast memory is, which is what no cache holds."""
 _MATRICES = (16, 32, 64, 128, 256, 512)
 _BATCHES = ((8, 64), (16, 64), (32, 64), (64, 64), (128, 16), (256, 4))
 """The rows and columns of the matrices of a batch, and how many they are: together as many as caches hold."""
@@ -154,7 +154,7 @@ def _chain(count: int, ops: Sequence[str]) -> Sample:
 
 def kernels() -> Iterator[tuple[str, Sample]]:
     """By kernel of the op table a sample at each size."""
-    for size in sorted((*SIZES, *_MEMORY)):
+    for size in sorted((*SIZES, *_CACHED, _MEMORY)):
         third = size // _ELEMENT // 3
         yield "elementwise", _of("Add", third, {"x": _floats(third), "y": _floats(third)})
     for size in SIZES:
@@ -173,7 +173,7 @@ def kernels() -> Iterator[tuple[str, Sample]]:
         places = np.tile(np.random.default_rng(0).permutation(few)[:, None], (1, 64))
         given = {"x": _floats(few, 64), "ids": places, "y": _floats(few, 64)}
         yield "scatter", _of("ScatterElements", few * 64 * 5, given, axis=0)
-    for size in (*SIZES, _MEMORY[-2]):
+    for size in (*SIZES, max(_CACHED)):
         matrices = size // _ELEMENT // _VECTOR**2 or 1
         yield (
             "vectors",
