@@ -212,7 +212,7 @@ class Builder:
     def _declared(self, name: str) -> TypeProto | None:
         """The type of a value at an end of a session; without a shape where programs of other sizes may have the session, too.
 
-        Of a cache the number of slots alone is left out: onnxruntime takes one of unknown size for as long as its new entries.
+        A cache's type leaves out the number of slots alone: onnxruntime takes one of unknown size for as long as its new entries.
         """
         found = self.protos.get(name)
         if found is None or not self.settings.caches:
