@@ -78,7 +78,7 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
     """The graph and all bodies inside of it."""
     yield graph
     for node in graph:
-        for body in bodies(node) if node.attributes.data else ():
+        for body in bodies(node):
             yield from graphs_of(body)
 
 
@@ -86,14 +86,16 @@ def nodes_of(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
     """The nodes, of a graph or some, each in front of those of its bodies."""
     for node in nodes:
         yield node
-        for body in bodies(node) if node.attributes.data else ():
+        for body in bodies(node):
             yield from nodes_of(body)
 
 
 def bodies(node: ir.Node) -> list[ir.Graph]:
     """The graphs among a node's attributes: branches of If, the body of Loop, Scan and SequenceMap."""
     found: list[ir.Graph] = []
-    for attr in node.attributes.data.values():  # the mapping itself: this is asked of every node after every pass
+    if not node.attributes.data:  # the mapping itself: this is asked of every node after every pass
+        return found
+    for attr in node.attributes.data.values():
         if attr.type == ir.AttributeType.GRAPH:
             found.append(attr.as_graph())
         elif attr.type == ir.AttributeType.GRAPHS:
@@ -117,7 +119,7 @@ def read_by(node: ir.Node) -> list[ir.Value]:
 
 def captured_by(node: ir.Node) -> list[ir.Value]:
     """Values that the bodies of a node read from outside of them, in order of their first use in each."""
-    return [value for body in bodies(node) for value in captured(body)] if node.attributes.data else []
+    return [value for body in bodies(node) for value in captured(body)]
 
 
 def captured(body: ir.Graph) -> list[ir.Value]:

@@ -82,7 +82,7 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """The nodes, each followed by those of its bodies."""
     for node in nodes:
         yield node
-        for body in graph_bodies(node) if node.attribute else ():
+        for body in graph_bodies(node):
             yield from all_nodes(body.node)
 
 

@@ -52,7 +52,7 @@ def _check_nodes(
         for name in dict.fromkeys(missing):
             fact = f"its input '{name}' {'is defined after it' if later and name in later else lost}"
             yield Violation(file, fact, node_title(node), path_of(node))
-        for body in graph_bodies(node) if node.attribute else ():
+        for body in graph_bodies(node):
             yield from _check_scope(file, body, made | outer)
         for name in filter(None, node.output):
             if name in made:
