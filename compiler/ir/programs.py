@@ -336,7 +336,7 @@ class RankProgram:
     def likeness(self) -> Hashable:
         """A key that is equal for ranks whose files are the same: what they share is one object in their programs."""
         ends = tuple([tuple([(held.value, held.version) for held in some]) for some in (self.inputs, self.outputs)])
-        return id(self.steps), id(self.weights), ends
+        return id(self.steps), id(self.weights), id(self.kept), self.scalars, self.appended, ends
 
 
 def constants_of(steps: Sequence[Op], more: Collection[Value] = ()) -> list[Value]:

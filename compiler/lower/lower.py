@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Lowered
-from partc.compiler.ir.programs import Comm, Compute, RankProgram, RankTensor, Value
+from partc.compiler.ir.programs import Comm, Compute, RankProgram, RankTensor, State, Value
 from partc.compiler.ir.sharded import ShardedValue, lowest, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import ValueInfo
@@ -23,6 +23,8 @@ from partc.compiler.rewrite.simplify import simplify
 
 _Simplified: TypeAlias = tuple[tuple[Compute | Comm, ...], frozenset[Value]]
 """The steps that are left of some, and the values that these read."""
+_Kept: TypeAlias = dict[tuple[State, ...], tuple[State, ...]]
+"""What ranks keep from step to step: equal tuples are one object."""
 _HALVES = ("tensor(float16)", "tensor(bfloat16)")
 
 
@@ -30,6 +32,7 @@ def lower(program: Localized) -> Lowered:
     """Fills `parts`, `events` and `groups`, and lists all values in `values`; warns of ranks with nothing to do."""
     local = program.local
     simplified: dict[Hashable, _Simplified] = {}
+    states: _Kept = {}
     parts: dict[int, RankProgram] = {}
     values = dict(local.comm.values.infos)
     delivered = [
@@ -39,7 +42,7 @@ def lower(program: Localized) -> Lowered:
     for one in finished.programs(version.group for version in delivered):
         here = [version for version in delivered if one.ranks & ranks_of(version.group)]
         outputs = [(finished.value(at[version]), version) for version in here] + [*one.outputs.items()]
-        found = _finished(program, one, outputs, values, simplified)
+        found = _finished(program, one, outputs, values, simplified, states)
         read = [(held.value, held.version) for held in found.inputs]
         given = {version.value: (value, version) for value, version in outputs}.values()
         ends = [[(value, version, version.places) for value, version in some] for some in (read, given)]
@@ -67,6 +70,7 @@ def _finished(
     outputs: Sequence[tuple[Value, ShardedValue]],
     values: dict[ir.Value, ValueInfo],
     simplified: dict[Hashable, _Simplified],
+    states: _Kept,
 ) -> RankProgram:
     """A distinct program as its lowest rank has it, without outputs; values that it adds are listed in `values`.
 
@@ -85,15 +89,15 @@ def _finished(
     weights = tuple([held for held in one.weights.values() if held.value in used])
     kept = tuple([state for state in one.kept.values() if state.value in used])
     if training and program.kind is not ProgramKind.STEP:
-        states = {state.value for state in kept}
-        weights = tuple([held for held in weights if held.value not in states])
+        begun = {state.value for state in kept}
+        weights = tuple([held for held in weights if held.value not in begun])
     found = RankProgram(
         rank,
         steps,
         tuple([RankTensor(value, of, of.places[rank]) for value, of in one.inputs.items() if value in used]),
         weights,
         (),
-        kept,
+        states.setdefault(kept, kept),
         tuple(one.scalars),
         frozenset(one.appended),
     )

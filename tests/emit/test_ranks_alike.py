@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partc.compiler import compile_model
+from partc.compiler.frontend.onnx_file import from_proto
+from partc.compiler.frontend.source import Source
 from partc.compiler.layout.layout import Layout
 from partc.compiler.lower.by_place import item_of
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
 from partc.runtime.artifact.dim_expression import parse
 from partc.runtime.artifact.format import DOMAIN, MANIFEST, RANK_CONSTANT, Manifest, Port
@@ -22,7 +27,7 @@ from partc.runtime.artifact.tensors.boxes import divisor
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.check import check
 from partc.runtime.errors import ArtifactError
-from small_training import PERCEPTRON, compiled
+from small_training import PERCEPTRON, compiled, with_numbers
 
 GRID = """ranks: RANKS
 mesh: {dp: DATA, tp: 2}
@@ -247,3 +252,18 @@ def test_ranks_that_do_the_same_have_each_their_own_of_what_is_passed_on(tmp_pat
         made = program(x=x, z=z)
         assert np.array_equal(made["y"], -x)
         assert np.array_equal(made["z"], z)
+
+
+def test_ranks_that_keep_other_versions_are_not_alike(tmp_path: Path) -> None:
+    """Ranks that evaluate by the same steps share what they keep, too; with another version of one tensor a rank is not like them."""
+    source = Source(from_proto(with_numbers(PERCEPTRON), Path("model.onnx")))
+    plan = f"ranks: 4\nsymbols: {{batch: {{divisor: 4}}}}\ndataset: data_parallel\ntrain: {{{LOSS}, optimizer: {{type: sgd, lr: 0.1}}}}\n"
+    program = compile_source(source, parse_plan(plan, "plan.yaml"), tmp_path / "build").program
+    first, *others = program.parts[1:]
+    assert first.kept
+    assert {part.likeness for part in others} == {first.likeness}
+    assert all(part.kept is first.kept for part in others)
+    one, *rest = first.kept
+    elsewhere = replace(one, version=replace(one.version, group=one.version.group[:2]))
+    assert replace(first, kept=(elsewhere, *rest)).likeness != first.likeness
+    assert replace(first, scalars=()).likeness != first.likeness
