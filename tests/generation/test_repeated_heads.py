@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import decoders
 import onnx
 import pytest
 from click.testing import CliRunner
@@ -167,3 +168,27 @@ def test_a_proposal_leaves_heads_whole_that_cannot_be_repeated(
     assert 'layers.*.k": colwise' not in made.stdout
     (tmp_path / "plan.yaml").write_text(made.stdout)
     analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placed", "shards"),
+    [
+        ("{tp: 256}", "", 256),
+        ("{dp: 64, tp: 4}", "", 4),
+        ("{pp: 2, tp: 128}", STAGES.format(first="{pp: 0}", second="{pp: 1}"), 128),
+    ],
+)
+def test_tokens_are_reduced_in_as_many_shards_as_the_mesh_has(
+    mesh: str, placed: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """768 tokens over 256 ranks: no shard is one token, which it would be where any number of the ranks had to divide them."""
+    monkeypatch.setattr(decoders, "VOCABULARY", 768)
+    onnx.save(decoder(), tmp_path / "model.onnx")
+    dataset = "dataset: {ids: [dp, null]}\n" if "dp" in mesh else ""
+    generate = f"generate: {{slots: {64 if dataset else 1}, length: 64, chunk: 8}}\n"
+    text = f"ranks: 256\nmesh: {mesh}\n{dataset}{placed}sharding: {{head: colwise}}\n{generate}"
+    (tmp_path / "plan.yaml").write_text(text)
+    program = analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
+    (apart,) = [value for step in program.parts[255].steps for value in step.makes if "by_shard" in str(value)]
+    assert apart.shape == (1, 1, 768 // shards)
+    assert not [event for event in program.events if event.value.name == "logits"]

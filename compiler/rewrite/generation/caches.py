@@ -35,7 +35,7 @@ from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
 from partc.compiler.rewrite.generation.limits import refuse_beyond_positions, refuse_unknown_tokens
-from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of
+from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of, shards_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
@@ -70,7 +70,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         return _encoding(program, encoder, build, form)
     apart = {} if encoder is None else encoder.leave(build, form)
     work = _Caches(model, form, program.name)
-    chosen = work.rewrite(program.plan.ranks if cuts(program.plan, program.declared) else 1)
+    chosen = work.rewrite(shards_of(program, work.scores, name_of(work.ids)))
     refuse_unknown_tokens(chosen.vocabulary, rules)
     refuse_beyond_positions(model.graph, work.rows, work.tokens, program.declared, rules)
     dims = program.plan.dims
@@ -155,20 +155,20 @@ class _Caches:
         self.fixed = {str(dim.value) for dim in gone if isinstance(dim, ir.SymbolicDim)}
         self.ranks = _ranks(model)
         self._refuse_other_growth()
+        self.scores = scores_of(self.graph, self.rules.where())
         self.found: dict[ir.Value, ir.Value] = {}
         self.unfused: tuple[str, ...] = ()
 
-    def rewrite(self, ranks: int) -> NextToken:
-        """Edits the model, of which `ranks` may share a node; what it gives then."""
-        scores = scores_of(self.graph, self.rules.where())
-        for value in (value for node in self.graph for value in node.outputs if value is not scores):
+    def rewrite(self, shards: int) -> NextToken:
+        """Edits the model, whose vocabulary has so many shards at most; what it gives then."""
+        for value in (value for node in self.graph for value in node.outputs if value is not self.scores):
             value.shape = None  # of other sizes from now on: the pass `shapes` infers them
         position, count = (self._fed(name) for name in (POSITION, COUNT))
         positions = Positions(self.build, position, count, self.ids, self.form, self.ranks)
         for pair in self.pairs:
             self._keep(pair, positions)
         positions.give_rows()
-        chosen = choose(self.build, scores, count, self.form, ranks)
+        chosen = choose(self.build, self.scores, count, self.form, shards)
         drop_unread(self.graph)
         self._refuse_unfed((position, count))
         self.padded, self.rows = not positions.one_length, positions.rows

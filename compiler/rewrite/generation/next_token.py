@@ -7,7 +7,7 @@
 Where the vocabulary is cut, two reductions are partial on each rank: two AllReduces of one number for each sequence. Of equal scores
 the lowest token wins; of scores that are not finite none does, and the number is that of the vocabulary. Tokens are float32 up to the
 Cast, which has each of them up to 2**24 as it is: onnxruntime reduces these nearly three times as fast as int64. The least of each shard
-is cast, of shards that any number of the ranks divides: behind the AllReduce a Cast would be a session of its own.
+is cast, of as many shards as ranks can share the vocabulary (`shards_of`): behind the AllReduce a Cast would be a session of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.program import Loaded
+from partc.compiler.matching import placement_rules
+from partc.compiler.plan.rules import DATA_AXIS, DATA_PARALLEL
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.step_form import StepForm
+from partc.compiler.rewrite.opset import cuts
 
 NEXT = "next_token"
 _WHOLE = 1 << 24
@@ -54,9 +58,31 @@ def scores_of(graph: ir.Graph, where: str) -> ir.Value:
     return found[0]
 
 
-def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm, ranks: int) -> NextToken:
-    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it; `ranks`: the most
-    that may share the vocabulary.
+def shards_of(program: Loaded, scores: ir.Value, ids: str) -> int:
+    """A number that every number of ranks divides over which `scores` can be sharded along the vocabulary; `ids` is the input of tokens.
+
+    That is the size of the group that makes them, or the least common multiple of those of all groups that may, without the axes of the
+    mesh over which the batch is sharded.
+    """
+    plan = program.plan
+    if not cuts(plan, program.declared):
+        return 1
+    given = plan.dataset.specs.get(ids)
+    first = ((DATA_AXIS,),) if plan.dataset.style == DATA_PARALLEL else () if given is None else given.spec[:1]
+    dealt = {axis for dim in first if isinstance(dim, tuple) for axis in dim}
+    rules = placement_rules(program)[0]
+    maker = scores.producer()
+    groups = {plan.workers, *(rule.ranks for rule in rules.values())} if maker not in rules else {rules[maker].ranks}
+    sizes = [
+        math.prod(size for name, size in axes if name not in dealt) if (axes := plan.axes_of(group)) else len(group)
+        for group in groups
+    ]
+    return math.lcm(*sizes)
+
+
+def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm, most: int) -> NextToken:
+    """Lets the model score the last of each sequence's `count` tokens alone, and takes the likeliest one behind it; `most`: the shards of
+    the vocabulary (`shards_of`), as far as its size is divisible by them.
     """
     assert scores.shape is not None
     graph, vocabulary = build.graph, scores.shape[2]
@@ -78,7 +104,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
         build.constant(word, kind(one)) for word, one in (("numbers", np.arange(vocabulary)), ("nobody", vocabulary))
     )
     likeliest = build.op("likeliest", "Where", [build.op("is_top", "Equal", [logits, top]), numbers, nobody])
-    if (shards := math.gcd(vocabulary, math.lcm(*range(1, ranks + 1)))) > 1:
+    if (shards := math.gcd(vocabulary, most)) > 1:
         target = build.constant(f"shards_of_{vocabulary // shards}", [0, -1, vocabulary // shards])
         apart = build.op("by_shard", "Reshape", [likeliest, target])
         least = build.op("least_of_shard", "ReduceMin", [apart, build.constant("axis_2", [2])], keepdims=0)
