@@ -52,7 +52,7 @@ if rank == 0:
 def run(script: str, ranks: int, *given: object) -> subprocess.CompletedProcess[str]:
     command = [str(MPIEXEC), "--oversubscribe", "-n", str(ranks), sys.executable, "-c", script, *map(str, given)]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **root})
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **root})
 
 
 def test_many_rounds_of_many_sizes_are_right_and_one_rank_switches_it_off_for_all() -> None:
@@ -203,3 +203,76 @@ def test_where_memory_cannot_be_shared_all_ranks_use_mpi(one_job: subprocess.Com
 
 def test_a_rank_that_waits_keeps_no_core(one_job: subprocess.CompletedProcess[str]) -> None:
     assert one_job.stdout.splitlines()[4:] == ["collective True", "message True", "agreement True"], one_job.stderr
+
+
+INTERRUPTED = """
+import faulthandler, sys, time
+import numpy as np
+from mpi4py import MPI
+from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.communication.host import pair, rounds
+from partc.runtime.communication.host.messages import HostMessages
+from partc.runtime.communication.mpi import MpiTransport
+from partc.runtime.communication.transport import CollectiveArgs
+from partc.runtime.errors import RankError
+from partc.runtime.job import parking
+
+faulthandler.dump_traceback_later(280, exit=True)
+files = {rounds.__file__, pair.__file__, parking.__file__}
+seen, slowest = set(), 0.0
+me, all_ranks = MPI.COMM_WORLD.rank, tuple(range(MPI.COMM_WORLD.size))
+
+def trace(frame, event, given):
+    code = frame.f_code
+    if code.co_filename not in files and code not in (HostMessages._fill.__code__, HostMessages._release.__code__):
+        return None
+    line = code.co_filename, frame.f_lineno
+    if event == "line" and line not in seen:
+        seen.add(line)
+        raise KeyboardInterrupt
+    return trace
+
+def reduced(transport, ranks, size):
+    source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
+    args = CollectiveArgs("AllReduce", ranks, 1, source, target, BY_NAME["uint8"], "sum")
+    return transport.prepare(args)
+
+def work(transport, of_pair, of_all):
+    data = np.ones(1_500_000, np.uint8)
+    for turn in range(2 if me < 2 else 0):
+        transport.wait((transport.irecv if me == turn else transport.isend)(data, 1 - me, turn), lambda: "a message")
+    for begin in of_pair + of_all:
+        transport.wait(begin(), lambda: "a collective")
+
+more = True
+while more:
+    transport, interrupted = MpiTransport(MPI.COMM_WORLD), False
+    transport.create_groups([(0, 1), all_ranks])
+    of_pair = [reduced(transport, (0, 1), size) for size in (8, 8, 1_000_000)] if me < 2 else []
+    of_all = [reduced(transport, all_ranks, size) for size in (8, 100_000, 1_000_000)]
+    begun = time.monotonic()
+    try:
+        if me == 1:
+            sys.settrace(trace)
+        work(transport, of_pair, of_all)
+    except KeyboardInterrupt:
+        sys.settrace(None)
+        interrupted = True
+        transport.fail("rank 1 was interrupted")
+    except RankError as error:
+        assert str(error) == "rank 1 was interrupted"
+    sys.settrace(None)
+    slowest = max(slowest, time.monotonic() - begun)
+    more = MPI.COMM_WORLD.bcast(interrupted, 1)
+    if not more:
+        transport.close()
+counts = MPI.COMM_WORLD.gather((len(seen), slowest))
+if me == 0:
+    print(counts[1][0] > 80, max(one for _, one in counts) < 10, flush=True)
+"""
+
+
+def test_an_interrupt_at_any_line_ends_the_waits_of_the_other_ranks() -> None:
+    """As by Ctrl-C between a store and the wake for it: the failing rank tells the others, which look after each short sleep."""
+    result = run(INTERRUPTED, 3)
+    assert result.stdout == "True True\n", result.stdout + result.stderr
