@@ -120,7 +120,7 @@ class Least:
 
     def _of_shard(self, function: FunctionProto, operands: Sequence[Operand], shards: int) -> float:
         """Seconds of the update of one of so many shards."""
-        given = tuple(_shard(one, shards) for one in operands)
+        given = tuple(Operand((max(1, math.prod(one.sizes or ()) // shards),), one.item) for one in operands)
         key = function.name, given
         if key not in self._updates:
             self._updates[key] = least_of(function, given, self.machine.processor(CPU))
@@ -254,11 +254,6 @@ def _parameters(update: Update, sizes: FileSizes) -> Iterator[_Parameter]:
         if node.op_type in functions and ROWS not in functions[node.op_type].input:
             operands = [sizes.operand(name) for name in node.input]
             yield _Parameter(functions[node.op_type], operands, tuple(node.input))
-
-
-def _shard(one: Operand, shards: int) -> Operand:
-    """One of so many shards of an operand, numbers whole."""
-    return Operand((max(1, math.prod(one.sizes or ()) // shards),), one.item)
 
 
 def _reduce(link: Link, ranks: int, given: float) -> float:

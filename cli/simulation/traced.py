@@ -51,7 +51,12 @@ class Traced:
     def calibrated(self, classes: Sequence[Class]) -> list[Class]:
         """The classes with what was measured; UsageError where the trace is of another artifact."""
         self.refuse_other(sum(len(one.ranks) for one in classes))
-        wanted = {(one.ranks[0], action.what) for one in classes for action in one.actions if _is_of_program(action)}
+        wanted = {
+            (one.ranks[0], action.what)
+            for one in classes
+            for action in one.actions
+            if action.path or (isinstance(action, Communicate) and action.op)  # others have no span in a trace
+        }
         missing = sorted({what for rank, what in wanted if (rank, what) not in self.spans})
         if missing:
             more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -79,11 +84,6 @@ class Traced:
     def _taken(self, times: Iterable[float]) -> float:
         ordered = sorted(times)
         return ordered[int(self.share * (len(ordered) - 1))]
-
-
-def _is_of_program(action: Action) -> bool:
-    """Whether a trace has a span for the action."""
-    return bool(action.path or (isinstance(action, Communicate) and action.op))
 
 
 def _left(waits: Mapping[int, Span], begins: Sequence[Mapping[int, Span]]) -> Iterator[float]:

@@ -33,7 +33,8 @@ class MessageText:
 
     def marked(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         """The messages, with a mark in the place of each control token's text."""
-        texts = sorted(_control_tokens(self.tokenizer).values(), key=len, reverse=True)
+        tokens = self.tokenizer.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in tokens if token.special), key=len, reverse=True)
         if not texts:
             return [*messages]
         any_of = re.compile("|".join(map(re.escape, texts)))
@@ -74,8 +75,3 @@ def _of_letters(tokenizer: Any) -> Any:
     found = copy.deepcopy(tokenizer)
     found.encode_special_tokens = True
     return found
-
-
-def _control_tokens(tokenizer: Any) -> dict[int, str]:
-    """By number the text of each of a tokenizer's special tokens."""
-    return {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}

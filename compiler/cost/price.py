@@ -76,6 +76,7 @@ class NodeCost:
 
     @property
     def is_product(self) -> bool:
+        """Whether it multiplies matrices, or convolves."""
         return self.kernel in (PRODUCT, CONVOLUTION, VECTORS)
 
     @property

@@ -157,14 +157,10 @@ def _plain_names(nodes: list[ir.Node]) -> dict[ir.Node, _Name]:
         if node.name:
             names[node] = _Name("", node.name, given=True)
             continue
-        names[node] = _Name(
-            "", _next_free(unnamed.setdefault(node.op_type, numbered(node.op_type, begin=0)), given), False
-        )
+        spellings = unnamed.setdefault(node.op_type, numbered(node.op_type, begin=0))
+        free = next(spelling for spelling in spellings if spelling not in given)
+        names[node] = _Name("", free, given=False)
     return names
-
-
-def _next_free(spellings: Iterator[str], taken: set[str]) -> str:
-    return first_free(next(spellings), taken.__contains__, lambda _: spellings)
 
 
 def _within_calls(node: ir.Node, name: _Name) -> _Name:

@@ -7,7 +7,7 @@ search.proposal(candidate)             # its plan, compiled
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -230,7 +230,11 @@ class Search:
         if count not in self._named:
             paths = self.program.paths
             self._named[count] = [
-                {paths[node] for node in stage.nodes if _is_in(paths[node], stage.paths)}
+                {
+                    path
+                    for path in map(paths.__getitem__, stage.nodes)
+                    if any(path == one or path.startswith(f"{one}.") for one in stage.paths)
+                }
                 for stage in self._balanced(count)
             ]
         return self._named[count]
@@ -260,10 +264,6 @@ class Search:
     def _is_possible(self, degrees: Degrees) -> bool:
         """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
         return self._can_share(degrees.tp) and degrees.stages <= len(self.program.model.graph)
-
-
-def _is_in(path: str, modules: Collection[str]) -> bool:
-    return any(path == one or path.startswith(f"{one}.") for one in modules)
 
 
 def _batch(source: Source) -> Batch:

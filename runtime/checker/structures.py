@@ -147,7 +147,8 @@ def _with_nodes(model: ModelProto, wanted: set[int]) -> ModelProto:
         if at in wanted or not needed.isdisjoint(node.output):
             kept.append(node)
             for name in reads(node):
-                if _is_integer(ports.get(name)) or not ports[name].type.tensor_type.HasField("shape"):
+                declared = ports[name].type.tensor_type if name in ports else None
+                if declared is None or declared.elem_type in _INTEGERS or not declared.HasField("shape"):
                     needed.add(name)
     kept.reverse()
     made = {name for node in kept for name in node.output}
@@ -177,11 +178,6 @@ def _content(tensor: TensorProto) -> Hashable:
         copy.ClearField(field)
     data: bytes = copy.SerializeToString()
     return data
-
-
-def _is_integer(port: ValueInfoProto | None) -> bool:
-    """Whether a value is of integers, or may be."""
-    return port is None or port.type.tensor_type.elem_type in _INTEGERS
 
 
 def _unlike(model: ModelProto) -> list[NodeProto]:

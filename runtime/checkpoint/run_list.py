@@ -89,7 +89,9 @@ def prune(folder: Path, target: Path, listed: Listed, retention: Retention) -> N
         (
             path
             for name in listed
-            if name not in (target.name, best) and _is_unchanged(path := folder / name, listed[name])
+            if name not in (target.name, best)
+            # left alone where it is not as the run has left it
+            if os.path.lexists(path := folder / name) and not foreign_entries(path) and _digest(path) in listed[name]
         ),
         key=lambda path: int(path.name.rpartition("_")[2]),
     )
@@ -108,11 +110,6 @@ def _is_wrong(path: Path) -> bool:
         return bool(read_index(path).meta.get(NONFINITE))
     except CheckpointError:
         return False
-
-
-def _is_unchanged(path: Path, digests: Sequence[str]) -> bool:
-    """Whether a checkpoint is as the run has left it."""
-    return os.path.lexists(path) and not foreign_entries(path) and _digest(path) in digests
 
 
 def _digest(path: Path) -> str:

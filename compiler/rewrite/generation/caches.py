@@ -33,7 +33,7 @@ from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, SymbolRule
 from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
-from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts
+from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts, sights_of
 from partc.compiler.rewrite.generation.limits import refuse_beyond_positions, refuse_unknown_tokens
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of, shards_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
@@ -176,8 +176,10 @@ class _Caches:
             self.fixed.add(self.tokens)
         tokens = self.form.tokens if self.tokens in self.fixed else self.tokens
         self.ids.shape = ir.Shape([self.form.rows, tokens])
-        left = fuse_attention(self.build, self.heads, self.found, positions, self.form, self.name, self.padded)
-        self.unfused = tuple(node.name or node.op_type for node in left)
+        sights = sights_of(self.graph, self.heads, positions, self.form, self.name)
+        if self.padded:  # else a prompt's last step has fewer tokens
+            left = fuse_attention(self.build, self.heads, sights, self.found, positions)
+            self.unfused = tuple(node.name or node.op_type for node in left)
         drop_unread(self.graph)
         for node in self.graph:
             if node.op_type == "Reshape":

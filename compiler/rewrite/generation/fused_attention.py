@@ -10,13 +10,14 @@ later ones is refused, in either form: they are of a later step, or of no sequen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import infer_shapes
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import take_out
+from partc.compiler.ops.node import constant_ints
 from partc.compiler.rewrite.generation.masks import Sight, is_of_cache, seeing_later, sight_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import Positions
@@ -48,43 +49,51 @@ class _Read:
     between: tuple[ir.Node, ...]
 
 
-def fuse_attention(
-    build: NodeBuilder,
-    heads: Mapping[ir.Node, int],
-    found: dict[ir.Value, ir.Value],
-    positions: Positions,
-    form: StepForm,
-    name: str,
-    padded: bool,
-) -> list[ir.Node]:
-    """Replaces every Attention that can be; of its caches, `found` has what the new node makes in their place. None of a step that is not
-    `padded`: its tokens are fewer at the end of a prompt.
+def sights_of(
+    graph: ir.Graph, attentions: Iterable[ir.Node], positions: Positions, form: StepForm, name: str
+) -> dict[ir.Node, Sight]:
+    """Which tokens every Attention over a cache lets each token see; those with operands that the fused op has not are left out.
 
-    Gives those that would be replaced if their mask were proven causal. CompileError with those of which a token sees later ones.
+    CompileError with every node by which a token sees later ones.
     """
-    known: dict[ir.Value, Sight] = {}
-    left, later = list[ir.Node](), list[ir.Node]()
-    for node, count in heads.items():
-        reads = [_read(node, k) for k in (1, 2)]
-        mask, is_causal = node.inputs[3] if len(node.inputs) > 3 else None, node.attributes.get_int("is_causal", 0)
+    found, known = dict[ir.Node, Sight](), dict[ir.Value | None, Sight]({None: Sight.LATER})
+    for node in attentions:
         if any(node.inputs[4:]) or any(out.uses() for out in node.outputs[1:]) or not is_of_cache(node.inputs[1]):
             continue
+        mask = node.inputs[3] if len(node.inputs) > 3 else None
         if mask is not None and mask not in known:
-            known[mask] = sight_of(build.graph, mask, positions, form)
-        sight = Sight.LATER if mask is None else known[mask]
-        if sight is Sight.LATER and not is_causal:
-            later.append(node)
-        elif is_causal or sight is Sight.UNKNOWN or not padded:
-            left += [] if None in reads or not padded else [node]
-        elif reads[0] is not None and reads[1] is not None:
-            _fuse(build, node, count, (reads[0], reads[1]), found, positions)
-    later += seeing_later(build.graph, positions, form)
+            known[mask] = sight_of(graph, mask, positions, form)
+        found[node] = Sight.UNKNOWN if node.attributes.get_int("is_causal", 0) else known[mask]
+    later = [node for node, sight in found.items() if sight is Sight.LATER] + seeing_later(graph, positions, form)
     if later:
         more = f" and {len(later) - 1} more" if later[1:] else ""
         whose = "their" if later[1:] else "its"
         fact = f"in {later[0].op_type} '{later[0].name}'{more} a token sees later ones: {whose} mask is not causal"
         law = "a step has the tokens up to its own: what is behind them is of a later step, or of no sequence"
         raise CompileError(Problem(name, fact, law, "export the model with a causal mask"))
+    return found
+
+
+def fuse_attention(
+    build: NodeBuilder,
+    heads: Mapping[ir.Node, int],
+    sights: Mapping[ir.Node, Sight],
+    found: dict[ir.Value, ir.Value],
+    positions: Positions,
+) -> list[ir.Node]:
+    """Replaces every Attention whose mask is causal; of its caches, `found` has what the new node makes in their place.
+
+    Gives those that would be replaced if their mask were proven causal.
+    """
+    left = list[ir.Node]()
+    for node, sight in sights.items():
+        keys, values = (_read(node, k) for k in (1, 2))
+        if keys is None or values is None:
+            continue
+        if sight is Sight.CAUSAL:
+            _fuse(build, node, heads[node], (keys, values), found, positions)
+        else:
+            left.append(node)
     return left
 
 
@@ -96,7 +105,7 @@ def _read(node: ir.Node, k: int) -> _Read | None:
             kinds = [one.op_type for one in between]
             right = kinds in (["Slice"], ["Reshape", "Expand", "Unsqueeze", "Slice"])
             right = right and _is_taken(producer.inputs[0]) and producer.attributes.get_int("axis", -2) % 4 == 2
-            repeats_heads = len(between) == 1 or _constant(between[2].inputs[1]) == [2]
+            repeats_heads = len(between) == 1 or constant_ints(between[2], 1) == (2,)
             return _Read(producer, tuple(between)) if right and repeats_heads else None
         between.append(producer)
         value = producer.inputs[0]
@@ -178,11 +187,3 @@ def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> i
 def _swaps_heads(node: ir.Node) -> bool:
     """Whether a node is a Transpose of heads and tokens, either way."""
     return node.op_type == "Transpose" and [*node.attributes.get_ints("perm", [])] == [0, 2, 1, 3]
-
-
-def _constant(value: ir.Value | None) -> list[int]:
-    return (
-        []
-        if value is None or value.const_value is None
-        else [int(one) for one in value.const_value.numpy().reshape(-1)]
-    )

@@ -143,26 +143,21 @@ class _Repeating(Rewriting[Typed]):
         assert cache is not None
         assert new is not None
         assert cache.shape is not None
-        value, heads, queries = append.outputs[0], cache.shape[1], 0
-        values, end = {cache: 1, value: 1}, append
+        value, heads, end, k = append.outputs[0], cache.shape[1], append, 0
+        values = {cache: 1, value: 1}
         while len(uses := [*value.uses()]) == 1:
             end, k = uses[0]
-            if end.op_type == "Attention" and k in (1, 2):
-                shape = None if end.inputs[0] is None else self.values[end.inputs[0]].shape
-                queries = shape[1] if shape is not None and isinstance(shape[1], int) else 0
-                break
-            if end.op_type == "Expand":
-                said, reader = _said(end, 2), end.outputs[0].consumers()
-                merged = _said(reader[0], 1) if len(reader) == 1 and reader[0].op_type == "Reshape" else None
-                times = 0 if said is None else said[2][said[1]]
-                if isinstance(heads, int) and merged is not None and merged[2][merged[1]] == heads * times:
-                    values[end.outputs[0]], queries = 1, heads * times
-                end = reader[0] if queries else end
-                break
             if k != 0 or not (end.op_type == "Slice" or (end.op_type == "Unsqueeze" and constant_ints(end, 1) == (2,))):
                 break
             value = end.outputs[0]
             values[value] = 1
+        queries = 0
+        if end.op_type == "Attention" and k in (1, 2):
+            shape = None if end.inputs[0] is None else self.values[end.inputs[0]].shape
+            queries = shape[1] if shape is not None and isinstance(shape[1], int) else 0
+        elif end.op_type == "Expand" and isinstance(heads, int) and (merging := _merging(end, heads)) is not None:
+            values[end.outputs[0]] = 1
+            end, queries = merging
         if not queries or not isinstance(heads, int):
             return end, None
         found = self._followed(values, (new, 1), end)
@@ -273,6 +268,15 @@ def _said(node: ir.Node, dim: int) -> tuple[int | None, int, tuple[int, ...]] | 
             return None if numbers is None else (k, dim - begin, numbers)
         begin += size
     return None
+
+
+def _merging(expand: ir.Node, heads: int) -> tuple[ir.Node, int] | None:
+    """The Reshape that makes one dim of the heads and of how often an Expand repeats each, and its size; None where none does."""
+    times, readers = _said(expand, 2), expand.outputs[0].consumers()
+    merged = _said(readers[0], 1) if len(readers) == 1 and readers[0].op_type == "Reshape" else None
+    if times is None or merged is None or merged[2][merged[1]] != heads * times[2][times[1]]:
+        return None
+    return readers[0], merged[2][merged[1]]
 
 
 def _operands(node: ir.Node, made: ir.Value, dim: int) -> list[tuple[ir.Value, int]]:

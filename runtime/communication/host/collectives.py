@@ -101,7 +101,8 @@ class _AllReduceByLast(Chunked):
             begin, end = self.bounds[index]
             *terms, common = (room[: end - begin] for room in self.rooms[turn])
             made = self._made[: end - begin]
-            self._closes[index, turn] = partial(_both, self.reducing(terms, made), copying(common, made))
+            reduce, copy = self.reducing(terms, made), copying(common, made)
+            self._closes[index, turn] = lambda: (reduce(), copy())
         return self._closes[index, turn]
 
     def getting(self, index: int, turn: int) -> Action | None:
@@ -238,11 +239,6 @@ def _reduced(
     ufunc(first, second, into)
     for term in rest:
         ufunc(into, term, into)
-
-
-def _both(first: Action, second: Action) -> None:
-    first()
-    second()
 
 
 def _copied(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:

@@ -60,11 +60,8 @@ class PairRound(Collective):
     def _bound(self, turn: int) -> tuple[Action, Action]:
         put, get = self.rounds.put(0, turn), self.rounds.get(0, turn)
         assert get is not None
-        found = self._actions[turn] = put or _nothing, get
+        found = self._actions[turn] = put or (lambda: None), get
         return found
-
-
-def _nothing() -> None: ...
 
 
 def collective_of(group: HostGroup, rounds: Rounds) -> Collective:

@@ -63,7 +63,8 @@ def user_source(value: object, where: str, batch: int | None, seed: int) -> User
 
 def _maker(value: object, where: str, batch: int | None, seed: int) -> Callable[[int], object] | None:
     """The function of an epoch that makes the source; None where the value is the source itself."""
-    if not (inspect.isclass(value) or (callable(value) and not _is_source(value))):
+    is_source = hasattr(value, "__iter__") or (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
+    if not (inspect.isclass(value) or (callable(value) and not is_source)):
         return None
     known = {"batch": batch, "seed": seed}
     try:
@@ -88,10 +89,6 @@ def _maker(value: object, where: str, batch: int | None, seed: int) -> Callable[
     return lambda epoch: cast("Callable[..., object]", value)(
         **{name: {**known, "epoch": epoch}[name] for name in names}
     )
-
-
-def _is_source(value: object) -> bool:
-    return hasattr(value, "__iter__") or (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
 
 
 def _kind(value: object, where: str) -> Kind:
