@@ -96,7 +96,7 @@ def _over_mpi(case: Case, prompts: Sequence[Request], count: int) -> list[list[i
         out.write("".join(json.dumps(_line(case, k, one)) + "\n" for k, one in enumerate(prompts)).encode())
     generation = GenerationJob(file=str(given), output=str(made), options={"max_tokens": count})
     job = Job(str(case.report.out), generation=generation, reporting=Reporting(quiet=True), devices=case.devices)
-    code = launch(job, case.report.manifest, Hosts(None, None), ())
+    code = launch(job, case.report.manifest, Hosts(None, None), (), ", or leave out --mpi")
     if code:
         raise click.exceptions.Exit(code)
     rows = [json.loads(line) for line in read_regular(made).decode().splitlines()]

@@ -74,7 +74,7 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
         reporting=Reporting(quiet=True),
         devices=case.devices,
     )
-    code = launch(job, report.manifest, Hosts(None, None), ())
+    code = launch(job, report.manifest, Hosts(None, None), (), ", or leave out --mpi")
     if code:
         raise click.exceptions.Exit(code)
     with open_regular(made) as file, np.load(file) as outputs:

@@ -176,7 +176,11 @@ def _trained(
     )
     job = Job(folder=str(folder), training=training, reporting=Reporting(quiet=True), trust=True, devices=devices)
     manifest = open_artifact(folder, trust=True).manifest
-    code = launch(job, manifest, Hosts(None, None), ()) if mpi and manifest.ranks > 1 else run_here(job, manifest)
+    code = (
+        launch(job, manifest, Hosts(None, None), (), ", or leave out --mpi")
+        if mpi and manifest.ranks > 1
+        else run_here(job, manifest)
+    )
     if code:
         raise click.exceptions.Exit(code)
     assert manifest.training is not None

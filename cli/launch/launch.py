@@ -13,7 +13,7 @@ from pathlib import Path
 
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.profile import measured, op_times, write_profile
-from partc.cli.launch.launcher import Hosts, find_launcher
+from partc.cli.launch.launcher import IN_PROCESS, Hosts, find_launcher
 from partc.cli.launch.ranks import command_of, environment_of, where_of
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
@@ -26,8 +26,8 @@ from partc.runtime.files.removal import remove_hidden
 from partc.runtime.files.replace import remove_left
 
 
-def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> int:
-    """Runs the job on the manifest's number of ranks; the exit code."""
+def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], instead: str = IN_PROCESS) -> int:
+    """Runs the job on the manifest's number of ranks; the exit code. `instead`: what the command can do without a launcher."""
     if job.serving is not None:
         from partc.cli.launch.serve import serve
 
@@ -35,7 +35,7 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> 
     from partc.cli.job.training_inputs import saves
     from partc.runtime.training.stopping import NAMES, TRACE
 
-    launcher = find_launcher(manifest.ranks)
+    launcher = find_launcher(manifest.ranks, instead)
     asks_to_stop = NAMES if saves(job, manifest) else ()  # the ranks of the training hear these, and not their launcher
     asks_for_trace = TRACE if job.training is not None and job.reporting.traces else ""
     with (

@@ -24,9 +24,11 @@ _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 """Variables of schedulers whose allocation may have several machines."""
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
+IN_PROCESS = ", or run all ranks in this process with --in-process"
+"""What a command can do without a launcher."""
 _NO_MPI = """\
 no mpiexec, mpirun or srun found to start the {ranks} ranks
-  help: install one with pip install "partc[mpi]", or run all ranks in this process with --in-process"""
+  help: install one with pip install "partc[mpi]"{instead}"""
 
 
 class Kind(enum.Enum):
@@ -63,8 +65,8 @@ class Hosts:
         return self.are_local and not any(name in os.environ for name in _ALLOCATED)
 
 
-def find_launcher(ranks: int) -> Launcher:
-    """The launcher for this many ranks; UsageError with the remedies where there is none."""
+def find_launcher(ranks: int, instead: str = IN_PROCESS) -> Launcher:
+    """The launcher for this many ranks; UsageError with the remedies where there is none, of which `instead` is the command's own."""
     own = str(Path(sys.executable).parent)
     for path, name in itertools.product((own, None), _NAMES):
         found = shutil.which(name, path=path)
@@ -72,7 +74,7 @@ def find_launcher(ranks: int) -> Launcher:
             return Launcher(found, _kind(found))
     if "SLURM_JOB_ID" in os.environ and (found := shutil.which("srun")) is not None:
         return Launcher(found, Kind.SLURM)
-    raise UsageError(_NO_MPI.format(ranks=ranks))
+    raise UsageError(_NO_MPI.format(ranks=ranks, instead=instead))
 
 
 def _kind(path: str) -> Kind:

@@ -103,7 +103,7 @@ def _compile_tiny(folder: Path) -> None:
 def _run(folder: Path, ranks: int, request: dict[str, Any]) -> dict[str, Any]:
     """What the ranks have found of what is requested; RankError where they fail."""
     (folder / REQUEST).write_text(json.dumps(request))
-    launcher = find_launcher(ranks)
+    launcher = find_launcher(ranks, instead="")
     with RunDir(ranks) as run_dir:
         program = [sys.executable, "-P", "-m", "partc.cli.machine.ranks", str(folder)]
         command = command_line(launcher, ranks, Hosts(), (), program)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain, chain_reference
+from partc.cli.launch import launcher
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
 from partc.cli.launch.launcher_output import Ended, LauncherOutput
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
 from partc.cli.launch.supervise import supervise
+from partc.cli.main import invoke
 from partc.runtime.errors import UsageError
 from partc.runtime.job.place import Place, surrounding_job
 
+SAMPLES = Path(__file__).parents[2] / "samples"
 WITHIN = 25.0
 """Seconds, fewer than those after which a rank counts as stalled: what has ended is known by then for another reason."""
 
@@ -143,6 +147,24 @@ def test_no_mpi_is_one_error_with_two_remedies(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"the 5 ranks\n  help: .*partc\[mpi\].*--in-process"):
         find_launcher(5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("measure", "-o", "machine.yaml", "-n", "2"), ("verify", "model.py", "--plan", "plan.yaml", "--mpi")],
+    ids=["measure", "verify"],
+)
+def test_a_command_without_in_process_does_not_advise_it(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(SAMPLES / "two_stage" / "model.py", tmp_path)
+    shutil.copy(SAMPLES / "two_stage" / "train.yaml", tmp_path / "plan.yaml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher.shutil, "which", lambda *names, **path: None)
+    assert invoke([*words]) == 2
+    told = capsys.readouterr().err
+    assert "partc[mpi]" in told
+    assert "--in-process" not in told
 
 
 @pytest.mark.parametrize("name", ["mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich"])
