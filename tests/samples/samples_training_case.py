@@ -15,7 +15,6 @@ from partc.compiler.pipeline import compile_model
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 
 SAMPLES = Path(__file__).parents[2] / "samples"
-OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @pytest.fixture(scope="module")
