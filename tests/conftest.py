@@ -57,13 +57,29 @@ def _compute_with_one_thread() -> None:
 
 
 def _read_torch_ops_once() -> None:
-    """torch reads the sources of its 500 ops for ONNX at each export, for a second: once in this process. Each export has its own copy."""
+    """torch reads the sources of its 500 ops for ONNX at each export, for a second: once in this process. Each export has its own copy.
+
+    It also looks up each op of C++ that is made of others, for each of its namespaces, twice: a sixth of the export of a small model. Here
+    it does so where their number has changed.
+    """
     try:
+        import torch
+        from torch._export import utils
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
         read = functools.cache(ONNXRegistry.from_torchlib)
+        look_up, registered = utils._materialize_cpp_cia_ops, torch._C._dispatch_get_registrations_for_dispatch_key
     except (ImportError, AttributeError):  # another version of torch
         return
+
+    def look_up_new() -> None:
+        nonlocal known
+        if (now := len(registered("CompositeImplicitAutograd"))) != known:
+            look_up()
+            known = now
+
+    known = -1
+    utils._materialize_cpp_cia_ops = look_up_new
 
     def from_torchlib(**version: int) -> ONNXRegistry:
         registry = copy.copy(read(**version))

@@ -79,7 +79,7 @@ class MpiTransport:
         self.size: int = comm.size
         self.stall = stall
         self.piece = piece
-        self.tags: int = cast(int, comm.Get_attr(MPI.TAG_UB))
+        self.tags: int = cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
         self.notices: MPI.Intracomm | None = None
         self._processes: Mapping[int, int] = processes()
         self._watch = Watch(self.rank, stall, lambda: self._processes)

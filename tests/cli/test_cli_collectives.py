@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,23 +31,16 @@ Partc = Callable[..., Answer]
 
 
 @pytest.fixture
-def partc(capsys: pytest.CaptureFixture[str]) -> Partc:
-    """A command in this process."""
+def partc(capfd: pytest.CaptureFixture[str]) -> Partc:
+    """A command in this process, and what its ranks say in theirs."""
 
     def run(*arguments: object) -> Answer:
-        capsys.readouterr()
+        capfd.readouterr()
         code = invoke([*map(str, arguments)])
-        told = capsys.readouterr()
+        told = capfd.readouterr()
         return code, told.out, told.err
 
     return run
-
-
-def over_mpi(*arguments: object, **variables: str) -> Answer:
-    """A command that starts ranks, in a process of its own."""
-    command = [sys.executable, "-m", "partc.cli", *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **variables})
-    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -58,7 +48,9 @@ def over_mpi(*arguments: object, **variables: str) -> Answer:
     [("in process", True), ("in process", False), ("MPI", False)],
     ids=["npz-in process", "npy-in process", "npy-MPI"],
 )
-def test_run_cuts_inputs_and_joins_outputs(folder: Path, tmp_path: Path, how: str, packed: bool, partc: Partc) -> None:
+def test_run_cuts_inputs_and_joins_outputs(
+    folder: Path, tmp_path: Path, how: str, packed: bool, partc: Partc, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, bias = np.arange(30, dtype=np.float32).reshape(15, 2), np.array([3, 5], np.float32)
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "bias.npy", bias)
@@ -66,7 +58,8 @@ def test_run_cuts_inputs_and_joins_outputs(folder: Path, tmp_path: Path, how: st
     separate = ["--input", f"x={tmp_path / 'x.npy'}", "--input", f"bias={tmp_path / 'bias.npy'}"]
     given = ["--input", tmp_path / "both.npz"] if packed else separate
     asked = ("run", folder, *given, "-o", tmp_path / "y.npz")
-    code, _, told = over_mpi(*asked, PARTC_SHARED_MEMORY="0") if how == "MPI" else partc(*asked, "--in-process")
+    monkeypatch.setenv("PARTC_SHARED_MEMORY", "0")
+    code, _, told = partc(*asked, *["--in-process"] * (how != "MPI"))
     assert code == 0, told
     assert "share no memory" not in told, "a run says it with -v alone"
     with np.load(tmp_path / "y.npz") as found:
@@ -95,9 +88,12 @@ def test_check_and_inspect_show_collectives(folder: Path, partc: Partc) -> None:
     assert [(one["sent"]["text"], one["received"]["text"]) for one in found["ranks"]] == [("8", "8")] * 3
 
 
-def test_a_verbose_run_says_that_ranks_share_no_memory(folder: Path, tmp_path: Path) -> None:
+def test_a_verbose_run_says_that_ranks_share_no_memory(
+    folder: Path, tmp_path: Path, partc: Partc, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = tmp_path / "given.npz"
     np.savez(given, x=np.ones((6, 2), np.float32), bias=np.ones(2, np.float32))
     told = "ranks of one host share no memory and use MPI: rank 0: PARTC_SHARED_MEMORY=0\n"
-    code, _, err = over_mpi("run", folder, "--input", given, "-v", PARTC_SHARED_MEMORY="0")
+    monkeypatch.setenv("PARTC_SHARED_MEMORY", "0")
+    code, _, err = partc("run", folder, "--input", given, "-v")
     assert (code, err.count(told)) == (0, 1), err

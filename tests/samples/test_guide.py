@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -25,22 +24,23 @@ from partc.cli.machine import measure
 from partc.cli.main import invoke
 from partc.compiler.directives.context import INSTEAD
 from partc.compiler.frontend import load
-from partc.compiler.frontend.user_code import importable
 from partc.compiler.ops.registry import entries
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.dataset import KEYS
 from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime import load_local
+from sample_scripts import run_script
 
 PAGES = sorted((SAMPLES / "guide").rglob("*.md"))
 MOST_WORDS, WORDS_PER_MINUTE, COURSE_MINUTES = 1500, 200, 20
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 IN_PROCESS = re.compile(r"partc (run|train|eval|generate)\b(?!.* (-n|--hostfile|--in-process) ?)")
 """Commands of the guide whose ranks are threads of this test: to start processes takes long, and the tests of each command start them."""
-WITHOUT_RANKS = re.compile(
-    r"partc (plan|export|compile|inspect|check|verify|checkpoint|simulate|diff|report|measure|run (--in-process|-n 4))"
+CALLED = re.compile(
+    r"partc (plan|export|compile|inspect|check|verify|checkpoint|simulate|diff|report|measure|run (--in-process|-n 4|--hostfile))"
     r"\b(?!.*(--mpi| [>|]))"
 )
+"""Commands that this test calls: that of a file of hosts starts processes for its ranks."""
 SCRIPT = re.compile(r"python (\w+\.py)((?: [\w-]+)*)")
 MEASURED = {
     "ranks": 2,
@@ -63,52 +63,42 @@ ENVIRONMENT = {
 }
 
 
-def ended(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and words of a command: in this process where it starts no ranks, or could as well have them here; so are scripts. Others
-    run in a shell.
-    """
+def ended(line: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and words of a command: called where no shell is needed, and so are scripts. Others run in a shell."""
+    capfd.readouterr()
     if script := SCRIPT.fullmatch(line):
-        return 0, run_script(folder / script[1], script[2].split(), capsys)
+        run_script(folder / script[1], script[2].split())
+        return 0, "".join(capfd.readouterr())
     here = IN_PROCESS.match(line) is not None
-    if here or WITHOUT_RANKS.match(line):
-        capsys.readouterr()
+    if here or CALLED.match(line):
         with contextlib.chdir(folder):
             code = invoke([*shlex.split(line)[1:], *["--in-process"] * here])
-        return code, "".join(capsys.readouterr())
+        return code, "".join(capfd.readouterr())
     shell = ["bash", "-o", "pipefail", "-c", line]
     done = subprocess.run(shell, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 
-def run_script(path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a Python script of the samples prints, run in this process."""
-    capsys.readouterr()
-    with importable(path.parent), contextlib.chdir(path.parent), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [path.name, *arguments])
-        runpy.run_path(str(path), run_name="__main__")
-    return "".join(capsys.readouterr())
-
-
-def run(command: Command, folder: Path, trouble: list[str], capsys: pytest.CaptureFixture[str]) -> Path:
+def run(command: Command, folder: Path, trouble: list[str], capfd: pytest.CaptureFixture[str]) -> Path:
     """Runs a command in the folder; gives the folder where the next one runs."""
     line = command.line
     if line.startswith("cd "):
         return (folder / line[3:]).resolve(strict=True)
     if find_launcher(1).kind is not Kind.OPEN_MPI:
         line = line.replace(" --oversubscribe", "")
-    code, told = ended(line, folder, capsys)
+    code, told = ended(line, folder, capfd)
     if code != command.exit_code or not command.matches(told):
         trouble.append(f"$ {command.line}\n{told}exit code {code}")
     return folder
 
 
-def shown(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def shown(page: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
     """What a page shows otherwise than it happens, begun in the folder."""
     trouble: list[str] = []
     for language, name, text in blocks(page):
         if language == "console":
             for command in commands(text):
-                folder = run(command, folder, trouble, capsys)
+                folder = run(command, folder, trouble, capfd)
         elif name:
             (folder / name).write_text(text)
     return trouble
@@ -121,7 +111,7 @@ def name_of(page: Path) -> str:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n$ " in page.read_text()], ids=name_of)
 def test_a_page_shows_what_happens(
-    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each in a fresh copy of the samples; `--durations=0` prints the time of each, `guide_pages.py` follows them elsewhere."""
     if page.name == "huggingface.md":
@@ -133,11 +123,11 @@ def test_a_page_shows_what_happens(
     monkeypatch.setattr(measure, "_run", lambda folder, ranks, request: MEASURED)
     folder = tmp_path / "samples"
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns("build*", "resnet18.*", "__pycache__"))
-    trouble = shown(page, folder, capsys)
+    trouble = shown(page, folder, capfd)
     assert not trouble, "\n".join(trouble)
     if page.name == "training.md":
         evaluate = "partc eval --plan train.yaml --checkpoint runs --json"
-        assert json.loads(ended(evaluate, folder / "lenet", capsys)[1])["metrics"]["accuracy"] >= 0.8
+        assert json.loads(ended(evaluate, folder / "lenet", capfd)[1])["metrics"]["accuracy"] >= 0.8
     if page.name == "huggingface.md":
         (quoted,) = (text for language, _, text in blocks(page) if language == "yaml")
         told = parse_plan(f"ranks: 2\nmesh: {{tp: 2}}\n{quoted}", page.name)

@@ -25,6 +25,7 @@ from partc.compiler.plan.read import parse_plan, read_plan
 from partc.runtime import InputError, load_local
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.execution.memory.needed import rank_memory
+from sample_scripts import run_script
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 FFN, SHARD, GPT = "ffn_dynamic", "shard_function", "gpt"
@@ -53,7 +54,7 @@ def ffn(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
 def digits(samples: Path) -> dict[int, Path]:
     """The inputs of the feedforward network, by batch."""
     batches = (8, 12, 64, 512)
-    subprocess.run([sys.executable, "digits.py", *map(str, batches)], cwd=samples / FFN, check=True)
+    run_script(samples / FFN / "digits.py", [*map(str, batches)])
     return {batch: samples / FFN / f"digits_{batch}.npz" for batch in batches}
 
 
@@ -291,7 +292,7 @@ def test_placement_and_cuts_in_one_model(samples: Path, tmp_path: Path) -> None:
 
 def test_the_gpt_as_a_file(samples: Path, tmp_path: Path) -> None:
     folder = samples / GPT
-    subprocess.run([sys.executable, "make_model.py"], cwd=folder, check=True)
+    run_script(folder / "make_model.py")
     ids = token_ids(2, 5)
     path = folder / "gpt.onnx"
     want = whole_outputs(whole(folder / "model.py"), ids)["logits"]
@@ -307,7 +308,7 @@ def test_the_gpt_in_other_sizes(samples: Path, tmp_path: Path) -> None:
     sizes = {"layers": 1, "width": 30, "heads": 5, "vocabulary": 35, "context": 11}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     shutil.copytree(folder, tmp_path / "gpt")
-    subprocess.run([sys.executable, "make_model.py", *options], cwd=tmp_path / "gpt", check=True)
+    run_script(tmp_path / "gpt" / "make_model.py", options)
     plan = edited(folder / "plan.yaml", tmp_path / "plan.yaml", ("ranks: 2", "ranks: 5"))
     path = tmp_path / "gpt" / "gpt.onnx"
     report = compile_model(path, plan, tmp_path / "build")

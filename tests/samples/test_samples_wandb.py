@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 from partc.cli.main import invoke
 from partc.compiler.pipeline import compile_model
-from samples_training_case import OPEN_MPI_AS_ROOT, SAMPLES
+from samples_training_case import SAMPLES
 
 WANDB = """
 import json, os
@@ -76,13 +74,13 @@ def logged(rows: list[tuple[int, dict[str, Any]]], lines: list[dict[str, Any]]) 
         assert row["train/confusion"] == pytest.approx(row["train/accuracy"])
 
 
-def test_a_job_is_one_run(folder: Path) -> None:
+def test_a_job_is_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over MPI: rank 0 alone begins it, at the first line of the log."""
     (folder / "fake").mkdir()
     (folder / "fake" / "wandb.py").write_text(WANDB)
-    environment = {**os.environ, **OPEN_MPI_AS_ROOT, "PYTHONPATH": str(folder / "fake"), "WANDB_PROJECT": "digits"}
-    words = [sys.executable, "-m", "partc.cli", "train", "--plan", "plan.yaml", "--metrics", "m.jsonl"]
-    subprocess.run(words, check=True, capture_output=True, env=environment, timeout=120)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "fake"))
+    monkeypatch.setenv("WANDB_PROJECT", "digits")
+    assert invoke(["train", "--plan", "plan.yaml", "--metrics", "m.jsonl"]) == 0
     noted = [json.loads(line) for line in (folder / "noted").read_text().splitlines()]
     assert [row[:2] for row in noted] == [
         ["init", "digits"],

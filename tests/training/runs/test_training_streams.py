@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from dealt import dealt
 from partc.cli.main import invoke
 from partc.runtime.checkpoint.checkpoint import Checkpoint
 from streams_case import PLANS, SOURCES, prepared
-from training_command_case import AS_ROOT, command, folder, tensors, train
+from training_command_case import folder, tensors, train
 
 __all__ = ["folder"]
 
@@ -52,20 +50,13 @@ def test_stopped_anywhere_it_goes_on_under_any_plan(
     assert_alike(folder / "kept", folder / "whole")
 
 
-def over_mpi(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **AS_ROOT}
-    return subprocess.run(
-        command(*words, "--threads", "1"), capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-
-
 @pytest.mark.parametrize(("source", "plan"), [("loader", "middle")])
 def test_stopped_and_resumed_over_mpi_it_ends_in_the_same_bits(folder: Path, source: str, plan: str) -> None:
     prepared(folder, SOURCES[source], "one", plan, more="  test: source.py\n")
     assert train(plan, "--checkpoint", "whole") == 0
     assert train(plan, "--checkpoint", "kept", "--steps", "8") == 0
-    rest = over_mpi(plan, "--plan", f"{plan}.yaml", "--checkpoint", "kept", "--steps", "20", "--resume")
-    assert rest.returncode == 0, rest.stderr
+    words = ["train", plan, "--plan", f"{plan}.yaml", "--threads", "1"]
+    assert invoke([*words, "--checkpoint", "kept", "--steps", "20", "--resume"]) == 0
     assert tensors(folder / "kept") == tensors(folder / "whole")
     assert invoke(["train", "one", "--plan", "one.yaml", "--threads", "1", "--checkpoint", "kept_one"]) == 0
     assert_alike(folder / "whole", folder / "kept_one")
@@ -105,12 +96,15 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("mistake", "plan"), [("died", "parallel"), ("changed", "parallel")])
-def test_over_mpi_all_ranks_end_with_one_message(folder: Path, mistake: str, plan: str) -> None:
+def test_over_mpi_all_ranks_end_with_one_message(
+    folder: Path, mistake: str, plan: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     source, code, told = MISTAKES[mistake]
     prepared(folder, source, plan)
-    done = over_mpi(plan, "--plan", f"{plan}.yaml")
-    assert (done.returncode, done.stderr.count(told)) == (code, 1), done.stderr
-    assert "Traceback" not in done.stderr
+    assert invoke(["train", plan, "--plan", f"{plan}.yaml", "--threads", "1"]) == code
+    error = capfd.readouterr().err
+    assert error.count(told) == 1, error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(
