@@ -8,20 +8,42 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+class _Blocks:
+    """The blocks of all threads within which cycles stay: the first turns the collector off, and the last on again, where it was on."""
+
+    def __init__(self) -> None:
+        self._lock, self._open, self._collects = threading.Lock(), 0, False
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._open:
+                self._collects = gc.isenabled()
+                gc.disable()
+            self._open += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open and self._collects:
+                gc.enable()
+
+
+_blocks = _Blocks()
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
     """A block, or a function that this decorates, within which reference cycles stay; none of the user's code runs there."""
-    collects = gc.isenabled()
-    gc.disable()
+    _blocks.enter()
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
+        _blocks.leave()
 
 
 @contextmanager

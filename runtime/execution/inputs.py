@@ -39,7 +39,7 @@ def shard(port: Port, rank: int, value: object) -> object:
 class InputReader:
     """Reads an input of a rank, and keeps what it was: an array of the same type and shape as the last one is not looked into again."""
 
-    __slots__ = ("_box", "_checks", "_dtype", "_kept", "_last", "name", "port", "rank", "sizes")
+    __slots__ = ("_axes", "_box", "_checks", "_dtype", "_kept", "_last", "name", "port", "rank", "sizes")
 
     def __init__(self, port: Port, rank: int) -> None:
         self.port, self.rank, self.name = port, rank, port.name
@@ -50,6 +50,7 @@ class InputReader:
         self._last: tuple[int, ...] | None = None
         """The shape of the last array of that type, of which `sizes` are."""
         self._box = port.box(rank)
+        self._axes = None if port.shape is None else len(port.shape)
         self._checks = port.labels is not None or bool(port.ids)
 
     def read_again(self, given: object, values: dict[str, Value]) -> bool:
@@ -65,6 +66,10 @@ class InputReader:
     def read(self, given: object, values: dict[str, Value]) -> None:
         """Puts the value of an input, of which this rank has a shard, among the `values`; ValueError says what is wrong with it."""
         self.forget()
+        if self._box is None and type(given) is np.ndarray and given.dtype is self._kept and given.ndim == self._axes:
+            self.sizes = self._last = given.shape
+            self.read_again(given, values)
+            return
         value = values[self.name] = self._shard(_value(self.port, given), given)
         if type(given) is np.ndarray and given.dtype is self._kept:
             self._last = given.shape

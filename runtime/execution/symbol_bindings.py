@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -182,26 +183,48 @@ class Binder:
 
     def check_promises(self, bindings: Bindings) -> None:
         """Every size that the manifest promises is a whole number of at least 0; all ranks find the same and refuse alike."""
-        symbols = self.manifest.symbols
-        problems: dict[str, None] = {}
+        faults: dict[int | str, str] = {}
+        for dim, promise in self._promises.items():
+            try:
+                size = promise(bindings)
+                fault = f"{dim} is {size}" if size < 0 else ""
+            except ValueError as error:
+                fault = str(error)
+            if fault:
+                faults[dim] = fault
+        if faults:
+            problems = {
+                f"with {spelled(bindings)} the value '{name}' has no size along axis {axis}: {faults[dim]}": None
+                for name, axis, dim in self._promised()
+                if dim in faults
+            }
+            raise InputError("\n".join(problems))
+
+    def _promised(self) -> Iterator[tuple[str, int, int | str]]:
+        """The dims of all values whose sizes the manifest promises, by value and axis."""
         stated = [(one.value, one.shape) for one in self.manifest.transfers]
         stated += [(one.value, one.shape) for one in self.manifest.collectives]
         stated += [(port.name, port.shape) for port in self.manifest.outputs]
         for name, shape in stated:
             for axis, dim in enumerate(shape or ()):
-                promise = expression.parse(dim, symbols)
-                if promise.names <= self.bound:
-                    try:
-                        size = promise(bindings)
-                        fault = f"{dim} is {size}" if size < 0 else ""
-                    except ValueError as error:
-                        fault = str(error)
-                    if fault:
-                        problems[
-                            f"with {spelled(bindings)} the value '{name}' has no size along axis {axis}: {fault}"
-                        ] = None
-        if problems:
-            raise InputError("\n".join(problems))
+                yield name, axis, dim
+
+    @cached_property
+    def _promises(self) -> dict[int | str, expression.Expression]:
+        """What gives each of these dims, of those that the inputs decide."""
+        dims = dict.fromkeys(dim for _, _, dim in self._promised())
+        found = {dim: expression.parse(dim, self.manifest.symbols) for dim in dims}
+        return {dim: promise for dim, promise in found.items() if promise.names <= self.bound}
+
+    @cached_property
+    def _laws(self) -> list[tuple[int | str, int, str]]:
+        """By cell its dim, into how many parts that is cut, and where it is."""
+        found = []
+        for port, axis in self._cells:
+            parts = divisor(port.boxes or [], axis)
+            where = f"input '{port.name}' axis {axis}" + (" in all" if parts > 1 else "")
+            found.append(((port.shape or [])[axis], parts, where))
+        return found
 
     def _read(self, inputs: Mapping[str, object]) -> tuple[dict[str, Value], list[str]]:
         values: dict[str, Value] = {}
@@ -249,13 +272,10 @@ class Binder:
         symbols = self.manifest.symbols
         origin: dict[str, str] = {}
         later: list[tuple[str, int, str]] = []
-        for index, (port, axis) in enumerate(self._cells):
-            size, other = int(vector[1 + 2 * index]), -int(vector[2 + 2 * index])
-            dim = (port.shape or [])[axis]
-            where = f"input '{port.name}' axis {axis}"
-            parts = divisor(port.boxes or [], axis)
-            where += " in all" if parts > 1 else ""
-            if vector[1 + 2 * index] == _UNSEEN:
+        numbers = vector.tolist()
+        for (dim, parts, where), size, negative in zip(self._laws, numbers[1:-1:2], numbers[2:-1:2], strict=True):
+            other = -negative
+            if size == _UNSEEN or (size == other == dim and parts == 1):
                 continue
             if size != other:
                 yield f"{where} is not the same on all ranks: {other} to {size}\n  help: give every rank the same input"

@@ -19,6 +19,8 @@ The spin adapts. To wake a core that has nothing to do takes as long as hundreds
 `LONGEST_SPIN`. Where others want these cores, too, a rank that spins keeps one from whom it waits for. Linux counts the time for which a
 thread could have run and had no core. A rank for which that is more than a tenth of the time tells the others of its host, and all spin
 for `SHORTEST_SPIN`: for `SHORTEST_CAUTION` at first, and twice as long each time that it happens again.
+
+Where ranks outnumber cores none spins: one that waits for a number gives its core up once (`Turns`), and then sleeps.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ SHORTEST_CAUTION, LONGEST_CAUTION = 0.01, 0.32
 """Seconds of short spins after a rank has had to wait for a core."""
 _WINDOW, _SHARE = 2e-3, 0.1
 """Seconds from which the time without a core is looked at, and the share of them that is too much."""
+_LONG_TURN = 1e-3
+"""Seconds of a turn in which others than ranks that only communicate have had the core."""
 _LOOKS, _NO_LOOKS = range(16), range(0)
 """Looks at a number between two at the clock."""
 _ON_WORD, _ON_COUNT = 0, 1
@@ -128,28 +132,43 @@ class FutexCount:
         self._futex.wake(self._address)
 
 
-class SpinTime:
-    """How long the thread that made it spins, of a rank with a core of its own; OSError where Linux does not count times without a core.
+class Caution:
+    """A time for which the ranks of a host leave the cores to others, doubled each time that one of them begins it again soon.
 
-    `until`: a time in memory that the ranks of a host share, before which all of them spin shortly.
+    `until`: its end, in memory that they share.
     """
 
     def __init__(self, until: memoryview[float]) -> None:
         self._until = until
+        self._seconds, self._quiet = SHORTEST_CAUTION, 0.0
+
+    def begin(self, now: float) -> None:
+        """Begins it for all."""
+        self._seconds = min(2 * self._seconds, LONGEST_CAUTION) if now < self._quiet else SHORTEST_CAUTION
+        self._quiet = now + 2 * self._seconds
+        self._until[0] = max(self._until[0], now + self._seconds)
+
+    def lasts(self, now: float) -> bool:
+        """Whether any of them has begun it."""
+        return now < self._until[0]
+
+
+class SpinTime:
+    """How long the thread that made it spins, of a rank with a core of its own; OSError where Linux does not count times without a core."""
+
+    def __init__(self, caution: Caution) -> None:
+        self._short = caution
         self._file = os.open(_COUNTS, os.O_RDONLY | os.O_CLOEXEC)
         self._looked, self._waited = perf_counter(), self._without_core()
-        self._caution, self._quiet = SHORTEST_CAUTION, 0.0
 
     def at(self, now: float) -> float:
         """Seconds of a spin that begins now."""
         if now - self._looked >= _WINDOW:
             waited = self._without_core()
             if waited - self._waited > _SHARE * (now - self._looked):
-                self._caution = min(2 * self._caution, LONGEST_CAUTION) if now < self._quiet else SHORTEST_CAUTION
-                self._quiet = now + 2 * self._caution
-                self._until[0] = max(self._until[0], now + self._caution)
+                self._short.begin(now)
             self._looked, self._waited = now, waited
-        return LONGEST_SPIN if now >= self._until[0] else SHORTEST_SPIN
+        return SHORTEST_SPIN if self._short.lasts(now) else LONGEST_SPIN
 
     def close(self) -> None:
         """Gives the file back."""
@@ -160,13 +179,44 @@ class SpinTime:
         return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
 
 
-class Parking:
-    """The place of one rank among those of its host. `spin`: how long it spins; None for a rank that sleeps at once."""
+class Turns:
+    """How a rank that shares its core lets others run before it sleeps: of these it waits for most, and they need not wake it then.
 
-    def __init__(self, words: Words, place: int, fence: Callable[[], None], spin: SpinTime | None) -> None:
+    A process of another job that wants the core gets it, too, and keeps it for long. After such a turn the ranks sleep at once for a time.
+    """
+
+    def __init__(self, caution: Caution, give_up_core: Callable[[], object] = os.sched_yield) -> None:
+        self._none, self._give_up_core = caution, give_up_core
+
+    def given(self, ready: Callable[[], bool]) -> bool:
+        """Whether it is ready after a turn of the others, if there was one."""
+        begun = perf_counter()
+        if self._none.lasts(begun):
+            return False
+        self._give_up_core()
+        now = perf_counter()
+        if now - begun > _LONG_TURN:
+            self._none.begin(now)
+        return ready()
+
+
+class Parking:
+    """The place of one rank among those of its host. `spin`: how long it spins; `turns`: those of a rank that shares its core.
+
+    A rank that has neither sleeps at once.
+    """
+
+    def __init__(
+        self,
+        words: Words,
+        place: int,
+        fence: Callable[[], None],
+        spin: SpinTime | None,
+        turns: Turns | None = None,
+    ) -> None:
         self._words, self._place, self.fence = words, place, fence
         self._own = words.cells[place]
-        self._spin = spin
+        self._spin, self._turns = spin, turns
         self._count: Count | None = None
         """On what this rank sleeps if that is not its word."""
 
@@ -197,9 +247,12 @@ class Parking:
         return self._words.cells[place]
 
     def spins(self, ready: Callable[[], bool], count: Count | None = None) -> bool:
-        """Whether it was ready within the spin; without one, `wait` looks itself. `count` as there: what is asked of it takes no call."""
+        """Whether it was ready within the spin, or after a turn of others; without these, `wait` looks itself.
+
+        `count` as there: what is asked of it takes no call, and without it no turn is given.
+        """
         if self._spin is None:
-            return False
+            return count is not None and self._turns is not None and self._turns.given(ready)
         looks, cell = (_NO_LOOKS, self._own) if count is None else (_LOOKS, count.cell)
         end = 0.0
         while True:

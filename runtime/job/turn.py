@@ -20,7 +20,6 @@ a call has it for as long as its frame is on its thread's stack, and giving it b
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -34,6 +33,7 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import RankError, UsageError
+from ..garbage_collection import uncollected
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -46,7 +46,6 @@ _LOOKS = 1000
 """Looks that end at a generator after which it is where its thread has begun."""
 _SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR | CO_ITERABLE_COROUTINE
 """Code whose frames leave their thread's stack before they have returned."""
-_looking = threading.Lock()
 _users_code = threading.local()
 
 
@@ -88,14 +87,8 @@ def _stack_of(thread: int) -> FrameType | None:
     Meanwhile cycles stay: a collection inside of `sys._current_frames` may let another thread run while the interpreter's list of
     threads is locked, and both wait for ever (CPython's gh-106883, in 3.11.9, 3.12.3 and before).
     """
-    with _looking:
-        collects = gc.isenabled()
-        try:
-            gc.disable()
-            return sys._current_frames().get(thread)
-        finally:
-            if collects:
-                gc.enable()
+    with uncollected():
+        return sys._current_frames().get(thread)
 
 
 class _Owner:

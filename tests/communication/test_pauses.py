@@ -120,7 +120,7 @@ def test_all_ranks_spin_shortly_after_one_was_without_a_core(tmp_path: Path, mon
     monkeypatch.setattr(parking, "perf_counter", lambda: now[0])
     counts.write_text("5 7 1\n")
     until = memoryview(bytearray(8)).cast("d")
-    one, other = parking.SpinTime(until), parking.SpinTime(until)
+    one, other = (parking.SpinTime(parking.Caution(until)) for _ in range(2))
     lengths = []
     for seconds, waited in (
         (0.05, 1e6),
@@ -138,6 +138,28 @@ def test_all_ranks_spin_shortly_after_one_was_without_a_core(tmp_path: Path, mon
     other.close()
     long, short = (parking.LONGEST_SPIN,) * 2, (parking.SHORTEST_SPIN,) * 2
     assert lengths == [long, short, short, long, short, short, long]
+
+
+def test_no_rank_gives_its_core_up_for_a_time_after_a_long_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, length = [0.0], [1e-4]
+    monkeypatch.setattr(parking, "perf_counter", lambda: now[0])
+    until = memoryview(bytearray(8)).cast("d")
+    given: list[float] = []
+
+    def give() -> None:
+        given.append(now[0])
+        now[0] += length[0]
+
+    one, other = (parking.Turns(parking.Caution(until), give) for _ in range(2))
+    assert one.given(lambda: True)
+    length[0] = 3e-3
+    assert not one.given(lambda: False)
+    for seconds in (0.005, 0.012, 0.014, 0.03, 0.045, 0.06):  # the second time lasts for twice as long
+        now[0] = seconds
+        other.given(lambda: True)
+        now[0] = seconds
+        one.given(lambda: True)
+    assert given == [0.0, 1e-4, 0.014, 0.03, 0.06]
 
 
 def test_a_spin_gives_its_core_up_before_each_look_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from partc.runtime.communication.host import rounds
-from partc.runtime.communication.host.pair import PairRound
+from partc.runtime.communication.host.single import SingleRound
 from partc.runtime.job.parking import Parking
 from simulation.scheduler import Scheduler
-from simulation.wakes import Memory, SimulatedCell, SimulatedCount, SimulatedWords, Values, run
+from simulation.wakes import Memory, SimulatedCell, SimulatedCount, SimulatedTurns, SimulatedWords, Values, run
 
-RUNS, TRIES = 300, 3000
+Actions = tuple[rounds.Action, rounds.Action, rounds.Action]
+"""What puts, closes and gets a round."""
+RUNS, TRIES = 300, 12_000
 
 
 def test_no_interleaving_is_wrong() -> None:
@@ -41,7 +43,7 @@ def _closed_before_it_is_made(patch: pytest.MonkeyPatch) -> None:
     made = rounds.HostGroup._made
 
     def early(self: rounds.HostGroup, number: int, *given: Any) -> bool:
-        if all(cell[0] >= number for cell in self._cells):
+        if all(cell[0] >= number for cell in self.cells):
             self._closed[0] = number
         return made(self, number, *given)
 
@@ -80,30 +82,74 @@ def _a_pair_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Parking, "word", lambda self, place: (0, 0))
 
 
-def _a_pair_gets_early(patch: pytest.MonkeyPatch) -> None:
-    bound = PairRound._bound
-
-    def early(self: PairRound, turn: int) -> tuple[rounds.Action, rounds.Action]:
-        self._other = [1 << 40]
-        return bound(self, turn)
-
-    patch.setattr(PairRound, "_bound", early)
+def _a_turn_counts_as_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedTurns, "given", lambda self, ready: True)
 
 
-def _a_pair_says_it_has_come_before_it_puts(patch: pytest.MonkeyPatch) -> None:
-    bound = PairRound._bound
+def _in_a_single_round(change: Callable[[SingleRound, Actions], Actions]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault in what a collective of one round does in a turn."""
 
-    def early(self: PairRound, turn: int) -> tuple[rounds.Action, rounds.Action]:
-        put, get = bound(self, turn)
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        bound = SingleRound._bound
 
-        def late() -> None:
-            self._own[0] = self.group.begun
-            put()
+        def changed(self: SingleRound, turn: int) -> Actions:
+            found = self._actions[turn] = change(self, bound(self, turn))
+            return found
 
-        self._actions[turn] = late, get
-        return late, get
+        patch.setattr(SingleRound, "_bound", changed)
 
-    patch.setattr(PairRound, "_bound", early)
+    plant.__name__ = change.__name__
+    return plant
+
+
+@_in_a_single_round
+def _a_single_round_gets_early(one: SingleRound, actions: Actions) -> Actions:
+    one._closed = [1 << 40]
+    return actions
+
+
+@_in_a_single_round
+def _a_single_round_is_put_after_the_arrival(one: SingleRound, actions: Actions) -> Actions:
+    put, close, get = actions
+
+    def late() -> None:
+        one._own[0] = one.group.begun
+        put()
+
+    return late, close, get
+
+
+@_in_a_single_round
+def _a_single_round_is_closed_before_all_have_come(one: SingleRound, actions: Actions) -> Actions:
+    one._cells = one._cells[1:]
+    return actions
+
+
+@_in_a_single_round
+def _a_single_round_is_closed_before_it_is_made(one: SingleRound, actions: Actions) -> Actions:
+    put, close, get = actions
+
+    def early() -> None:
+        one._closed[0] = one.group.begun
+        close()
+
+    return put, early, get
+
+
+@_in_a_single_round
+def _a_single_round_is_closed_without_a_fence(one: SingleRound, actions: Actions) -> Actions:
+    put, close, get = actions
+    fence = one._fence
+
+    def no_fence_after() -> None:
+        close()
+        one._fence = lambda: None
+
+    def fence_again() -> None:
+        one._fence = fence
+        put()
+
+    return fence_again, no_fence_after, get
 
 
 @pytest.mark.parametrize(
@@ -118,8 +164,12 @@ def _a_pair_says_it_has_come_before_it_puts(patch: pytest.MonkeyPatch) -> None:
         _sleeps_without_a_look,
         _slots_are_used_again_early,
         _a_pair_wakes_nobody,
-        _a_pair_gets_early,
-        _a_pair_says_it_has_come_before_it_puts,
+        _a_turn_counts_as_the_end,
+        _a_single_round_gets_early,
+        _a_single_round_is_put_after_the_arrival,
+        _a_single_round_is_closed_before_all_have_come,
+        _a_single_round_is_closed_before_it_is_made,
+        _a_single_round_is_closed_without_a_fence,
     ],
 )
 def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None]) -> None:

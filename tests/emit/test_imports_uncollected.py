@@ -3,9 +3,10 @@
 import gc
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
-from partc.runtime.garbage_collection import importing
+from partc.runtime.garbage_collection import importing, uncollected
 
 LENET = Path(__file__).parents[2] / "samples" / "lenet"
 COUNTED = """
@@ -32,4 +33,22 @@ def test_a_block_that_imports_nothing_new_keeps_nothing() -> None:
     with importing():
         import json  # noqa: F401
     assert gc.get_freeze_count() == kept
+    assert gc.isenabled()
+
+
+def test_a_block_that_ends_in_another_thread_does_not_collect_in_this_one() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with uncollected():
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    with uncollected():
+        left.set()
+        thread.join()
+        assert not gc.isenabled()
     assert gc.isenabled()

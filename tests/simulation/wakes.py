@@ -26,10 +26,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from partc.runtime.communication.host import messages
 from partc.runtime.communication.host.messages import Channel, HostMessages
-from partc.runtime.communication.host.pair import collective_of
 from partc.runtime.communication.host.rounds import ROOMS, Collective, HostGroup, Rounds, closing
+from partc.runtime.communication.host.single import collective_of
 from partc.runtime.errors import RankError
-from partc.runtime.job.parking import Parking
+from partc.runtime.job.parking import Parking, Turns
 from simulation.scheduler import Choices, Killed, Scheduler
 
 TURNS = 6
@@ -148,6 +148,19 @@ class SimulatedCount:
         self.memory.wake(self.rank, self.name)
 
 
+class SimulatedTurns(Turns):
+    """A turn of the others is a switching point; in some waits there is none."""
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self.memory, self.rank = memory, rank
+
+    def given(self, ready: Callable[[], bool]) -> bool:
+        if self.memory.scheduler.choices.chance(0.5):
+            return False
+        self.memory.point(self.rank)
+        return ready()
+
+
 class Values(Rounds):
     """A collective of `count` rounds: each rank puts a number that says the rank and the round, and gets those of all and their sum."""
 
@@ -190,13 +203,16 @@ def wait(parking: Parking, memory: Memory, ready: Callable[[], bool], group: Hos
             group.close_own()
         memory.look()
 
-    if not ready() and not parking.spins(ready):
-        parking.wait(ready, look, group and group.closed)
+    count = group and group.closed
+    if not ready() and not parking.spins(ready, count):
+        parking.wait(ready, look, count)
 
 
 def collectives(memory: Memory, rank: int, random: Random) -> int:
     """Collectives of one or three rounds, of which two may be begun before the first is waited for; how many values are wrong."""
-    parking = Parking(SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None)
+    parking = Parking(
+        SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None, SimulatedTurns(memory, rank)
+    )
     cells = [SimulatedCell(memory, rank, "arrivals", other) for other in range(memory.scheduler.size)]
     others = [other for other in range(memory.scheduler.size) if other != rank]
     closed, raised = (SimulatedCount(memory, rank, "arrivals", at) for at in closing(memory.scheduler.size, rank))
@@ -210,15 +226,20 @@ def collectives(memory: Memory, rank: int, random: Random) -> int:
         begun.append(collective_of(group, one).begin())
         on_count = group if own.random() < 0.7 else None
         if len(begun) == 3 or rank % 2:
-            wait(parking, memory, begun.popleft().Test, on_count)
+            first = begun.popleft()
+            wait(parking, memory, first.Test, on_count)
+            rounds.wrong += not first.done
     for left in begun:
         wait(parking, memory, left.Test, group)
+        rounds.wrong += not left.done
     return rounds.wrong
 
 
 def exchanges(memory: Memory, rank: int, random: Random) -> int:
     """Messages of several slots to both others, of two tags, received in another order; how many have wrong bytes."""
-    parking = Parking(SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None)
+    parking = Parking(
+        SimulatedWords(memory, rank), rank, partial(memory.fence, rank), None, SimulatedTurns(memory, rank)
+    )
     slots: dict[Any, list[np.ndarray]] = memory.__dict__.setdefault("slots", {})
 
     def channel(source: int, target: int) -> Channel:

@@ -18,14 +18,14 @@ from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes
 
 from ...artifact.format import ALL_REDUCE, MAX
 from ...job.futex import Futex
-from ...job.parking import LINE, LOOK, FutexCount, FutexWords, Parking, SpinTime, new_fence
+from ...job.parking import LINE, LOOK, Caution, FutexCount, FutexWords, Parking, SpinTime, Turns, new_fence
 from ..mpi_watch import Watch
 from ..transport import CollectiveArgs, Vector
 from .collectives import rounds_of
 from .messages import Channel, HostMessages, Message
-from .pair import collective_of
 from .rounds import Collective, HostGroup, SharedRooms
 from .segment import Segment, address_of
+from .single import collective_of
 
 _SHORT_LOOK = 1e-3
 """Seconds of a sleep where MPI is to be called meanwhile, for messages of other hosts."""
@@ -73,11 +73,12 @@ class DataPlane:
             return FutexCount(futex, line, address, look_after)
 
         self._number = number
+        caution = Caution(lines[LINE * count :].cast("d"))
         self._spin: SpinTime | None = None
         if own_core:
             with contextlib.suppress(OSError):
-                self._spin = SpinTime(lines[LINE * count :].cast("d"))
-        self._parking = Parking(words, place, new_fence(), self._spin)
+                self._spin = SpinTime(caution)
+        self._parking = Parking(words, place, new_fence(), self._spin, None if own_core else Turns(caution))
         channels = segment.reserve(Channel.size() * count * count)
 
         def channel(source: int, target: int) -> Channel:

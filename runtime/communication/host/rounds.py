@@ -141,7 +141,8 @@ class HostGroup:
         raised: Count,
     ) -> None:
         self.own = cells[own]
-        self._cells = [cell for index, cell in enumerate(cells) if index != own]
+        self.cells = [cell for index, cell in enumerate(cells) if index != own]
+        """The others' arrivals."""
         self.others, self.parking = others, parking
         self.closed, self._raised = closed, raised
         self._closed, self._closed_here = closed.cell, 0
@@ -167,10 +168,14 @@ class HostGroup:
         """Gets and puts the rounds that it can."""
         more = True
         while more:
-            if self.got < self.put and (self._closed[0] > self.got or self._closed_here > self.got):
+            if self.got < self.put and self.is_closed(self.got + 1):
                 self._get(self.got + 1)
             else:
                 more = self.put < self.begun and self._put(self.put + 1)
+
+    def is_closed(self, number: int) -> bool:
+        """Whether all have arrived in a round, as far as this rank may know."""
+        return self._closed[0] >= number or self._closed_here >= number
 
     def close_own(self) -> None:
         """Closes the next round for this rank alone where all have arrived in it and none has closed it."""
@@ -189,7 +194,7 @@ class HostGroup:
 
     def _made(self, number: int, first: int, rounds: Rounds) -> bool:
         """Whether all have arrived in a round of a collective that began with the first; then what all want is made."""
-        for cell in self._cells:
+        for cell in self.cells:
             if cell[0] < number:
                 return False
         action = rounds.close(number - first, number % ROOMS)

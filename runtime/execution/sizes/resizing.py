@@ -6,7 +6,7 @@ places holds. What does not fit, or runs on several targets at the same time, is
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ...program.session_values import bind_tensor
 from ...program.steps import Segment
@@ -29,7 +29,12 @@ def resize(plan: StepPlan, bindings: Bindings) -> bool:
     if reach is None:
         return False
     shapes, promises = dict(plan.shapes), dict(plan.promises)
-    shapes |= {name: at_sizes(program.values.shapes[name], symbols, bindings) for name in reach.names}
+    known: dict[Sequence[int | str], tuple[int, ...]] = {}  # most values of a step have one of few shapes
+    for name in reach.names:
+        shape = tuple(program.values.shapes[name] or ())
+        if shape not in known:
+            known[shape] = at_sizes([*shape], symbols, bindings)
+        shapes[name] = known[shape]
     promises |= {tag: at_sizes(program.messages.promises[tag], symbols, bindings) for tag in reach.tags}
     kept = {name: tensor.shape for name, tensor in program.state.tensors.items()}
     works = plan_collectives(reach.moved, plan.values, kept, promises, shapes, plan.transport, plan.wire)
