@@ -197,7 +197,7 @@ def _sliced(dim: int | ir.SymbolicDim, start: Any, end: Any, step: Any, known: K
     first, last = (_within(bound, size, lowest, highest, known) for bound in (start, end))
     if first is None or last is None:
         return None
-    return as_dim(normal(sympy.Max(0, sympy.ceiling((last - first) / step)), known))
+    return as_dim(normal(sympy.Max(0, sympy.ceiling((last - first) / step), evaluate=False), known))
 
 
 def _within(bound: Any, size: Any, lowest: Any, highest: Any, known: Known) -> sympy.Expr | None:
@@ -211,7 +211,8 @@ def _within(bound: Any, size: Any, lowest: Any, highest: Any, known: Known) -> s
     if facts.low < 0 <= facts.high:
         return None
     counted = bound if facts.low >= 0 else bound + size
-    return normal(sympy.Max(lowest, sympy.Min(counted, highest)), known)
+    within = sympy.Min(counted, highest, evaluate=False)  # sympy compares slowly what `normal` compares by facts
+    return normal(sympy.Max(lowest, within, evaluate=False), known)
 
 
 def split(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:

@@ -25,6 +25,7 @@ from partc.compiler.layout.moves import (
 )
 
 Held = dict[int, np.ndarray]
+Place = tuple[slice, ...]
 REDUCE = {"sum": np.add.reduce, "max": np.maximum.reduce, "min": np.minimum.reduce}
 
 
@@ -117,7 +118,7 @@ def _collective(move: Move, held: Held) -> Held:
     return found
 
 
-def _place(span: Span, layout: Layout, index: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
+def _place(span: Span, layout: Layout, index: int, shape: tuple[int, ...]) -> Place:
     """Where a part of the value lies in a rank's shard."""
     return tuple(slice(*bounds) for bounds in _offsets(span, _span_of(layout, index), shape))
 
@@ -131,25 +132,36 @@ _span_of = functools.cache(span_of)
 
 
 def _exchanged(move: Exchange | Transfer, held: Held, shape: tuple[int, ...]) -> Held:
-    source_group = move.source_group if isinstance(move, Transfer) else move.group
-    sent = {}
-    for part in move.routes.parts():
-        key, mine = (part.source, part.target, part.span), held[part.source]
-        assert key not in sent
-        sent[key] = mine[_place(part.span, move.before, source_group.index(part.source), mine.shape)]
-    found = {}
-    for index, rank in enumerate(move.group):
-        local = tuple(end - begin for begin, end in move.after.box(index, shape))
-        times = np.zeros(local, np.int64)
-        found[rank] = np.zeros(local, np.int64)
-        received = 0
-        for part in move.routes.of_target(rank):
-            box = _place(part.span, move.after, index, local)
-            data = sent.pop((part.source, rank, part.span))
-            found[rank][box] = data
-            times[box] += 1
-            received += data.size if part.source != rank else 0
-        assert (times == 1).all()
-        assert received == move.routes.received()[index] * math.prod(shape)
-    assert not sent
+    sizes = [[end - begin for begin, end in move.after.box(index, shape)] for index in range(len(move.group))]
+    found = {rank: np.empty(size, np.int64) for rank, size in zip(move.group, sizes, strict=True)}
+    for source, target, there, here in _copies(move, shape):
+        found[target][here] = held[source][there]
     return found
+
+
+@functools.cache
+def _copies(move: Exchange | Transfer, shape: tuple[int, ...]) -> list[tuple[int, int, Place, Place]]:
+    """By part of an exchange its source and target, and where it lies in the shard of each; checks that parts fill each shard once.
+
+    They follow from the layouts and the shape, and many pairs of layouts have a step alike.
+    """
+    source_group = move.source_group if isinstance(move, Transfer) else move.group
+    sent, copies = set(), []
+    times = [
+        np.zeros([end - begin for begin, end in move.after.box(k, shape)], np.int64) for k in range(len(move.group))
+    ]
+    received = [0] * len(move.group)
+    for part in move.routes.parts():
+        assert part not in sent
+        sent.add(part)
+        k, index = source_group.index(part.source), move.group.index(part.target)
+        there, here = (
+            _place(part.span, layout, at, tuple(end - begin for begin, end in layout.box(at, shape)))
+            for layout, at in ((move.before, k), (move.after, index))
+        )
+        times[index][here] += 1
+        received[index] += times[index][here].size if part.source != part.target else 0
+        copies.append((part.source, part.target, there, here))
+    assert all((one == 1).all() for one in times)
+    assert received == [share * math.prod(shape) for share in move.routes.received()]
+    return copies

@@ -1,10 +1,10 @@
 """What a compile costs, counted and not timed: the Python calls of each pass, and the bytes that are written.
 
-    python tests/support/compile_cost.py [--model gpt_training]     a table by pass, exact on any machine, idle or not
+    python tests/support/compile_cost.py     a table by pass, exact on any machine, idle or not
 
 A count repeats where seconds do not, so a budget can stand in a file: `tests/emit/compile_budget.json` has one for each of `MODELS`.
-Each model is counted in a process of its own (`counted`), behind a compile of a smaller one of its kind, which imports modules and
-fills caches.
+The models are counted in a process of their own (`counted`), in the order of `MODELS`, each behind a compile of a smaller one of its kind,
+which imports modules and fills caches.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def _compiled(write: Callable[[Path, int], tuple[Path, Path]], size: int, folder
     return {**calls, "calls": begun[-1][1], "bytes": written}
 
 
-def counted(name: str) -> dict[str, int]:
-    """The cost of a model of `MODELS`, in a process of its own: what ran before in this one does not matter."""
+def counted() -> dict[str, dict[str, int]]:
+    """The costs of `MODELS`, by name, in a process of their own: what ran before in this one does not matter."""
     # what the process does not share with its parent: hashes, and laws that tests ask for in all compiles
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PARTC_")}
     done = subprocess.run(
-        [sys.executable, __file__, "--once", name],
+        [sys.executable, __file__, "--once"],
         capture_output=True,
         text=True,
         env={**environment, "PYTHONHASHSEED": "0"},
@@ -135,7 +135,7 @@ def counted(name: str) -> dict[str, int]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -147,16 +147,16 @@ def _rows(found: dict[str, dict[str, int]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--once", choices=MODELS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.once:
-        with tempfile.TemporaryDirectory() as folder:
-            write, size = MODELS[options.once].write, MODELS[options.once].size
-            _compiled(write, 1, Path(folder) / "warm")
-            print(json.dumps(_compiled(write, size, Path(folder) / "counted")))
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    if not parser.parse_args().once:
+        print("\n".join(_rows(counted())))
         return
-    print("\n".join(_rows({name: counted(name) for name in options.model or MODELS})))
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in MODELS.items():
+            _compiled(model.write, 1, Path(folder) / f"{name}_warm")
+            found[name] = _compiled(model.write, model.size, Path(folder) / name)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from partc.compiler.plan.training.optimizer import Optimizer, OptimizerForm
 from partc.runtime.artifact.training.lr_schedule import Schedule
 from partc.runtime.options import refusals
 from pydantic import TypeAdapter, ValidationError
+
+_adapter = functools.cache(TypeAdapter)
+"""pydantic takes 3 to 15 ms to make the validator of a form."""
 
 
 def loss(options: Mapping[str, Any] | str, folder: Path = Path()) -> Loss:
@@ -38,7 +42,7 @@ def schedule(options: Mapping[str, object]) -> Schedule:
 
 def _read(form: Any, value: object, key: str, folder: Path = Path()) -> Any:
     try:
-        return TypeAdapter(form).validate_python(value, context=Frame(folder=folder))
+        return _adapter(form).validate_python(value, context=Frame(folder=folder))
     except ValidationError as error:
         found = [(".".join(map(str, (key, *path))), refused) for path, refused, _ in refusals(error)]
         raise CompileError(Problem.of(refused, "plan.yaml", where) for where, refused in found) from None
