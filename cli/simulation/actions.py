@@ -49,12 +49,13 @@ _ROWS = 8
 
 
 class Pricing:
-    """Prices the steps of rank files on a machine; nodes that are alike are priced once, and functions of operands that are."""
+    """Prices the steps of rank files on a machine; nodes, segments and functions of operands that are alike are priced once."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._nodes: dict[object, NodeCost] = {}
         self._functions: dict[object, float] = {}
+        self._segments: dict[object, tuple[float, dict[str, float], float]] = {}
 
     def node(self, node: NodeProto, given: Sequence[Operand | None], made: Sequence[Operand | None]) -> NodeCost:
         """What a node costs."""
@@ -69,8 +70,18 @@ class Pricing:
         processor = self.machine.processor(segment.target or CPU)
         modules, operations = defaultdict[str, float](float), 0.0
         functions = {one.name: one for one in sizes.file.model.functions}
-        for node in segment.formal.nodes:
-            given, made = sizes.of_node(node, segment)
+        of, nodes = sizes.of_segment(segment), segment.formal.nodes
+        called = tuple(
+            functions[node.op_type].SerializeToString(deterministic=True)
+            for node in nodes
+            if node.domain == OPTIMIZER and node.op_type in functions
+        )
+        text = b"".join(node.SerializeToString(deterministic=True) for node in nodes)
+        key = segment.target, text, called, tuple(of.values())
+        if key in self._segments:
+            return self._segments[key]
+        for node in nodes:
+            given, made = ([of.get(name) for name in some] for some in (node.input, node.output))
             if node.domain == OPTIMIZER and node.op_type in functions:
                 modules[path_of(node)] += self.function(functions[node.op_type], given, processor)
                 continue
@@ -79,7 +90,8 @@ class Pricing:
             operations += cost.operations
         seconds = processor.session + sum(modules.values())
         known = self.machine.segments.get(digest(segment, sizes)) if self.machine.segments else None
-        return known if known is not None else seconds, modules, operations
+        found = self._segments[key] = known if known is not None else seconds, modules, operations
+        return found
 
     def update(self, update: Update, functions: Mapping[str, FunctionProto], sizes: FileSizes) -> float:
         """Seconds of an update, in shards."""

@@ -169,13 +169,13 @@ class Least:
     def _reduction(self, one: Candidate) -> float:
         """The reduction of a rank's gradients, as far as it goes on beside computations, over the fastest link.
 
-        Of one stage the collectives are those that the compiler fills, one behind another, where it reduces all gradients of the model;
-        else as many bytes in however many AllReduces.
+        Of one stage the collectives are those that the compiler fills, one behind another, where it reduces all gradients of the model
+        and they are known; else as many bytes in however many AllReduces.
         """
         degrees, links = one.degrees, self.machine.links
-        if self.has_buckets and degrees.stages == 1 and not one.by_module:
-            calls = self.search.reductions(one)
-            return min(link.overlap * seconds_of(calls, link, degrees.dp) for link in links)
+        known = self.search.reductions(one) if self.has_buckets and degrees.stages == 1 else None
+        if known is not None:
+            return min(link.overlap * seconds_of(known, link, degrees.dp) for link in links)
         given = self.reduced * self.search.own_share(one) / degrees.stages
         return min(link.overlap * _reduce(link, degrees.dp, given) for link in links)
 

@@ -72,8 +72,9 @@ def searched(source: Source, name: str, options: Options) -> Found:
     best = plays.best
     if best is None:
         raise UsageError(_none_fits(plays, options))
-    text = best.with_head(tuple(_head(plays, best, options)))
-    return Found(text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
+    gap = _gap(plays, best)
+    text = best.with_head(tuple(_head(plays, best, gap, options)))
+    return Found(text, "\n".join(_report(plays, best, gap, options)), tuple(_warnings(plays, best, options)))
 
 
 def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
@@ -110,10 +111,10 @@ def _gap(plays: Plays, best: Play) -> str:
     return f"no candidate of {many:,} takes less than {seconds(bound)}, which is {less}"
 
 
-def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+def _head(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[str]:
     """Comment lines at the head of the plan: its cost, the bound, the baselines, and what each of its choices saves."""
     yield f"# Found by `partc plan --ranks {options.ranks}`: a step takes {seconds(best.seconds)} {_at(plays)};"
-    yield f"# {_gap(plays, best)}. Peak memory of a rank: {size_text(best.peak, at_least=True)}."
+    yield f"# {gap}. Peak memory of a rank: {size_text(best.peak, at_least=True)}."
     for name, candidate in plays.search.baselines.items():
         yield f"#   {name}: {_told(plays, candidate)}"
     yield from (f"# {line}" for line in _savings(plays, best))
@@ -166,7 +167,7 @@ def _idle(best: Play, options: Options) -> str | None:
     return f"it uses {used} of {count(options.ranks, 'rank')}: every plan that was played on more takes longer, for what they send"
 
 
-def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+def _report(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[str]:
     search = plays.search
     known = f"{count(len(search.candidates), 'candidate')}, {len(plays.played)} played"
     known += f", {len(plays.refused)} refused" if plays.refused else ""
@@ -187,7 +188,7 @@ def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
             )
             table.add(candidate, told[0], "", told[1], name)
     yield table.plain()
-    yield f"found {seconds(best.seconds)}; {_gap(plays, best)}"
+    yield f"found {seconds(best.seconds)}; {gap}"
 
 
 def _warnings(plays: Plays, best: Play, options: Options) -> Iterator[str]:

@@ -83,6 +83,19 @@ class FileSizes:
         ]
         return given, made
 
+    def of_segment(self, segment: Segment) -> dict[str, Operand]:
+        """By name in a segment's body the operands of all that its nodes read or make."""
+        names, fixed = self.names(segment), self.fixed(segment)
+        suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
+        found: dict[str, Operand] = {}
+        for node in segment.formal.nodes:
+            for some in (node.input, node.output):
+                for name in some:
+                    if name and name not in found:
+                        one = self.operand(names.get(name, name + suffix))
+                        found[name] = replace(one, constant=True) if name in fixed else one
+        return found
+
     def fixed(self, segment: Segment) -> frozenset[str]:
         """The initializers of a segment's body."""
         if (known := self._fixed.get(id(segment.formal))) is None:

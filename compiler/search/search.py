@@ -171,9 +171,14 @@ class Search:
             cut = sum(block.sharding.weights for block, way in some if way is Way.SHARDED)
         return 1 - cut / max(1.0, self.estimates.weights) * (1 - 1 / one.degrees.tp)
 
-    def reductions(self, one: Candidate) -> Calls:
-        """The collectives for the gradients of all stages, where all modules are sharded that can be."""
+    def reductions(self, one: Candidate) -> Calls | None:
+        """The collectives for the gradients of all stages; None where ranks of `tp` have their records, and reduce with those of `dp`."""
+        if self.has_records(one):
+            return None
         degrees, places = one.degrees, self._sharded(one.degrees.tp)[1].places
+        if one.by_module:
+            some = zip(self._blocks[degrees.tp], self.modules(degrees).ways, strict=True)
+            places = tuple(place for block, way in some if way is Way.SHARDED for place in block.sharding.places)
         return self.estimates.reductions.calls(places, degrees.tp, degrees.dp, one.zero)
 
     def whole(self, shards: int) -> set[str]:

@@ -23,7 +23,7 @@ from partc.compiler.cost.machine_file import machine_text
 from partc.compiler.cost.play import Begin
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.degrees import Degrees
-from partc.compiler.proposal.tensor_parallel import tensor_parallel
+from partc.compiler.search.blocks import Way
 from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate
 from partc.compiler.search.search import Request, Search
@@ -236,17 +236,36 @@ def test_reductions_are_those_of_the_compiled_plan(one: Candidate, tmp_path: Pat
     base, model = base_of(tmp_path / "train.yaml", source(layers(12)))
     search = Search.of(model, "model.onnx", Request(one.degrees.ranks, Fixed(), base, machine(), {}))
     assert base.bucket == 3146
+    assert search.reductions(one) == reduced(search, one)
+
+
+def reduced(search: Search, one: Candidate) -> Counter[tuple[str, float]]:
+    """The collectives for gradients of a candidate that is compiled."""
     (played, *_) = play_program(search, search.proposal(one).done).played.classes
     ops = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)  # of more than 4 bytes: the loss is summed, too
-    counted = Counter(
+    return Counter(
         (action.op, float(action.bytes))
         for action in played.actions
         if isinstance(action, Begin) and action.op in ops and not action.task and action.bytes > 4
     )
-    tp, dp = one.degrees.tp, one.degrees.dp
-    paths = search.program.paths.values()
-    places = tensor_parallel(search.apart, paths, tp, linked=search.linked).places if tp > 1 else ()
-    assert search.estimates.reductions.calls(places, tp, dp, one.zero) == counted
+
+
+W, S = Way.WHOLE, Way.SHARDED
+
+
+@pytest.mark.parametrize(("ways", "zero"), [((W, W, S, S), False), ((W, S, W, S), False), ((W, S, W, W), True)])
+def test_reductions_by_module_are_those_of_the_compiled_plan(ways: tuple[Way, ...], zero: bool, tmp_path: Path) -> None:
+    """A rank has the gradients of its shards, and of modules that are whole all; with their latency no step is below the bound."""
+    (tmp_path / "train.yaml").write_text(TRAIN + "  bucket_mb: 0.003\n")
+    base, model = base_of(tmp_path / "train.yaml", source(layers(12)))
+    search = Search.of(model, "model.onnx", Request(4, Fixed(), base, links(1e-3, 1e12), {}))
+    one = Candidate(Degrees(tp=2, dp=2), 2, zero=zero, by_module=True)
+    search._modules[one.degrees] = replace(search.modules(one.degrees), ways=ways)
+    counted = reduced(search, one)
+    assert search.reductions(one) == counted
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    latency = counted.total() * search.request.machine.links[0].collective(ALL_REDUCE, 2, 0) / (2 if zero else 1)
+    assert latency <= least(one) <= play_program(search, search.proposal(one).done).played.seconds
 
 
 def test_a_number_by_itself_is_not_reduced(tmp_path: Path) -> None:
