@@ -71,11 +71,12 @@ def decoder(
     window: int = 0,
     flat: bool = False,
     single: bool = False,
+    normed: bool = False,
 ) -> onnx.ModelProto:
     """The model. `inputs`: which of position_ids and attention_mask it is given; without them it counts from the length of its past, along
     rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone. `fused`: attention is ONNX's op, with two
     heads of queries for each of keys; `window`: how many tokens each sees, or all before it; `flat`: linears see a table of rows;
-    `single`: what is fused is single ops, with repeated heads.
+    `single`: what is fused is single ops, with repeated heads; `normed`: each head of keys has a norm, in single ops.
     """
     build = Build(flat=flat)
     numbers, away = _positions(build, inputs, rows, window)
@@ -83,7 +84,7 @@ def decoder(
     places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)
     h = build.op("Add", "embed", tokens, places)
     for layer in range(layers):
-        h = _layer(build, layer, h, away, fused, single)
+        h = _layer(build, layer, h, away, fused, single, normed)
     head = build.weight("head.weight", WIDTH, VOCABULARY)
     build.nodes.append(helper.make_node("MatMul", [h, head], ["logits"], "head.MatMul"))
     caches = [f"{side}.{layer}" for layer in range(layers) for side in "kv"]
@@ -130,12 +131,16 @@ def _positions(build: Build, inputs: Sequence[str], rows: bool, window: int) -> 
     return numbers, build.op("Where", "mask", seen, none, never)
 
 
-def _layer(build: Build, layer: int, h: str, away: str, fused: bool, single: bool) -> str:
+def _layer(build: Build, layer: int, h: str, away: str, fused: bool, single: bool, normed: bool) -> str:
     """Attention over the cache, and two linears."""
     path = f"layers.{layer}"
     inside, kept = f"{path}.attention", WIDTH // 2 if fused else WIDTH
     rows = [build.linear(f"{path}.{name}", h, WIDTH, WIDTH if name == "q" else kept) for name in "qkv"]
     query, key, value = (build.heads(f"{path}.{name}", one) for name, one in zip("qkv", rows, strict=True))
+    if normed:
+        norm, two = f"{path}.k_norm", build.constant("two", np.float32(2))
+        mean = build.op("ReduceMean", norm, build.op("Pow", norm, key, two), build.axes(-1))
+        key = build.op("Div", norm, key, build.op("Sqrt", norm, mean))
     keys, values = f"present_k.{layer}", f"present_v.{layer}"
     for side, new in (("k", key), ("v", value)):
         ends = [f"past_{side}.{layer}", new], [f"present_{side}.{layer}"]
