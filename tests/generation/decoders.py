@@ -72,14 +72,17 @@ def decoder(
     flat: bool = False,
     single: bool = False,
     normed: bool = False,
+    behind: str = "",
 ) -> onnx.ModelProto:
     """The model. `inputs`: which of position_ids and attention_mask it is given; without them it counts from the length of its past, along
     rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone. `fused`: attention is ONNX's op, with two
     heads of queries for each of keys; `window`: how many tokens each sees, or all before it; `flat`: linears see a table of rows;
     `single`: what is fused is single ops, with repeated heads; `normed`: each head of keys has a norm, in single ops.
+    `behind`: positions are what is behind the past of a mask's counts, as in OPT, or of a table, or a count that begins with the past.
     """
     build = Build(flat=flat)
     numbers, away = _positions(build, inputs, rows, window)
+    numbers = _behind(build, behind) if behind else numbers
     tokens = build.op("Gather", "embed.tokens", build.weight("embed.tokens.weight", VOCABULARY, WIDTH), "ids")
     places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)
     h = build.op("Add", "embed", tokens, places)
@@ -129,6 +132,25 @@ def _positions(build: Build, inputs: Sequence[str], rows: bool, window: int) -> 
         seen = build.op("And", "mask", seen, build.op("Unsqueeze", "mask", valid, build.axes(1, 2)))
     none, never = build.constant("none", np.float32(0)), build.constant("never", np.float32(-1e9))
     return numbers, build.op("Where", "mask", seen, none, never)
+
+
+def _behind(build: Build, of: str) -> str:
+    """The number of each token, as one length for all sequences says it."""
+    past, first = build.op("Shape", "behind", "past_k.0", start=2, end=3), build.axes(0)
+    all_ = build.op("Add", "behind", past, build.op("Shape", "behind", "ids", start=1, end=2))
+    batch, one = build.op("Shape", "behind", "ids", start=0, end=1), build.constant("one", 1)
+    begin, end = (build.op("Squeeze", "behind", size, first) for size in (past, all_))
+    if of == "count":
+        return build.op("Unsqueeze", "behind", build.op("Range", "behind", begin, end, one), first)
+    if of == "table":
+        table = build.op("Range", "behind", build.constant("zero", 0), end, one)
+        part = build.op("Slice", "behind", table, past, build.constant("no_end", [2**63 - 1]), first)
+        return build.op("Unsqueeze", "behind", part, first)
+    mask = build.op("Expand", "behind", one, build.op("Concat", "behind", batch, all_, axis=0))
+    counts = build.op("Sub", "behind", build.op("CumSum", "behind", mask, one), one)
+    return build.op(
+        "Slice", "behind", counts, past, build.constant("no_end", [2**63 - 1]), build.axes(1), build.axes(1)
+    )
 
 
 def _layer(build: Build, layer: int, h: str, away: str, fused: bool, single: bool, normed: bool) -> str:
