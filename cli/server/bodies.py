@@ -85,8 +85,17 @@ class _StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class _Body(BaseModel):
+class _Labels(BaseModel):
+    """Fields that change no answer."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+class _Body(_Labels):
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -97,10 +106,6 @@ class _Body(BaseModel):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
 
 
 class _CompletionBody(_Body):
