@@ -64,7 +64,7 @@ def _stops(given: object) -> object:
 
 
 def _prompt(given: object) -> object:
-    """The one prompt of a list of prompts; ValueError where it is none, or there are several."""
+    """The one prompt of a list of prompts; ValueError where it is not one, or there are several."""
     found = given
     if isinstance(given, list) and given and all(isinstance(one, str | list) for one in given):
         if len(given) > 1:

@@ -72,7 +72,7 @@ def propose(
         return work.proposed(None).texts
     apart, paths = taken_apart(source, frame, name), program.paths.values()
 
-    def cut_by(tp_plan: TpPlan | None) -> TensorParallel:
+    def sharded_by(tp_plan: TpPlan | None) -> TensorParallel:
         """Shardings for which fewer heads of keys than ranks are repeated, where the compiler can follow them."""
         found = tensor_parallel(apart, paths, degrees.tp, tp_plan, repeats=generation is not None)
         if not any(one.heads_to_repeat(apart, degrees.tp) for one in found.sets):
@@ -81,8 +81,8 @@ def propose(
         return found if repeated else tensor_parallel(apart, paths, degrees.tp, tp_plan)
 
     if imported.styles:
-        return work.proposed(cut_by(read_tp_plan(apart, matching_entries(apart, imported.styles)))).texts
-    own = cut_by(None)
+        return work.proposed(sharded_by(read_tp_plan(apart, matching_entries(apart, imported.styles)))).texts
+    own = sharded_by(None)
     if not source.declared.tp_plan:
         return work.proposed(own).texts
     tp_plan = read_tp_plan(apart, source.declared.tp_plan)
