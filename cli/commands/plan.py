@@ -57,7 +57,7 @@ _TOGETHER = (
         ("--generate",),
         "for a plan that is not there yet",
         "write `generate` into the plan",
-        never=("--plan", "--from"),
+        never=("--plan",),
     ),
 )
 """Which options of `partc plan` go together."""
@@ -170,6 +170,7 @@ def command(
     partc plan model.onnx --dp 2 --tp 4 -o plan.yaml
     partc plan model.onnx --ranks 16 --memory 8GB --machine machine.yaml --batch 64 --plan train.yaml -o plan.yaml
     partc plan decoder.onnx --tp 2 --generate 4096 --slots 8 -o plan.yaml
+    partc plan decoder.onnx --tp 4 --from config.json --generate 4096 -o plan.yaml
     partc plan model.py --from pretrain.sh -o plan.yaml
     partc plan model.onnx --from strategy_0.json --from strategy_1.json -o plan.yaml
     partc plan model.onnx --target auto --device-memory 8GB --plan train.yaml -o targets.yaml
@@ -214,6 +215,10 @@ def command(
     degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
     if imported is not None:
         degrees = _degrees(degrees, imported)
+        if length is not None and (others := _not_generating(imported)):
+            raise UsageError(
+                f"--generate: {imported.source} has {others}, and a plan that generates has none\n  help: leave out --generate or --from"
+            )
     generation = None if length is None else Generation.over(degrees, length, slots)
     device = Device(device_memory) if target is not None else None
     source = load(model, cache=length is not None)
@@ -256,6 +261,12 @@ def _degrees(given: Degrees, imported: Imported) -> Degrees:
         fact = f"{imported.source} says what is sharded, and not over how many ranks"
         raise UsageError(f"{fact}\n  help: add --tp, such as --tp 4")
     return Degrees(**found)
+
+
+def _not_generating(imported: Imported) -> str:
+    """What files say that a plan with `generate` cannot have, in words; "" where there is nothing."""
+    found = {"a training": imported.training, "a pipeline": imported.pipeline, "strategies": imported.strategies}
+    return " and ".join(word for word, said in found.items() if said)
 
 
 def _warn(lines: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ _BODY_SECONDS = 30.0
 _SHORT_BYTES = 1024
 """A body up to this size is read at once: another thread takes longer to begin than a tokenizer for so much text."""
 _PAGE_BYTES = 1 << 20
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
@@ -49,6 +50,7 @@ class Server:
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
@@ -74,11 +76,19 @@ class Server:
         return PlainTextResponse(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """The list of the one model."""
+        return Document({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model by its name."""
+        self.reader.refuse_other(request.path_params["model"])
+        return Document(self._model())
+
+    def _model(self) -> dict[str, Any]:
         record = self.reader.record
         sizes = {"max_model_len": record.length, "vocabulary": record.vocabulary}
         texts = {"text": self.reader.tokenizer is not None, "chat": self.reader.template is not None}
-        one = {
+        return {
             "id": self.reader.model,
             "object": "model",
             "created": self.created,
@@ -86,7 +96,6 @@ class Server:
             **sizes,
             **texts,
         }
-        return Document({"object": "list", "data": [one]})
 
     async def completions(self, request: Request) -> Response:
         """Continues a prompt."""
@@ -148,7 +157,10 @@ def _refuse_other_origin(request: Request) -> None:
 
 
 def _http_error(request: Request, error: HTTPException) -> Response:
-    words = {404: "there is no such path", 405: f"{request.method} is not a method of this path"}
+    words = {
+        404: f"there is no such path; there are {', '.join(_PATHS)}",
+        405: f"{request.method} is not a method of this path",
+    }
     fact = words.get(error.status_code, error.detail)
     return Document(error_body(fact, "invalid_request_error"), error.status_code, headers=error.headers)
 

@@ -1,7 +1,8 @@
 """The bodies of requests, as OpenAI's API has them, checked before a rank hears of one.
 
 A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`logprobs`, `n` above 1),
-while its neutral value is taken.
+while its neutral value is taken. One that is null is as one that is left out: clients write all fields of their records, and send an
+answer's message back with those that it does not have.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.chat_template import ChatTemplate
@@ -36,8 +37,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
 }
 """Fields of the API that ask for what this server does not do, and the values that ask for nothing."""
 
@@ -56,16 +63,39 @@ def _stops(given: object) -> object:
     return found
 
 
+def _prompt(given: object) -> object:
+    """The one prompt of a list of prompts; ValueError where it is not one, or there are several."""
+    found = given
+    if isinstance(given, list) and given and all(isinstance(one, str | list) for one in given):
+        if len(given) > 1:
+            raise ValueError(f"has {len(given):,} prompts; send a request for each, and they run at once")
+        found = given[0]
+    whole = isinstance(found, list) and all(type(token) is int for token in found)
+    if not whole and not isinstance(found, str):
+        raise ValueError("is a text, or a list of token ids")
+    return found
+
+
 Stops = Annotated[list[str] | None, BeforeValidator(_stops)]
 
 
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
-class _Body(BaseModel):
+class _Labels(BaseModel):
+    """Fields that change no answer."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+class _Body(_Labels):
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -76,11 +106,10 @@ class _Body(BaseModel):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
-    user: str | None = None
 
 
 class _CompletionBody(_Body):
-    prompt: str | list[int]
+    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
 
 
 class _TextContent(BaseModel):
@@ -144,10 +173,18 @@ class Reader:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return self._checked(body, text.ids(prompt), most, self.record.length, True)
 
+    def refuse_other(self, model: str) -> None:
+        """RefusedError where a client asks for another model."""
+        if model != self.model:
+            raise RefusedError(
+                404, f"the model '{model}' is not here; this is '{self.model}'", "model", "model_not_found"
+            )
+
     def _body(self, data: bytes, validate: Callable[[object], Any]) -> Any:
         try:
             found = json.loads(data, parse_constant=_not_json)
             json.dumps(found, ensure_ascii=False).encode()  # half a pair of UTF-16 is no text
+            found = _without_nulls(found)
         except UnicodeError:
             raise RefusedError(400, "the body is not valid UTF-8") from None
         except (ValueError, RecursionError) as error:
@@ -155,8 +192,7 @@ class Reader:
         if not isinstance(found, dict):
             raise RefusedError(400, "the body is not a JSON object")
         for name, neutral in _NEUTRAL.items():
-            value = found.pop(name, None)
-            if value is not None and value not in neutral:
+            if name in found and (value := found.pop(name)) not in neutral:
                 shown = json.dumps(value)[:80]
                 raise RefusedError(
                     400, f"'{name}' is {shown}: this server does not do that; leave it out", name, "unsupported"
@@ -167,10 +203,8 @@ class Reader:
             faults = error.errors(include_url=False, include_input=False)
             texts = [f"'{'.'.join(map(str, one['loc']))}' {_fact_of(one)}" for one in faults[:8]]
             raise RefusedError(400, "; ".join(texts), str(faults[0]["loc"][0]) if faults[0]["loc"] else None) from None
-        if body.model not in (None, self.model):
-            raise RefusedError(
-                404, f"the model '{body.model}' is not here; this is '{self.model}'", "model", "model_not_found"
-            )
+        if body.model is not None:
+            self.refuse_other(body.model)
         return body
 
     def _ids(self, text: str) -> list[int]:
@@ -207,6 +241,13 @@ class Reader:
             raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))
         counts = body.stream_options is not None and body.stream_options.include_usage
         return Completion(request, stops, bool(body.stream), counts, body.timeout, chat)
+
+
+def _without_nulls(given: Any) -> Any:
+    """A document without the fields that are null."""
+    if isinstance(given, dict):
+        return {name: _without_nulls(value) for name, value in given.items() if value is not None}
+    return [*map(_without_nulls, given)] if isinstance(given, list) else given
 
 
 def _fact_of(fault: ErrorDetails) -> str:

@@ -32,7 +32,7 @@ from partc.compiler.proposal.stages import EVEN, Stage, balanced_stages, uneven
 from partc.compiler.proposal.starting_plan import Ports, Proposed, key, loss_line, starting_plan
 from partc.compiler.proposal.targets import Device, ProposedTargets, propose_targets
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
-from partc.compiler.proposal.tp_plan import matching_entries, read_tp_plan
+from partc.compiler.proposal.tp_plan import TpPlan, matching_entries, read_tp_plan
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.values.budget import bytes_at, largest_first
@@ -71,16 +71,22 @@ def propose(
     if degrees.tp == 1:
         return work.proposed(None).texts
     apart, paths = taken_apart(source, frame, name), program.paths.values()
+
+    def sharded_by(tp_plan: TpPlan | None) -> TensorParallel:
+        """Shardings for which fewer heads of keys than ranks are repeated, where the compiler can follow them."""
+        found = tensor_parallel(apart, paths, degrees.tp, tp_plan, repeats=generation is not None)
+        if not any(one.heads_to_repeat(apart, degrees.tp) for one in found.sets):
+            return found
+        repeated = are_repeated(apart, found, degrees.tp, work.proposed(found).done)
+        return found if repeated else tensor_parallel(apart, paths, degrees.tp, tp_plan)
+
     if imported.styles:
-        entries = matching_entries(apart, imported.styles)
-        return work.proposed(tensor_parallel(apart, paths, degrees.tp, read_tp_plan(apart, entries))).texts
-    own = tensor_parallel(apart, paths, degrees.tp, repeats=generation is not None)
-    repeats = generation is not None and any(one.heads_to_repeat(apart, degrees.tp) for one in own.sets)
-    if repeats and not are_repeated(apart, own, degrees.tp, work.proposed(own).done):
-        repeats, own = False, tensor_parallel(apart, paths, degrees.tp)
+        return work.proposed(sharded_by(read_tp_plan(apart, matching_entries(apart, imported.styles)))).texts
+    own = sharded_by(None)
     if not source.declared.tp_plan:
         return work.proposed(own).texts
     tp_plan = read_tp_plan(apart, source.declared.tp_plan)
+    repeats = any(one.heads_to_repeat(apart, degrees.tp) for one in own.sets)
     followed = tensor_parallel(apart, paths, degrees.tp, tp_plan, repeats=repeats)
     first = work.proposed(followed)
     if followed.styles == own.styles:

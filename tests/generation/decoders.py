@@ -71,19 +71,23 @@ def decoder(
     window: int = 0,
     flat: bool = False,
     single: bool = False,
+    normed: bool = False,
+    behind: str = "",
 ) -> onnx.ModelProto:
     """The model. `inputs`: which of position_ids and attention_mask it is given; without them it counts from the length of its past, along
     rows that an Unsqueeze makes, or with `rows` False in a way that fits one sequence alone. `fused`: attention is ONNX's op, with two
     heads of queries for each of keys; `window`: how many tokens each sees, or all before it; `flat`: linears see a table of rows;
-    `single`: what is fused is single ops, with repeated heads.
+    `single`: what is fused is single ops, with repeated heads; `normed`: each head of keys has a norm, in single ops.
+    `behind`: positions are what is behind the past of a mask's counts, as in OPT, or of a table, or a count that begins with the past.
     """
     build = Build(flat=flat)
     numbers, away = _positions(build, inputs, rows, window)
+    numbers = _behind(build, behind) if behind else numbers
     tokens = build.op("Gather", "embed.tokens", build.weight("embed.tokens.weight", VOCABULARY, WIDTH), "ids")
     places = build.op("Gather", "embed.positions", build.weight("embed.positions.weight", MOST, WIDTH), numbers)
     h = build.op("Add", "embed", tokens, places)
     for layer in range(layers):
-        h = _layer(build, layer, h, away, fused, single)
+        h = _layer(build, layer, h, away, fused, single, normed)
     head = build.weight("head.weight", WIDTH, VOCABULARY)
     build.nodes.append(helper.make_node("MatMul", [h, head], ["logits"], "head.MatMul"))
     caches = [f"{side}.{layer}" for layer in range(layers) for side in "kv"]
@@ -130,12 +134,35 @@ def _positions(build: Build, inputs: Sequence[str], rows: bool, window: int) -> 
     return numbers, build.op("Where", "mask", seen, none, never)
 
 
-def _layer(build: Build, layer: int, h: str, away: str, fused: bool, single: bool) -> str:
+def _behind(build: Build, of: str) -> str:
+    """The number of each token, as one length for all sequences says it."""
+    past, first = build.op("Shape", "behind", "past_k.0", start=2, end=3), build.axes(0)
+    all_ = build.op("Add", "behind", past, build.op("Shape", "behind", "ids", start=1, end=2))
+    batch, one = build.op("Shape", "behind", "ids", start=0, end=1), build.constant("one", 1)
+    begin, end = (build.op("Squeeze", "behind", size, first) for size in (past, all_))
+    if of == "count":
+        return build.op("Unsqueeze", "behind", build.op("Range", "behind", begin, end, one), first)
+    if of == "table":
+        table = build.op("Range", "behind", build.constant("zero", 0), end, one)
+        part = build.op("Slice", "behind", table, past, build.constant("no_end", [2**63 - 1]), first)
+        return build.op("Unsqueeze", "behind", part, first)
+    mask = build.op("Expand", "behind", one, build.op("Concat", "behind", batch, all_, axis=0))
+    counts = build.op("Sub", "behind", build.op("CumSum", "behind", mask, one), one)
+    return build.op(
+        "Slice", "behind", counts, past, build.constant("no_end", [2**63 - 1]), build.axes(1), build.axes(1)
+    )
+
+
+def _layer(build: Build, layer: int, h: str, away: str, fused: bool, single: bool, normed: bool) -> str:
     """Attention over the cache, and two linears."""
     path = f"layers.{layer}"
     inside, kept = f"{path}.attention", WIDTH // 2 if fused else WIDTH
     rows = [build.linear(f"{path}.{name}", h, WIDTH, WIDTH if name == "q" else kept) for name in "qkv"]
     query, key, value = (build.heads(f"{path}.{name}", one) for name, one in zip("qkv", rows, strict=True))
+    if normed:
+        norm, two = f"{path}.k_norm", build.constant("two", np.float32(2))
+        mean = build.op("ReduceMean", norm, build.op("Pow", norm, key, two), build.axes(-1))
+        key = build.op("Div", norm, key, build.op("Sqrt", norm, mean))
     keys, values = f"present_k.{layer}", f"present_v.{layer}"
     for side, new in (("k", key), ("v", value)):
         ends = [f"past_{side}.{layer}", new], [f"present_{side}.{layer}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,14 @@ def test_stages_of_a_pipeline_are_refused(tmp_path: Path) -> None:
         analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
 
 
-@pytest.mark.parametrize("form", [{"window": 3}, {"single": True}, {"single": True, "flat": True}])
-def test_attention_that_is_not_fused_has_each_head_on_two_ranks(form: dict[str, Any], tmp_path: Path) -> None:
+FORMS: tuple[dict[str, Any], ...] = (
+    *({"window": 3}, {"single": True}, {"single": True, "flat": True}),
+    *({"normed": True}, {"normed": True, "window": 3}),
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_of_other_forms_has_each_head_on_two_ranks(form: dict[str, Any], tmp_path: Path) -> None:
     model = decoder(fused=True, **form)
     onnx.save(model, tmp_path / "model.onnx")
     (tmp_path / "plan.yaml").write_text(f"ranks: 4\nmesh: {{tp: 4}}\n{TENSOR}{GENERATE}")
@@ -155,6 +162,22 @@ def test_a_proposal_repeats_heads_and_says_what_their_caches_cost(stages: int, w
     if stages == 1:  # what eight ranks make of such heads is shown above
         alone = Unsharded(model)
         assert answers(tmp_path / "build") == [alone.tokens(*one) for one in zip(PROMPTS, COUNTS, strict=True)]
+
+
+def test_an_imported_plan_repeats_heads_as_a_proposal_does(tmp_path: Path) -> None:
+    """Its words are those of a `tp_plan`; the plan repeats no heads where it makes no tokens."""
+    onnx.save(decoder(fused=True), tmp_path / "model.onnx")
+    styles = {**dict.fromkeys(("q", "k", "v", "up"), "colwise"), **dict.fromkeys(("o", "down"), "rowwise")}
+    (tmp_path / "config.json").write_text(json.dumps({f"layers.*.{name}": style for name, style in styles.items()}))
+    given = [str(tmp_path / "model.onnx"), "--from", str(tmp_path / "config.json"), "--tp", "4"]
+    made = CliRunner().invoke(plan_command, [*given, "--generate", "64", "--slots", "2"])
+    assert made.exit_code == 0, made.output
+    assert "# 2 heads of keys and values over 4 ranks: each is repeated" in made.stdout
+    (tmp_path / "plan.yaml").write_text(made.stdout)
+    done = analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
+    assert {cache.shape[1] for cache in done.caches if cache.shape is not None} == {4}
+    assert {event.op_type for event in done.events} == {"AllReduce"}
+    assert 'layers.*.k": colwise' not in CliRunner().invoke(plan_command, given).stdout
 
 
 @pytest.mark.parametrize(("form", "ranks"), [({}, 8), ({"fused": True}, 8)])

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import onnx
+import pytest
+from decoders import Unsharded, decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partc.compiler import compile_model
+from partc.compiler.errors import CompileError
+from partc.runtime import load_local_generator
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.generation.request import Request
 from partc.runtime.generation.slots import Slots
@@ -118,3 +126,28 @@ def test_slots_that_are_dealt_out_are_read_at_once() -> None:
     step = running.next()
     assert step is not None
     assert (step.slots, step.tokens[:, 0].tolist()) == ([0, 2], [0, 2])
+
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
+
+
+def answers(model: onnx.ModelProto, slots: int, folder: Path) -> list[list[int]]:
+    """What a model makes of the prompts at once."""
+    onnx.save(model, folder / "model.onnx")
+    (folder / "plan.yaml").write_text(f"ranks: 1\ngenerate: {{slots: {slots}, length: 32, chunk: 4}}\n")
+    compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
+    with load_local_generator(folder / "build", threads=1) as generator:
+        return [one.tokens for one in generator.run([Request(prompt, max_tokens=9) for prompt in PROMPTS])]
+
+
+def test_positions_that_a_mask_counts_are_those_of_each_sequence(tmp_path: Path) -> None:
+    model = decoder(behind="mask")
+    assert answers(model, 3, tmp_path) == [Unsharded(model).tokens(prompt, 9) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("behind", "op"), [("table", "Slice"), ("count", "Range")])
+def test_positions_behind_one_length_are_of_one_slot(behind: str, op: str, tmp_path: Path) -> None:
+    model = decoder(behind=behind)
+    with pytest.raises(CompileError, match=rf"{op} 'behind\..* takes one length for all sequences, and 'slots' is 3"):
+        answers(model, 3, tmp_path)
+    assert answers(model, 1, tmp_path) == [Unsharded(model).tokens(prompt, 9) for prompt in PROMPTS]

@@ -223,7 +223,10 @@ BAD = {
     ),
     "a search": ("a.yaml", "tensor_model_parallel_size: 2\n", ("--ranks", "2"), "--from is for a proposal of given degrees"),
     "targets": ("a.yaml", "tensor_model_parallel_size: 2\n", ("--target", "auto"), "--target is not for a plan that is imported"),
-    "tokens": ("a.yaml", "tensor_model_parallel_size: 2\n", ("--generate", "64"), "--generate is for a plan that is not there yet"),
+    "tokens of a training": (
+        "a.yaml", "tensor_model_parallel_size: 2\nlr: 0.1\n", ("--generate", "64"),
+        "--generate: a.yaml has a training, and a plan that generates has none\n  help: leave out --generate or --from",
+    ),
     "a bad layout": ("a.json", '{"parallel_layout_item": {"w": {"dev_matrix": "2"}}}', (), "the layout of 'w'"),
 }  # fmt: skip
 

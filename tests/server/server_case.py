@@ -67,7 +67,7 @@ class Client:
         status, _, found = self.request("POST", path, json.dumps(body).encode())
         return status, json.loads(found)
 
-    def complete(self, prompt: list[int] | str, **options: Any) -> dict[str, Any]:
+    def complete(self, prompt: list[Any] | str, **options: Any) -> dict[str, Any]:
         """The choice of an answer."""
         status, found = self.post("/v1/completions", {"prompt": prompt, **options})
         assert status == 200, found

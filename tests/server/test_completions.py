@@ -69,6 +69,24 @@ def test_a_prompt_is_continued_as_ids_and_as_text(server: LocalServer, tokens: l
     assert server.get("/health") == (200, {"status": "ok"})
 
 
+def test_what_clients_of_the_api_send_by_themselves_is_taken(server: LocalServer, tokens: list[int]) -> None:
+    """One prompt as a list, fields that are null, those that change no answer, and an answer's message as their record of it has it."""
+    assert server.complete([PROMPT], max_tokens=3)["token_ids"] == tokens[:3]
+    assert server.complete([text_of(PROMPT)], max_tokens=3)["token_ids"] == tokens[:3]
+    unset = dict.fromkeys(("logit_bias", "n", "stop", "stream_options", "suffix", "store", "reasoning_effort", "user"))
+    labels = {"metadata": {"run": "a"}, "safety_identifier": "me", "prompt_cache_key": "k", "service_tier": "auto"}
+    tools = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "modalities": ["text"]}
+    empty = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", **empty}]
+    messages.append({"role": "user", "content": "a", "name": None})  # type: ignore[dict-item]
+    status, found = server.post(CHAT, {"messages": messages, "max_completion_tokens": 9, **unset, **labels, **tools})
+    assert (status, found.get("error")) == (200, None)
+    assert found["choices"][0]["message"]["content"] == server.complete("uhiayouaA", max_tokens=9)["text"]
+    assert server.get("/v1/models/model.onnx") == (200, server.get("/v1/models")[1]["data"][0])
+    status, refused = server.get("/v1/models/other")
+    assert (status, refused["error"]["code"]) == (404, "model_not_found")
+
+
 def test_a_stream_has_the_same_text_in_shards(server: LocalServer, tokens: list[int]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 40, "stream_options": {"include_usage": True}}
     with server.streaming(COMPLETIONS, body) as events:
@@ -122,7 +140,10 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         ({"prompt": [1] * 128}, 400, "at least one is the answer's"),
         ({"prompt": [1, VOCABULARY]}, 400, f"{VOCABULARY} is not a token"),
         ({"prompt": [1, -1]}, 400, "-1 is not a token"),
-        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": [True]}, 400, "'prompt' is a text, or a list of token ids"),
+        ({"prompt": ["a", "b"]}, 400, "'prompt' has 2 prompts; send a request for each"),
+        ({"prompt": [PROMPT, PROMPT]}, 400, "'prompt' has 2 prompts"),
+        ({"prompt": PROMPT, "store": True}, 400, "'store' is true"),
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "asks for 0 tokens"),
         ({"prompt": PROMPT, "max_tokens": 124}, 400, "129"),
         ({"prompt": PROMPT, "temperature": -0.5}, 400, "temperature is -0.5"),

@@ -2,6 +2,7 @@
 
 Shape(past)[axis]                            ->  max(position)
 Unsqueeze(Range(0, tokens) + past, [0, ..])  ->  Unsqueeze(rows, [..]), rows = position + min(Range(0, tokens), count - 1)
+Slice(table [batch, past + tokens], past, ..)  ->  GatherElements(table, rows), where a model counts its mask, as OPT
 what else is made of these, a bias       ->  made of rows, with the batch as its first dim (`lifted_rows.py`)
 position_ids [batch, tokens]                 ->  rows
 attention_mask [batch, past + tokens]        ->  1 for the entries before position + tokens
@@ -11,6 +12,7 @@ Tokens that are not meant have the position of the last one that is, so that non
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -25,6 +27,8 @@ POSITION, COUNT = "position", "count"
 """Inputs [slots] that a step is given beside the model's."""
 MASK, ROWS = "attention_mask", "position_ids"
 """Inputs by the names that exporters give them."""
+_NO_END = 2**31 - 1
+"""From here on the end of a Slice is that of the tensor."""
 _COPIES = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 
 
@@ -82,6 +86,15 @@ class Positions:
 
     def give_rows(self) -> None:
         """Gives every sequence the numbers of its own tokens, where an export counts from one length for all."""
+        for node in [node for node, axis in self._behind() if axis == 1 and self.ranks.get(node.outputs[0]) == 2]:
+            build = self.build
+            slots = build.op("slots", "Shape", [self.ids], start=0, end=1)
+            sizes = build.op("sizes", "Concat", [slots, self.length], axis=0)
+            entries = build.op("of_each", "Expand", [node.inputs[0], sizes])
+            made = build.op("of_rows", "GatherElements", [entries, self._rows_of(self._steps())], axis=1)
+            build.put(before=node)
+            ir.convenience.replace_all_uses_with(node.outputs[0], made)
+            build.graph.remove(node, safe=True)
         for node, steps, axes in [*self._rows()]:
             counted = node.outputs[0]
             lifting = Lifting(self.build, self.ranks)
@@ -102,7 +115,8 @@ class Positions:
     @property
     def one_length(self) -> bool:
         """Whether a node takes the longest sequence's length for that of each, once rows are given; CompileError with several slots."""
-        node = next((node for node, *_ in self._rows()), None)
+        counting = (node for node, *_ in self._rows())
+        node = next(itertools.chain(counting, (node for node, _ in self._behind()), self._from_past()), None)
         if node is not None and self.rules.slots > 1:
             fact = f"{node.op_type} '{node.name}' takes one length for all sequences, and 'slots' is {self.rules.slots}"
             help_ = "export the model with an input 'position_ids', or write slots: 1"
@@ -116,6 +130,26 @@ class Positions:
             steps = [found for value in node.inputs if value is not None and (found := _steps(value))]
             if len(steps) == 1 and any(value in lengths for value in node.inputs):
                 yield node, *steps[0]
+
+    def _behind(self) -> Iterator[tuple[ir.Node, int]]:
+        """The nodes that read what is behind the past, as one length, of other tensors, with the axis; -1 where it is not the last part."""
+        lengths = copies_of(self.past)
+        for node in [node for node in self.build.graph if node.op_type == "Slice" and node.inputs[1] in lengths]:
+            ends, axes, steps = (constant_of(value) for value in (*node.inputs[2:5], None, None)[:3])
+            is_rest = ends is not None and ends[0] >= _NO_END and (steps is None or steps[0] == 1)
+            yield node, axes[0] if is_rest and axes is not None and len(axes) == 1 else -1
+
+    def _from_past(self) -> Iterator[ir.Node]:
+        """The nodes that count from one length on."""
+        lengths = copies_of(self.past)
+        yield from (node for node in self.build.graph if node.op_type == "Range" and node.inputs[0] in lengths)
+
+    def _steps(self) -> ir.Value:
+        """The numbers of a step's tokens."""
+        zero, one, first = (self.build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0])))
+        return self.build.op(
+            "steps", "Range", [zero, self.build.op("count_of_tokens", "Squeeze", [self.tokens, first]), one]
+        )
 
     def _rows_of(self, steps: ir.Value) -> ir.Value:
         """The position of each token [slots, tokens]; `steps`: their numbers within the step."""
@@ -135,10 +169,7 @@ class Positions:
             build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0]), ("axis", [1]))
         )
         if ROWS in inputs:
-            steps = build.op(
-                "steps", "Range", [zero, build.op("count_of_tokens", "Squeeze", [self.tokens, first]), one]
-            )
-            self._instead(inputs[ROWS], self._rows_of(steps))
+            self._instead(inputs[ROWS], self._rows_of(self._steps()))
         if MASK in inputs:
             entries = build.op(
                 "entries", "Range", [zero, build.op("count_of_entries", "Squeeze", [self.length, first]), one]

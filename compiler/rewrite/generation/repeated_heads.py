@@ -43,7 +43,7 @@ _REPEATED = "partc.repeated_heads"
 """Key of a tensor's meta: the tensor with its heads repeated, by dim, heads and number."""
 _COUNTS = {"MatMulNBits": "N", "RotaryEmbedding": "num_heads"}
 """The attribute that counts heads, or columns, by op whose local form only divides it."""
-_PLAIN = ("Concat", "Gather", "Gemm", "Reshape", "Slice")
+_PLAIN = ("Concat", "Gather", "Gemm", "ReduceMean", "Reshape", "Slice")
 """Ops whose rule rewrites a node, but not along a dim that only passes; a Reshape gets another target."""
 
 
