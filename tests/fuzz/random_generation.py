@@ -22,8 +22,7 @@ import onnx
 
 sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()])
 
-from decoders import VOCABULARY, Unsharded, decoder
-from masked_decoders import CAUSAL, OTHER, with_mask
+from decoders import CAUSAL_FORMS, OTHER_MASKS, VOCABULARY, Unsharded, decoder, with_mask
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
 from partc.runtime import Request, load_local_generator
@@ -47,7 +46,7 @@ class Case:
             "flat": random.random() < 0.15,
             "rows": random.random() < 0.85,
         }
-        self.mask = random.choice(CAUSAL + OTHER) if random.random() < 0.5 else ""
+        self.mask = random.choice(CAUSAL_FORMS + OTHER_MASKS) if random.random() < 0.5 else ""
         self.length = random.randint(8, 90)
         self.slots = random.choice((1, 1, 2, 4, 6))
         self.chunk = random.randint(1, min(20, self.length))

@@ -5,7 +5,7 @@
 
 A case is a network of `staged_networks.py` with several outputs, some turned so that records lie along another dim, on stages of one rank
 or two (tensor parallel, data parallel); outputs go to one rank, stay with their producer, or stay sharded. Batches of unlike
-sizes, where records have positions also of one and none, must give the numbers of the unsharded model, and `partc check` must accept the
+sizes, where records have positions also of one, must give the numbers of the unsharded model, and `partc check` must accept the
 artifact. What is refused is counted by its reason.
 """
 
@@ -111,9 +111,8 @@ def _equal(proto: onnx.ModelProto, plan: str, net: Network, build: Path) -> None
     if found := check_artifact(build):
         raise pool.Wrong("refused by check", "\n".join(map(str, found[:4])))
     with load_local(build) as ranks:
-        for records, length in ((RECORDS, LENGTH), (3 * RECORDS, 5), (RECORDS, 1), (RECORDS, 0))[
-            : 4 if net.positions else 2
-        ]:
+        sizes = ((RECORDS, LENGTH), (3 * RECORDS, 5), (RECORDS, 1))
+        for records, length in sizes if net.positions else sizes[:2]:
             given = {name: batch(net, records, records, 0, length)[name] for name in _inputs(net)}
             want, have = whole_outputs(proto, given), ranks(given)
             assert set(have) == set(want)

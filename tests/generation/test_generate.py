@@ -12,8 +12,7 @@ import onnx
 import pytest
 from dealt import dealt
 from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, REPLICAS, recording, requests
-from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
-from masked_decoders import with_mask
+from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder, with_mask
 from partc.cli.main import invoke
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
