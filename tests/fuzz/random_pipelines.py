@@ -4,10 +4,10 @@
     python tests/fuzz/random_pipelines.py --case 17 --seed 1       one, with its model and its plan
 
 A case is a network of `staged_networks.py`, its nodes on stages (a chain, a loop, a V, any DAG; by placement or named) of one rank or two
-(tensor parallel, data parallel, ZeRO), a schedule by name or as rows, a limit of memory, what is recomputed, a loss and an
-optimizer; a few take statistics of microbatches, as one rank then does, too. Two steps must give the losses and all tensors that one rank
-gives without microbatches, in float32 or, where rounding is larger there, in float64, and `partc check` must accept the artifact.
-What is refused is counted by its reason.
+(tensor parallel, data parallel, ZeRO), a schedule by name or as rows, a limit of memory, what is recomputed, a loss and an optimizer, what
+some parameters have of their own; a few take statistics of microbatches, as one rank then does, too. Two steps must give the losses and
+all tensors that one rank gives without microbatches, in float32 or, where rounding is larger there, in float64, and `partc check` must
+accept the artifact. What is refused is counted by its reason.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ class Case:
     @property
     def linear(self) -> bool:
         """Whether an update is linear in the gradients."""
-        return "clip: {value" not in self.training and any(
-            f"type: {name}," in self.training for name in ("sgd", "momentum", "nesterov")
-        )
+        kinds = re.findall(r"optimizer: {type: (\w+)", self.training)
+        return "clip: {value" not in self.training and {*kinds} <= {"sgd", "momentum", "nesterov"}
 
     @property
     def whole(self) -> str:
@@ -136,7 +135,25 @@ def drawn(
     named += f", memory: {chance.choice(LIMITS)}" if chance.random() < 0.3 else ""
     rows = chance.random() < 0.2
     named += _recomputed(chance, net)
+    training += _own(chance, net)
+    if chance.random() < (0.5 if inside == "zero" else 0.1):
+        training += f"  bucket_mb: {chance.choice(['0.0001', '0.0004', '0.001'])}\n"
     return Case(net, f"ranks: {size}\n{head}", training, count, schedule, rows, ignored, named, statistics)
+
+
+def _own(chance: random.Random, net: Network) -> str:
+    """A line of the training: what some parameters have of their own; often none."""
+    if chance.random() < 0.6:
+        return ""
+    ways = [
+        "frozen: true",
+        "lr: 0.25",
+        "weight_decay: 0.2",
+        "weight_decay: 0",
+        f"optimizer: {{{chance.choice(OPTIMIZERS[4:])}}}",
+    ]
+    some = chance.sample([*net.weights], chance.randint(1, max(1, len(net.weights) - 1)))
+    return f"  parameters: {{{', '.join(f'{name}: {{{chance.choice(ways)}}}' for name in some)}}}\n"
 
 
 def _recomputed(chance: random.Random, net: Network) -> str:

@@ -4,8 +4,9 @@
     python tests/fuzz/random_streams.py --case 17 --seed 1       one, with its model and its plan
 
 A case is a network of `staged_networks.py` with several outputs, some turned so that records lie along another dim, on stages of one rank
-or two (tensor parallel, data parallel); outputs go to one rank, stay with their producer, or stay sharded. Two batches of unlike sizes
-must give the numbers of the unsharded model, and `partc check` must accept the artifact. What is refused is counted by its reason.
+or two (tensor parallel, data parallel); outputs go to one rank, stay with their producer, or stay sharded. Batches of unlike
+sizes, where records have positions also of one, must give the numbers of the unsharded model, and `partc check` must accept the
+artifact. What is refused is counted by its reason.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from partc.runtime import load_local
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.errors import PartcError
 from random_pipelines import RECORDS, _placed, reason
-from staged_networks import Network, batch, grown
+from staged_networks import LENGTH, Network, batch, grown
 
 SECONDS = 30.0
 CLOSE = 2e-5
@@ -110,12 +111,13 @@ def _equal(proto: onnx.ModelProto, plan: str, net: Network, build: Path) -> None
     if found := check_artifact(build):
         raise pool.Wrong("refused by check", "\n".join(map(str, found[:4])))
     with load_local(build) as ranks:
-        for records in (RECORDS, 3 * RECORDS):
-            given = {name: batch(net, records, records, 0)[name] for name in _inputs(net)}
+        sizes = ((RECORDS, LENGTH), (3 * RECORDS, 5), (RECORDS, 1))
+        for records, length in sizes if net.positions else sizes[:2]:
+            given = {name: batch(net, records, records, 0, length)[name] for name in _inputs(net)}
             want, have = whole_outputs(proto, given), ranks(given)
             assert set(have) == set(want)
             for name, value in want.items():
-                same(have[name], value, f"{records} records: {name}", CLOSE, CLOSE)
+                same(have[name], value, f"{records} records, {length} positions: {name}", CLOSE, CLOSE)
 
 
 if __name__ == "__main__":

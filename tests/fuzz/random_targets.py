@@ -43,7 +43,7 @@ class TargetCase(Case):
         text = super().plan(rows or ())
         if self.plain:
             text = text[: text.index("pipeline:")]
-        text = text.replace("optimizer: {", f"optimizer: {{target: {self.optimizer}, ") if self.optimizer else text
+        text = text.replace("optimizer: {", f"optimizer: {{target: {self.optimizer}, ", 1) if self.optimizer else text
         return f"{self.targets}{text}"
 
 
@@ -57,7 +57,7 @@ def targeted(chance: random.Random, case: Case) -> TargetCase:
     plain = chance.random() < 0.4 and not case.statistics and "stages" not in case.more and not case.accumulate
     optimizer = chance.choice(["", "", "cpu", "cuda"])
     said = {one.name: getattr(case, one.name) for one in fields(case)}
-    late = _late(chance, [*case.net.weights])
+    late = _late(chance, [*case.net.weights]) if "parameters:" not in case.training else ""
     said |= {"training": case.training + late, "taken": 4 if late else 2, "evaluates": chance.random() < 0.5}
     if plain:
         said |= {"count": 1, "more": "", "rows": False}

@@ -52,21 +52,24 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of some heads, causal or not, written out or by torch's own function."""
+    """Self-attention of some heads, causal or not, written out or by torch's own function; keys may have fewer heads than queries."""
 
-    def __init__(self, width: int, heads: int, causal: bool, fused: bool) -> None:
+    def __init__(self, width: int, heads: int, of_keys: int, causal: bool, fused: bool) -> None:
         super().__init__()
-        self.heads, self.causal, self.fused = heads, causal, fused
+        self.times, self.size, self.causal, self.fused = heads // of_keys, width // heads, causal, fused
         self.norm = nn.LayerNorm(width, eps=1e-2)
-        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-        self.v, self.o = nn.Linear(width, width), nn.Linear(width, width)
+        less = width // self.times
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, less, bias=False)
+        self.v, self.o = nn.Linear(width, less), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        q, k, v = (layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(h).unflatten(2, (-1, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         if self.fused:
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.times > 1)
         else:
+            if self.times > 1:
+                k, v = (one.repeat_interleave(self.times, dim=1) for one in (k, v))
             scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
             if self.causal:
                 seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
@@ -138,6 +141,17 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.drop(torch.tanh(self.linear(torch.tanh(self.linear(x)))))
+
+
+class Shared(nn.Module):
+    """A layer of another block, and a bias of its own."""
+
+    def __init__(self, width: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.bias = linear, nn.Parameter(torch.randn(width) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) + self.bias)
 
 
 class Stopped(nn.Module):
@@ -295,7 +309,7 @@ def _flat(chance: random.Random, width: int, most: int, statistics: bool) -> lis
     made: list[nn.Module] = []
     for _ in range(chance.randint(1, most)):
         kind = chance.choice(
-            ["mlp", "mlp", "mlp", "scale", "twice", "linear", "stopped", "stopped", *(["bn"] * statistics)]
+            ["mlp", "mlp", "mlp", "scale", "twice", "linear", "shared", "stopped", "stopped", *(["bn"] * statistics)]
         )
         match kind:
             case "mlp":
@@ -306,6 +320,10 @@ def _flat(chance: random.Random, width: int, most: int, statistics: bool) -> lis
                 made.append(Twice(width))
             case "linear":
                 made.append(nn.Linear(width, width))
+            case "shared":
+                known = [one for block in made for one in block.modules() if isinstance(one, nn.Linear)]
+                fitting = [one for one in known if one.in_features == one.out_features]
+                made.append(Shared(width, chance.choice(fitting) if fitting else nn.Linear(width, width)))
             case "stopped":
                 what = chance.choice(["input", "data", "weight", "block", "straight through"])
                 made.append(Stopped(width, what))
@@ -340,7 +358,8 @@ def _tokens(chance: random.Random) -> Network:
     for _ in range(chance.randint(1, 2)):
         kind = chance.random()
         if kind < 0.4:
-            blocks.append(Attention(width, chance.choice([2, 3, 6]), chance.random() < 0.6, chance.random() < 0.4))
+            heads, of_keys = chance.choice([(2, 2), (3, 3), (6, 6), (2, 1), (3, 1), (6, 3), (6, 2)])
+            blocks.append(Attention(width, heads, of_keys, chance.random() < 0.6, chance.random() < 0.4))
         elif kind < 0.8:
             blocks.append(Multihead(width, chance.choice([2, 3, 6]), chance.random() < 0.6, chance.random() < 0.5))
         blocks += _flat(chance, width, 1, False)

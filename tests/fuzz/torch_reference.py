@@ -224,8 +224,8 @@ class Reference:
         return float(self.criterion(y, labels))
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Parameters and running statistics, by name."""
-        found = self.module.state_dict().items()
+        """Parameters and running statistics, by the first of their names."""
+        found = (*self.names.items(), *self.module.named_buffers())
         return {name: one.detach().double().numpy().copy() for name, one in found if one.is_floating_point()}
 
 

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from dealt import dealt
 from decoder_layouts import COUNTS, LAYOUTS, PROMPTS, REPLICAS, recording, requests
-from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder
+from decoders import HEADS, SIZE, VOCABULARY, Unsharded, decoder, with_mask
 from partc.cli.main import invoke
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_model
@@ -368,11 +368,10 @@ def test_wrong_plans_are_named(keys: str, fact: str, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_length_with_a_mask_of_later_tokens_is_refused(fused: bool, tmp_path: Path) -> None:
-    model = decoder(rows=False, fused=fused)
-    seen = next(node for node in model.graph.node if node.op_type == "LessOrEqual")
-    seen.input[1] = seen.input[0]  # of a prompt in chunks the tokens are others than of all at once
-    onnx.save(model, tmp_path / "model.onnx")
+@pytest.mark.parametrize(("mask", "window"), [("all", 0), ("prefix", 0), ("prefix", 5), ("far", 0)])
+def test_a_mask_of_later_tokens_is_refused(mask: str, window: int, fused: bool, tmp_path: Path) -> None:
+    """Of a prompt in chunks the tokens are others than of all at once."""
+    onnx.save(with_mask(decoder(rows=False, fused=fused, window=window), mask), tmp_path / "model.onnx")
     (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 1, length: 64, chunk: 8}\n")
     with pytest.raises(CompileError, match=r"layers\.0\.attention.*a token sees later ones"):
         compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")

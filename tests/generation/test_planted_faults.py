@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from decoder_layouts import LAYOUTS
+from decoder_layouts import LAYOUTS, STAGES
 from decoders import decoder
 from mutated import change_file, rewrite_raw, texts
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 from partc.compiler.pipeline import compile_model
+from partc.runtime.checker.check import check
 
 Change = Callable[[ModelProto], None]
 APPENDS = ("TensorScatter", "GroupQueryAttention")
@@ -162,3 +163,14 @@ def test_caches_without_a_generation_or_a_prefill(built: dict[str, Path], tmp_pa
     assert "its programs are decode; tokens are made by 'decode' and 'prefill'" in texts(tmp_path / "build")
     rewrite_raw(tmp_path / "build", lambda data: data.update(generation=None))
     assert "ranks keep the cache 'past_k.0', and the manifest has no generation" in texts(tmp_path / "build")
+
+
+def test_ranks_that_read_sizes_alone_are_proven_to_have_the_same_caches(tmp_path: Path) -> None:
+    """The second stage is given no ids, and both of its ranks have whole caches."""
+    onnx.save(decoder(flat=True), tmp_path / "model.onnx")
+    stages = STAGES.format(first="[0, 1]", second="[2, 3]")
+    cuts = 'sharding: {"layers.*.up": colwise, "layers.*.down": rowwise}\n'
+    (tmp_path / "plan.yaml").write_text(f"ranks: 4\n{cuts}{stages}generate: {{length: 20, chunk: 5}}\n")
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    found = check(tmp_path / "build")
+    assert (found.violations, found.state.copies) == ([], 4)

@@ -231,14 +231,14 @@ def grown(chance: random.Random, statistics: bool = False) -> Network:
     return net
 
 
-def batch(net: Network, seed: int, records: int, ignored: int) -> dict[str, np.ndarray]:
+def batch(net: Network, seed: int, records: int, ignored: int, length: int = LENGTH) -> dict[str, np.ndarray]:
     """Numbers for all that a network may read; of the first `ignored` records no label counts, and of others few."""
     rng = np.random.default_rng(seed)
-    sizes = (records, LENGTH) if net.positions else (records,)
+    sizes = (records, length) if net.positions else (records,)
     label = rng.integers(0, CLASSES, sizes)
     label[:ignored] = -1
     label[ignored:][rng.random(label[ignored:].shape) < 0.3] = -1
-    label.reshape(-1)[-1] = 2
+    label.reshape(-1)[-1:] = 2
     return {
         "x": rng.normal(size=(*sizes, IN)).astype(np.float32),
         "ids": rng.integers(0, ROWS, sizes),

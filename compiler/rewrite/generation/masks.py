@@ -24,8 +24,8 @@ from partc.compiler.rewrite.generation.positions import COUNT, Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
 
 MOST = 8192
-_AWAY = -1e4
-"""What is added to scores that do not count is at most this."""
+_AWAY, _NEAR = -1e4, -100.0
+"""What is added to scores that do not count is at most the first, and to those that do more than the second."""
 _SCALING, _MOVING = ("Add", "Div", "Mul", "Where"), ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 _OF_CACHE = (*_MOVING, "Mul", "Slice", "Transpose")
 
@@ -44,24 +44,24 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
     if nodes is None:
         return Sight.UNKNOWN
     run, width = _evaluator(graph, nodes, mask, positions), form.tokens
-    every = range(0, form.rules.length, width)
+    every, causal = range(0, form.rules.length, width), True
     for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
         found = run(some, width)
         if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
             found = found[:, :, 0]
         found = found.reshape(*[1] * (4 - found.ndim), *found.shape)  # the same of every head, and of every sequence
         found = ~found if hides and found.dtype == np.bool_ else found
-        seen = found if found.dtype == np.bool_ else found == 0
-        if found.dtype != np.bool_ and not (seen | (found <= _AWAY)).all():
-            return Sight.UNKNOWN
+        seen = found if found.dtype == np.bool_ else found > _NEAR
         entries, tokens = np.arange(max(some) + width), np.arange(width)
         wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
-        if seen.ndim != 4 or seen.shape[-1] != len(entries) or seen.shape[0] not in (1, form.rows):
+        fits = seen.ndim == 4 and seen.shape[-1] == len(entries) and seen.shape[2] in (1, width)
+        if not fits or seen.shape[0] not in (1, form.rows):
             return Sight.UNKNOWN
-        if seen.shape[2] not in (1, width) or not (seen == wanted).all():
-            is_later = seen.shape[2] in (1, width) and (seen & ~wanted).any()
-            return Sight.LATER if is_later else Sight.UNKNOWN
-    return Sight.CAUSAL
+        if (seen & ~wanted).any():
+            return Sight.LATER
+        exact = found.dtype == np.bool_ or ((found == 0) | (found <= _AWAY)).all()
+        causal = causal and bool(exact) and bool((seen == wanted).all())
+    return Sight.CAUSAL if causal else Sight.UNKNOWN
 
 
 def _given(positions: Positions) -> tuple[ir.Value, ...]:

@@ -38,7 +38,7 @@ from partc.runtime.artifact.format import (
     Collective,
     Manifest,
 )
-from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
+from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, metadata_of, node_title, path_of
 from partc.runtime.checker.across import place_rules
 from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
 from partc.runtime.checker.across.rank_shards import Layout, layout_of
@@ -48,6 +48,8 @@ from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _BOX = re.compile(r"\[([\d:, ]*)\]$")
+_REPEATED = re.compile(r"\.recomputed(?=(\.\d+)?$)")
+"""What the name of a value that is computed again has beside that of the kept one; the number of the microbatch is behind it."""
 
 
 class Partiality(Enum):
@@ -67,6 +69,8 @@ class _File:
     sizes: dict[str, Sizes]
     places: dict[str, Places] = field(default_factory=dict)
     kinds: dict[str, Partiality] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    """By a value that is computed again the name under which other ranks keep it."""
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
@@ -100,6 +104,8 @@ class _Places:
         for file in self.files.values():
             self._begin(file)
             for node in file.model.graph.node:
+                if is_recomputed(node):
+                    file.kept |= {name: _REPEATED.sub("", name) for name in node.output}
                 self._place(file, node)
             self._end(file)
         changed = True
@@ -163,12 +169,14 @@ class _Places:
         """Sharded nodes must be identical on all ranks that run them; only constants they read may differ.
 
         One that runs wherever it is read does so on several groups, and may be another one on each. What one group computes another one may
-        have by a reshard, whose last node makes the same name, and has a name of its own.
+        have by a reshard, whose last node makes the same name, and has a name of its own. What one group keeps another one may compute
+        again.
         """
         if any(entry.key == RULE and entry.value in FOLLOWING for entry in node.metadata_props):
             return
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in node.attribute))
-        own = (node.op_type, tuple(node.input), tuple(node.output), attributes)
+        inputs = tuple(file.kept.get(name, name) for name in node.input)
+        own = (node.op_type, inputs, tuple(node.output), attributes)
         first, there = self.nodes.setdefault((node.name, node.output[0]), (file.name, own))
         if there != own:
             parts = zip(("op", "inputs", "outputs", "attributes"), there, own, strict=True)

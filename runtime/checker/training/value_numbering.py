@@ -4,7 +4,7 @@ A value's number is that of what made it:
 
     state             the tensor and the shard: equal before the step
     a gradients' sum  its class: those of one class are equal, and two classes may differ
-    input             its name and the shard that the rank reads
+    input             its name and the shard that the rank reads; of one that is not given, since only its sizes are read, its type
     weight            its bytes; of a constant that differs by rank those that it has there
     Recv, Identity    the number of what was sent
     Shape, Size       where the file tells the input's shape, its dims: shards of another place, but as large, have one shape
@@ -116,6 +116,9 @@ class Numbering:
         for record in self.manifest.state:
             if rank in record.ranks:
                 numbers[record.value] = self._number("state", record.tensor, str(record.shard(rank)))
+        for value in graph.input:
+            if value.name not in numbers:
+                numbers[value.name] = self._number("sized", value.type.SerializeToString(deterministic=True))
 
     def _run(self) -> bool:
         """Numbers all values; False if a rank waits for a message that never comes."""
