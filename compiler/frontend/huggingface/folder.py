@@ -50,11 +50,21 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         names = DimNames({}, set(), position_symbols(module, inputs))
         opset = OPSET_WITH_CACHE if cache else OPSET
         model = export(module, inputs, None, names, outputs, where, recorder, opset)
+    lost = list[str]()
     for name, value in model.graph.initializers.items():
         if name in weights.tensors:
             value.const_value = weights.tensors[name]
         elif name in buffers:
             value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
+        elif getattr(getattr(value.const_value, "raw", None), "is_meta", False):
+            lost.append(name)
+    if lost:
+        kind = type(module).__name__
+        fact = (
+            f"torch exports {first_of(lost)} of {kind} without their numbers, which its code makes where no weights are"
+        )
+        help_ = f"write a model.py with `model = transformers.{kind}.from_pretrained({str(path)!r})`, and compile that"
+        raise CompileError(Problem(where, fact, help=help_))
     told = []
     if unread := weights.unread:
         told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(unread)}")
