@@ -87,7 +87,7 @@ def _over_mpi(case: Case, prompts: Sequence[Request], count: int) -> list[list[i
     """The same by `partc generate`, through files as a user would."""
     from partc.cli.job.job import GenerationJob, Job, Reporting
     from partc.cli.launch.launch import launch
-    from partc.cli.launch.launcher import Hosts
+    from partc.cli.launch.launcher import WITHOUT_MPI, Hosts
     from partc.runtime.files.regular import read_regular
     from partc.runtime.files.writers import new_file
 
@@ -96,7 +96,7 @@ def _over_mpi(case: Case, prompts: Sequence[Request], count: int) -> list[list[i
         out.write("".join(json.dumps(_line(case, k, one)) + "\n" for k, one in enumerate(prompts)).encode())
     generation = GenerationJob(file=str(given), output=str(made), options={"max_tokens": count})
     job = Job(str(case.report.out), generation=generation, reporting=Reporting(quiet=True), devices=case.devices)
-    code = launch(job, case.report.manifest, Hosts(None, None), (), ", or leave out --mpi")
+    code = launch(job, case.report.manifest, Hosts(None, None), (), WITHOUT_MPI)
     if code:
         raise click.exceptions.Exit(code)
     rows = [json.loads(line) for line in read_regular(made).decode().splitlines()]

@@ -60,7 +60,7 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
     import numpy as np
     from partc.cli.job.job import InferenceJob, Job, Reporting
     from partc.cli.launch.launch import launch
-    from partc.cli.launch.launcher import Hosts
+    from partc.cli.launch.launcher import WITHOUT_MPI, Hosts
     from partc.runtime.files.regular import open_regular
     from partc.runtime.files.writers import new_file
 
@@ -74,7 +74,7 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
         reporting=Reporting(quiet=True),
         devices=case.devices,
     )
-    code = launch(job, report.manifest, Hosts(None, None), (), ", or leave out --mpi")
+    code = launch(job, report.manifest, Hosts(None, None), (), WITHOUT_MPI)
     if code:
         raise click.exceptions.Exit(code)
     with open_regular(made) as file, np.load(file) as outputs:

@@ -157,7 +157,7 @@ def _trained(
     """What an artifact, compiled from the user's plan, logs of its steps, and its tensors after the last."""
     import click
     from partc.cli.launch.launch import launch, run_here
-    from partc.cli.launch.launcher import Hosts
+    from partc.cli.launch.launcher import WITHOUT_MPI, Hosts
     from partc.runtime.checkpoint.checkpoint import Checkpoint
 
     out.mkdir()
@@ -177,7 +177,7 @@ def _trained(
     job = Job(folder=str(folder), training=training, reporting=Reporting(quiet=True), trust=True, devices=devices)
     manifest = open_artifact(folder, trust=True).manifest
     code = (
-        launch(job, manifest, Hosts(None, None), (), ", or leave out --mpi")
+        launch(job, manifest, Hosts(None, None), (), WITHOUT_MPI)
         if mpi and manifest.ranks > 1
         else run_here(job, manifest)
     )

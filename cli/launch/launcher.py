@@ -26,6 +26,8 @@ _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
 IN_PROCESS = ", or run all ranks in this process with --in-process"
 """What a command can do without a launcher."""
+WITHOUT_MPI = ", or leave out --mpi"
+"""What `partc verify --mpi` can do."""
 _NO_MPI = """\
 no mpiexec, mpirun or srun found to start the {ranks} ranks
   help: install one with pip install "partc[mpi]"{instead}"""
