@@ -1,4 +1,4 @@
-"""What a message and an AllReduce take between ranks, and how much of an AllReduce goes on beside a computation."""
+"""What messages and collectives take between ranks, and how much of an AllReduce goes on beside a computation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 from partc.cli.machine.kernels import convolutions, products, session_run, timed, undisturbed
-from partc.runtime.artifact.format import ALL_REDUCE, SUM
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SUM
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
 from partc.runtime.artifact.tensors.tensor import aligned
 from partc.runtime.communication.transport import CollectiveArgs, Request, Transport
@@ -19,6 +19,7 @@ _BATCHES = 9
 """Measurements of small messages: within one of them all take as long, but the next may take twice, by where ranks have their cores."""
 _LARGE = 1 << 20
 _TAG = 1
+_COLLECTIVES, _ITEM = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL), 4
 _BESIDE = 1 << 21
 """The bytes of the AllReduce that a computation stands beside."""
 
@@ -65,24 +66,25 @@ def _one_way(transport: Transport, ranks: Sequence[int], size: int, action: Call
     return undisturbed(times[_WARM:]) if times else 0.0
 
 
-def all_reduces(transport: Transport, ranks: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of an AllReduce by bytes, from when all ranks have come to it."""
-    found = {}
+def collectives(transport: Transport, ranks: tuple[int, ...]) -> dict[str, dict[int, float]]:
+    """By op the seconds of a collective by the bytes that each rank gives, from when all ranks have come to it."""
+    found: dict[str, dict[int, float]] = {op: {} for op in _COLLECTIVES}
     for size in SIZES:
-        begin_all = _all_reduce(transport, ranks, size, at_once=True)
-        transport.all_gather_text("")
-        times = []
-        for _ in range(_WARM + _rounds(size)):
-            begin = time.perf_counter()
-            transport.wait(begin_all(), _what)
-            times.append(time.perf_counter() - begin)
-        found[size] = undisturbed(times[_WARM:])
+        for op in _COLLECTIVES:
+            begin_all, given = _collective(transport, op, ranks, size, at_once=True)
+            transport.all_gather_text("")
+            times = []
+            for _ in range(_WARM + _rounds(size)):
+                begin = time.perf_counter()
+                transport.wait(begin_all(), _what)
+                times.append(time.perf_counter() - begin)
+            found[op][given] = undisturbed(times[_WARM:])
     return found
 
 
 def overlap(transport: Transport, ranks: tuple[int, ...], threads: int) -> float:
     """The share of an AllReduce that goes on beside a computation that takes longer than it."""
-    begin_all = _all_reduce(transport, ranks, _BESIDE, at_once=False)
+    begin_all, _ = _collective(transport, ALL_REDUCE, ranks, _BESIDE, at_once=False)
     computed = session_run([sample for kind, sample in products() if kind == "matmul"][-1], threads)
     accompanied = transport.with_progress(computed)
 
@@ -108,12 +110,17 @@ def _time_of(transport: Transport, action: Callable[[], object]) -> float:
     return undisturbed(times[_WARM:])
 
 
-def _all_reduce(transport: Transport, ranks: tuple[int, ...], size: int, at_once: bool) -> Callable[[], Request]:
-    source, target = aligned(size), aligned(size)
+def _collective(
+    transport: Transport, op: str, ranks: tuple[int, ...], size: int, at_once: bool
+) -> tuple[Callable[[], Request], int]:
+    """What begins a collective of which the larger of source and target has so many bytes, whole shards, and the bytes of its source."""
+    shard = size // _ITEM // len(ranks) * _ITEM
+    given, taken = (shard if op == small else shard * len(ranks) for small in (ALL_GATHER, REDUCE_SCATTER))
+    source, target = aligned(given), aligned(taken)
     source.view(np.float32)[:] = 1
-    return transport.prepare(
-        CollectiveArgs(ALL_REDUCE, ranks, _TAG, source, target, BY_NAME["float"], SUM, at_once=at_once)
-    )
+    reduce = SUM if op in (ALL_REDUCE, REDUCE_SCATTER) else ""
+    args = CollectiveArgs(op, ranks, _TAG, source, target, BY_NAME["float"], reduce, at_once=at_once)
+    return transport.prepare(args), given
 
 
 def _rounds(size: int) -> int:

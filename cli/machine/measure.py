@@ -20,7 +20,7 @@ from partc.cli.output import console
 from partc.cli.simulation.step import chosen_sizes
 from partc.compiler.cost.machine import Curve, Link, Machine, Processor
 from partc.compiler.cost.machine_file import machine_text
-from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.format import ALL_REDUCE, CPU
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.errors import RankError, UsageError
 from partc.runtime.files.replace import refuse_other, write_text
@@ -133,7 +133,8 @@ def _machine(
             one["overlap"],
             one["wake"],
             _curve(one["send"]),
-            _curve(one["all_reduce"]),
+            _curve(one["collectives"][ALL_REDUCE]),
+            {op: _curve(points) for op, points in one["collectives"].items() if op != ALL_REDUCE},
         )
         for asked, one in zip(links, found["links"], strict=True)
     ]

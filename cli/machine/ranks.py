@@ -29,7 +29,7 @@ from partc.cli.machine.kernels import (
     timed,
     undisturbed,
 )
-from partc.cli.machine.links import all_reduces, messages, overlap, wake
+from partc.cli.machine.links import collectives, messages, overlap, wake
 from partc.cli.machine.segments import segment_times
 from partc.compiler.cost.machine import Curve
 from partc.runtime.communication.in_process import LocalWorld
@@ -103,7 +103,7 @@ def _measured(transport: Transport, request: dict[str, Any], threads: int) -> di
             {
                 "name": one["name"],
                 "send": messages(transport, among),
-                "all_reduce": all_reduces(transport, among),
+                "collectives": collectives(transport, among),
                 "overlap": overlap(transport, among, threads),
                 "wake": wake(transport, among, threads),
             }
@@ -157,7 +157,7 @@ def _medians(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "name": one["name"],
                 **{key: median(each["links"][k][key] for each in told) for key in ("overlap", "wake")},
                 "send": points("links", k, "send"),
-                "all_reduce": points("links", k, "all_reduce"),
+                "collectives": {op: points("links", k, "collectives", op) for op in one["collectives"]},
             }
             for k, one in enumerate(first["links"])
         ],

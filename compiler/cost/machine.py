@@ -4,7 +4,7 @@
                the smallest its time: what any such thing takes at least
     product    curve(FLOP of one matrix) for each matrix, or what its bytes take if that is more
     others     curve(bytes moved), of the op's kernel
-    collective hops * latency + share * bytes / speed, both taken from an AllReduce that was measured among `ranks`
+    collective hops * latency + share * bytes / speed, both taken from one that was measured among `ranks`: the same, or an AllReduce
 
 With p ranks of which each gives b bytes:
 
@@ -106,8 +106,9 @@ class Processor:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects ranks: seconds by bytes of a message, and of an AllReduce among `ranks` that are `stride` apart.
+    """What connects ranks: seconds by bytes of a message, and by bytes that each of `ranks` that are `stride` apart gives an AllReduce.
 
+    `split`: the same of those collectives of which ranks get shards or give them, as far as they were measured by themselves.
     `overlap`: the share of a collective that goes on beside a computation; the rest the rank does itself when it waits. `wake`: what the
     first session behind a wait takes more than one behind another, since the caches are cold.
     """
@@ -119,14 +120,16 @@ class Link:
     wake: float
     send: Curve
     all_reduce: Curve
+    split: Mapping[str, Curve] = field(default_factory=dict)
 
     def collective(self, op: str, ranks: int, given: float) -> float:
         """Seconds of a collective among so many ranks that each give so many bytes: around a ring, or by a tree where that is faster."""
         if ranks < 2:
             return 0.0
-        own_hops, own_share = law(ALL_REDUCE, self.ranks)
-        latency = self.all_reduce.least / own_hops
-        sent = max(0.0, self.all_reduce(given) - self.all_reduce.least) / own_share
+        measured, curve = (op, self.split[op]) if op in self.split else (ALL_REDUCE, self.all_reduce)
+        own_hops, own_share = law(measured, self.ranks)
+        latency = curve.least / own_hops
+        sent = max(0.0, curve(given) - curve.least) / own_share
         hops, share = law(op, ranks)
         ring = hops * latency + share * sent
         if op in _SPLIT:

@@ -11,11 +11,13 @@ targets:
     ranks: 2
     alone: {session: 8us, step: 150us, products: {...}, kernels: {...}}
 links:
-  - {name: default, ranks: 2, stride: 1, overlap: 0.3, wake: 9us, send: {1KiB: 21us}, all_reduce: {1KiB: 28us, 4MiB: 4ms}}
+  - {name: default, ranks: 2, stride: 1, overlap: 0.3, wake: 9us, send: {1KiB: 21us}, all_reduce: {1KiB: 28us, 4MiB: 4ms},
+     reduce_scatter: {...}, all_gather: {...}, all_to_all: {...}}
 segments: {5f0c2a91: 1.31ms}
 
 `ranks` and `alone` may be left out together: the figures then hold however many ranks of a host work. With them the figures of the target
 are what each of so many ranks takes, and those of `alone` what one takes whose host has no other: the same keys and curves, none slower.
+A collective's amounts are the bytes that each rank gives. The last three may be left out: they then take their share of an AllReduce.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 from partc.compiler.cost.machine import FALLBACK, MATMUL, Curve, Link, Machine, Processor
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.document import Document, parse_document
+from partc.runtime.artifact.format import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
 from partc.runtime.units import (
     DURATIONS,
@@ -43,6 +46,8 @@ from partc.runtime.units import (
 
 FORMAT = 1
 _FIGURES = ("session", "step", "products", "kernels")
+_SPLIT = {"reduce_scatter": REDUCE_SCATTER, "all_gather": ALL_GATHER, "all_to_all": ALL_TO_ALL}
+"""The collectives of a link that may be left out, by their keys."""
 _EQUAL = 1e-9
 """The share by which equal times may differ, for what curves compute between points."""
 _HELP = "`partc measure -o machine.yaml` writes one"
@@ -147,16 +152,17 @@ class _Reading:
         if not isinstance(data, dict):
             self.wrong(steps, f"a link is a mapping, but this is {data!r}", _HELP)
             data = {}
-        self.unknown(data, steps, ("name", "ranks", "stride", "overlap", "wake", "send", "all_reduce"))
+        self.unknown(data, steps, ("name", "ranks", "stride", "overlap", "wake", "send", "all_reduce", *_SPLIT))
         overlap = self.number(data, steps, "overlap", float)
         if overlap > 1:
             self.wrong((*steps, "overlap"), f"'overlap' is {overlap:g}", "it is a share, from 0 to 1")
         if (ranks := self.number(data, steps, "ranks", int)) == 1:
             self.wrong((*steps, "ranks"), "'ranks' is 1", "measure among at least 2 ranks")
         send, reduced = (self.curve(data, steps, name, parse_bytes, FORMS) for name in ("send", "all_reduce"))
+        split = {op: self.curve(data, steps, key, parse_bytes, FORMS) for key, op in _SPLIT.items() if key in data}
         stride = self.number(data, steps, "stride", int)
         wake = self.duration(data, steps, "wake")
-        return Link(str(data.get("name", "")), int(ranks), int(stride), overlap, wake, send, reduced)
+        return Link(str(data.get("name", "")), int(ranks), int(stride), overlap, wake, send, reduced, split)
 
     def curve(
         self,
@@ -238,6 +244,9 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield f"    wake: {seconds(link.wake)}"
         yield f"    send: {_curve_text(link.send, size_text)}"
         yield f"    all_reduce: {_curve_text(link.all_reduce, size_text)}"
+        yield from (
+            f"    {key}: {_curve_text(link.split[op], size_text)}" for key, op in _SPLIT.items() if op in link.split
+        )
     if machine.segments:
         yield "segments:    # measured by themselves"
         yield from (f"  {key!r}: {seconds(time)}" for key, time in machine.segments.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from partc.compiler.cost.machine import Curve, Link
 from partc.compiler.cost.machine_file import machine_text, read_machine
 from partc.compiler.errors import CompileError
 
+SPLIT = ("ReduceScatter", "AllGather", "AllToAll")
 GOOD = """machine: 1
 cores: 2
 targets:
@@ -35,12 +37,17 @@ def read(tmp_path: Path, text: str) -> str:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    text = machine_text(machine(cores=3, overlap=0.25))
+    one = machine(cores=3, overlap=0.25)
+    link = replace(one.links[0], split={op: curve(k * 1e9) for k, op in enumerate(SPLIT, 2)})
+    text = machine_text(replace(one, links=[link]))
     (tmp_path / "machine.yaml").write_text(text)
     found = read_machine(tmp_path / "machine.yaml")
     assert machine_text(found) == text
     assert found.cores == 3
     assert found.links[0].overlap == 0.25
+    assert [found.links[0].collective(op, 2, 1 << 20) for op in SPLIT] == pytest.approx(
+        [524e-6, 350e-6, 262e-6], rel=1e-2
+    )
     assert found.processor("cuda").session == pytest.approx(5e-6)
 
 
@@ -102,6 +109,15 @@ def test_a_collective_by_hops_and_share(op: str, ranks: int, seconds: float) -> 
     assert link.collective(op, ranks, 1e6) == pytest.approx(seconds)
 
 
+def test_a_collective_that_was_measured_is_priced_by_itself() -> None:
+    """Among two an AllGather has one hop and sends what is given, so four ranks take three times that."""
+    halves, own = Curve(((1.0, 20e-6), (1e6, 1e-3))), Curve(((1.0, 5e-6), (1e6, 3e-3)))
+    link = Link("default", 2, 1, 1.0, 0.0, curve(1e9, 10e-6), halves, {"AllGather": own})
+    assert link.collective("AllGather", 2, 1e6) == pytest.approx(own(1e6))
+    assert link.collective("AllGather", 4, 1e6) == pytest.approx(3 * own(1e6))
+    assert link.collective("ReduceScatter", 2, 1e6) == pytest.approx(halves(1e6) / 2), "its share of an AllReduce"
+
+
 def test_many_ranks_agree_by_a_tree() -> None:
     assert machine().links[0].collective("AllReduce", 4096, 1) == pytest.approx(2 * 12 * 10e-6)
 
@@ -156,6 +172,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         (GOOD.replace("matmul", "conv"), "'products' has no 'matmul'"),
         (GOOD.replace("ranks: 2,", "ranks: 1,"), "'ranks' is 1"),
         (GOOD + "network: 3\n", "'network' is not a key here"),
+        (GOOD.replace("4ms}}\n", "4ms}, all_gather: {1KiB: 28}}\n"), "'1KiB' is 28, without a unit"),
         (ALONE.replace("7us", "9us"), "/machine.yaml:11: 'session' is 9 us, beside other ranks 8 us"),
         (ALONE.replace("2ms}}\nl", "5ms}}\nl"), "'elementwise' at 16.0 MiB is 5 ms, beside other ranks 4.1 ms"),
         (ALONE.replace("16MiB: 2ms", "16KiB: 5us"), "'elementwise' at 16.0 KiB is 5 us, beside other ranks"),

@@ -29,6 +29,10 @@ def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureF
     out.write_text(machine_text(machine))
     assert machine_text(read_machine(out)) == out.read_text()
     cpu, (link,) = machine.processors["cpu"], machine.links
+    assert {*link.split} == {"ReduceScatter", "AllGather", "AllToAll"}
+    assert link.split["AllGather"].points[-1][0] == link.all_reduce.points[-1][0] / 2, (
+        "of whose result a rank gives half"
+    )
     own = {"pack", "unfold", "vectors"}
     assert {*cpu.kernels} == {entry.work.kernel for entry in entries()} - {"product", "convolution"} | own
     assert {*cpu.products} == {"matmul", "batch"}
@@ -38,7 +42,7 @@ def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureF
     assert cpu.alone is not None, "and read again, so it is slower in nothing"
     assert 0 < cpu.alone.step <= cpu.step
     by_size = (curve for name, curve in cpu.kernels.items() if name != "view")
-    for curve in (*cpu.products.values(), *by_size, link.send, link.all_reduce):
+    for curve in (*cpu.products.values(), *by_size, link.send, link.all_reduce, *link.split.values()):
         assert curve.points[0][1] < curve.points[-1][1] < 10
     artifact, shown = open_artifact(tmp_path / "build"), {"batch": 2, "seq": 16}
     by_segments = simulated(artifact, machine, shown).played
