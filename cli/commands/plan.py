@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ class _Rule:
 
 
 _TOGETHER = (
-    _Rule(("--memory", "--batch", "--set", "--time", "--hosts"), "for a search", "add --ranks", ("--ranks",)),
+    _Rule(("--memory", "--batch", "--set", "--time", "--hosts", "--try"), "for a search", "add --ranks", ("--ranks",)),
+    _Rule(("--try",), "for the ranks of one host, which is this one", "leave out --hosts", never=("--hosts",)),
     _Rule(
         ("--target", "--device-memory", "--generate", "--slots", "--from"),
         "for a proposal of given degrees",
@@ -99,6 +101,13 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option(
     "--time", "limit", callback=_duration, metavar="TIME", help="Most time that --ranks may take, such as 10s."
 )
+@click.option(
+    "--try",
+    "tries",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Run the N fastest of --ranks on this host, in turns, and take the fastest.",
+)
 @click.option("--hosts", type=click.IntRange(min=1), help="Hosts that the ranks of --ranks are on [1].")
 @click.option(
     "--generate",
@@ -141,6 +150,7 @@ def command(
     batch: int | None,
     sizes: Mapping[str, int],
     limit: float | None,
+    tries: int | None,
     hosts: int | None,
     length: int | None,
     slots: int | None,
@@ -155,7 +165,8 @@ def command(
     With --tp, --dp and --stages the plan has placement and sharding for the layers that partc recognizes, on TP * DP * STAGES ranks.
 
     With --ranks it is the fastest that a search finds on a machine: candidates are estimated, and the best are compiled and played as by
-    `partc simulate`. It says how far it may be from the best, and what usual plans take. --plan has a training to take over.
+    `partc simulate`. It says how far it may be from the best, and what usual plans take. --plan has a training to take over. --try 4 runs
+    the four fastest on this host, since a simulation hardly tells plans apart that differ by less than its error.
 
     With --generate it makes tokens with a decoder that has past and present as inputs and outputs: `partc generate` then continues prompts.
 
@@ -180,7 +191,14 @@ def command(
 
     options = {
         **{"--ranks": ranks, "--tp": tp, "--dp": dp, "--stages": stages, "--memory": memory, "--batch": batch},
-        **{"--set": sizes or None, "--time": limit, "--hosts": hosts, "--generate": length, "--slots": slots},
+        **{
+            "--set": sizes or None,
+            "--time": limit,
+            "--try": tries,
+            "--hosts": hosts,
+            "--generate": length,
+            "--slots": slots,
+        },
         **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
         "--plan": given,
     }
@@ -192,11 +210,12 @@ def command(
         raise UsageError(f"{out}: the file exists already\n  help: choose another name with -o, or remove the file")
     name = model.absolute().name
     if ranks is not None:
+        from partc.cli.machine.trials import run_fastest
         from partc.cli.simulation.search import Options, searched
         from partc.compiler.search.candidate import Fixed
 
         request = Options(ranks, Fixed(tp, dp, stages), sizes, batch, memory, machine, hosts or 1, limit, given)
-        found = searched(load(model), name, request)
+        found = searched(load(model), name, request, partial(run_fastest, many=tries or 0))
         _warn(found.warnings)
         console.echo(found.report, err=out is None)
         return _written(found.text, out)

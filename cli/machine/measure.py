@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from partc.cli.doctor.finding import output_of
-from partc.cli.launch.launcher import Hosts, Kind, command_line, find_launcher, launch_environment
-from partc.cli.launch.run_dir import RunDir
+from partc.cli.machine.job import found_by
 from partc.cli.machine.ranks import REQUEST, TINY
 from partc.cli.output import console
 from partc.cli.simulation.step import chosen_sizes
@@ -22,12 +19,11 @@ from partc.compiler.cost.machine import Curve, Link, Machine, Processor
 from partc.compiler.cost.machine_file import machine_text
 from partc.runtime.artifact.format import ALL_REDUCE, CPU
 from partc.runtime.artifact.manifest import open_artifact
-from partc.runtime.errors import RankError, UsageError
+from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import refuse_other, write_text
 from partc.runtime.job.machine import usable_cores
 from partc.runtime.units import count, seconds, size_text
 
-_START = 600.0
 _BUSY = 0.5
 """The load of a core from which on what is measured is not what the machine does alone."""
 _TINY_MODEL = """<ir_version: 10, opset_import: ["" : 21]>
@@ -101,21 +97,9 @@ def _compile_tiny(folder: Path) -> None:
 
 
 def _run(folder: Path, ranks: int, request: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks have found of what is requested; RankError where they fail."""
+    """What the ranks have found of what is requested."""
     (folder / REQUEST).write_text(json.dumps(request))
-    launcher = find_launcher(ranks, instead="")
-    with RunDir(ranks) as run_dir:
-        program = [sys.executable, "-P", "-m", "partc.cli.machine.ranks", str(folder)]
-        command = command_line(launcher, ranks, Hosts(), (), program)
-        if launcher.kind is Kind.OPEN_MPI and "--oversubscribe" not in command:
-            command.insert(1, "--oversubscribe")
-        environment = {**launch_environment(launcher, run_dir.folder, run_dir.memory), "TMPDIR": str(run_dir.folder)}
-        good, text = output_of(command, _START, environment)
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if not good or not lines:
-        raise RankError(f"the ranks did not measure: {text}\n  help: see what `partc doctor` says")
-    found: dict[str, Any] = json.loads(lines[0])
-    return found
+    return found_by("partc.cli.machine.ranks", folder, ranks)
 
 
 def _machine(

@@ -67,7 +67,10 @@ class Play:
 
 @dataclass
 class Plays:
-    """What was played in order; what the compiler refused, with its reason; whether time was over before all were."""
+    """What was played in order; what the compiler refused, with its reason; whether time was over before all were.
+
+    `measured`: the seconds of those that were run; `failed`: why others did not run.
+    """
 
     search: Search
     memory: int | None
@@ -75,6 +78,8 @@ class Plays:
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
     least: Leasts | None = None
+    measured: dict[Candidate, float] = field(default_factory=dict)
+    failed: dict[Candidate, str] = field(default_factory=dict)
 
     def bound(self) -> float:
         """Seconds that no candidate takes less than, of those that are within the memory: what was played takes as long as it does."""
@@ -82,7 +87,7 @@ class Plays:
         least = self.least
         if least is None:
             return 0.0
-        best = math.inf if self.best is None else self.best.seconds
+        best = self.fitting[0].seconds if self.fitting else math.inf
         for quick, one in sorted(
             ((least.quick(one), one) for one in self.search.candidates if one not in known), key=lambda pair: pair[0]
         ):
@@ -93,9 +98,15 @@ class Plays:
 
     @property
     def best(self) -> Play | None:
-        """The fastest that is within the memory; of equals the one that was played first."""
+        """The fastest that is within the memory: of those that were run, if any was."""
+        ran = [one for one in self.fitting if one.candidate in self.measured]
+        return min(ran or self.fitting, key=lambda one: self.measured.get(one.candidate, one.seconds), default=None)
+
+    @property
+    def fitting(self) -> list[Play]:
+        """What was played and is within the memory, the fastest first; of equals the one that was played first."""
         fits = [one for one in self.played if self.memory is None or one.peak <= self.memory]
-        return min(fits, key=lambda one: one.seconds, default=None)
+        return sorted(fits, key=lambda one: one.seconds)
 
     @property
     def surplus(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -46,8 +47,11 @@ class Found:
 
 
 @uncollected()
-def searched(source: Source, name: str, options: Options) -> Found:
-    """Searches for a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory."""
+def searched(source: Source, name: str, options: Options, run: Callable[[Plays], None] = lambda plays: None) -> Found:
+    """Searches for a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory.
+
+    `run` is called before one is chosen, and may measure some.
+    """
     least = options.fixed.least.ranks
     if options.ranks % least:
         given = {"--tp": options.fixed.tp, "--dp": options.fixed.dp, "--stages": options.fixed.stages}
@@ -69,9 +73,11 @@ def searched(source: Source, name: str, options: Options) -> Found:
             help = f"the batch of {search.records} is divided by dp, so choose another --batch, or leave a degree out"
         raise UsageError(f"{name}: there is no plan for {wanted}\n  help: {help}")
     plays = played(search, options.memory, began, options.limit)
-    best = plays.best
-    if best is None:
+    if not plays.fitting:
         raise UsageError(_none_fits(plays, options))
+    run(plays)
+    best = plays.best
+    assert best is not None
     gap = _gap(plays, best)
     text = best.with_head(tuple(_head(plays, best, gap, options)))
     return Found(text, "\n".join(_report(plays, best, gap, options)), tuple(_warnings(plays, best, options)))
@@ -113,7 +119,10 @@ def _gap(plays: Plays, best: Play) -> str:
 
 def _head(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[str]:
     """Comment lines at the head of the plan: its cost, the bound, the baselines, and what each of its choices saves."""
-    yield f"# Found by `partc plan --ranks {options.ranks}`: a step takes {seconds(best.seconds)} {_at(plays)};"
+    own = f"{seconds(best.seconds)} {_at(plays)}"
+    if (measured := plays.measured.get(best.candidate)) is not None:
+        own = f"{seconds(measured)} on this host, and by simulation {own}"
+    yield f"# Found by `partc plan --ranks {options.ranks}`: a step takes {own};"
     yield f"# {gap}. Peak memory of a rank: {size_text(best.peak, at_least=True)}."
     for name, candidate in plays.search.baselines.items():
         yield f"#   {name}: {_told(plays, candidate)}"
@@ -123,10 +132,10 @@ def _head(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[str]
 
 
 def _told(plays: Plays, candidate: Candidate) -> str:
-    """The time of a baseline: as it was played, else as it is estimated."""
-    one = plays.of(candidate)
+    """The time of a baseline: as it was played and measured, else as it is estimated."""
+    one, measured = plays.of(candidate), plays.measured.get(candidate)
     if one is not None:
-        return seconds(one.seconds)
+        return seconds(one.seconds) + (f", measured {seconds(measured)}" if measured is not None else "")
     if candidate in plays.refused:
         return f"refused: {plays.refused[candidate]}"
     return f"about {seconds(plays.search.estimate(candidate).seconds)}"
@@ -173,11 +182,14 @@ def _report(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[st
     known += f", {len(plays.refused)} refused" if plays.refused else ""
     yield f"{search.name}: a plan for {count(options.ranks, 'rank')} {_at(plays)}; {known}"
     names = {candidate: name for name, candidate in search.baselines.items()}
-    table = Table(["plan", ">step", ">bytes given", ">peak memory", ""])
-    for one in sorted(plays.played, key=lambda one: one.seconds):
+    ran = bool(plays.measured)
+    table = Table(["plan", *([">measured"] if ran else []), ">step", ">bytes given", ">peak memory", ""])
+    for one in sorted(plays.played, key=lambda one: (plays.measured.get(one.candidate, math.inf), one.seconds)):
         word = "found" if one is best else names.get(one.candidate, "")
         over = " (too much)" if options.memory is not None and one.peak > options.memory else ""
-        table.add(one.candidate, seconds(one.seconds), size_text(one.bytes), size_text(one.peak) + over, word)
+        measured = [_measured(plays, one.candidate)] if ran else []
+        row = seconds(one.seconds), size_text(one.bytes), size_text(one.peak) + over
+        table.add(one.candidate, *measured, *row, word)
     for candidate, name in names.items():
         if plays.of(candidate) is None:
             estimate = search.estimate(candidate)
@@ -186,9 +198,16 @@ def _report(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[st
                 if candidate in plays.refused
                 else (f"~{seconds(estimate.seconds)}", f"~{size_text(estimate.bytes)}")
             )
-            table.add(candidate, told[0], "", told[1], name)
+            table.add(candidate, *([""] if ran else []), told[0], "", told[1], name)
     yield table.plain()
-    yield f"found {seconds(best.seconds)}; {gap}"
+    own = seconds(best.seconds)
+    yield f"found {f'{_measured(plays, best.candidate)}, by simulation {own}' if ran else own}; {gap}"
+
+
+def _measured(plays: Plays, candidate: Candidate) -> str:
+    """What a plan takes on this host; "" where it was not run."""
+    taken = plays.measured.get(candidate)
+    return "failed" if candidate in plays.failed else "" if taken is None else seconds(taken)
 
 
 def _warnings(plays: Plays, best: Play, options: Options) -> Iterator[str]:
@@ -196,5 +215,6 @@ def _warnings(plays: Plays, best: Play, options: Options) -> Iterator[str]:
         yield "no machine file was given; `partc measure -o machine.yaml` measures this one"
     if (fact := _idle(best, options)) is not None:
         yield fact
+    yield from (f"{one} did not run: {fact}" for one, fact in plays.failed.items())
     if plays.cut_short:
         yield "the time was over before all candidates were played; with more of it the plan may be another"

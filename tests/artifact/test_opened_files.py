@@ -75,6 +75,8 @@ OTHERWISE = {
     "cli/machine/measure.py: (folder / REQUEST).write_text": "a new folder that measure has made",
     "cli/machine/measure.py: onnx.save": "a new folder that measure has made",
     "cli/machine/ranks.py: (folder / REQUEST).read_text": "the folder that measure has made for its ranks",
+    "cli/machine/trial_rank.py: (folder / REQUEST).read_text": "the folder that the search has made for its ranks",
+    "cli/machine/trials.py: (folder / REQUEST).write_text": "a new folder that the search has made",
     "cli/main.py: os.open": "/dev/null",
     "cli/output/console.py: open": "/dev/null",
     "compiler/analysis/foreign_types.py: onnxruntime.InferenceSession": "a model in memory",

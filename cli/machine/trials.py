@@ -1,0 +1,45 @@
+"""Runs the fastest plans of a search on this host, in turns: a simulation hardly tells plans apart that differ by less than its error."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from partc.cli.machine.job import found_by
+from partc.cli.machine.trial_rank import REQUEST
+from partc.cli.simulation.plays import Plays
+from partc.compiler.emit.emit import emit
+from partc.compiler.search.candidate import Candidate
+from partc.runtime.artifact.format import SourceRecord
+from partc.runtime.errors import RankError
+
+_TURNS = 5
+
+
+def run_fastest(plays: Plays, many: int) -> None:
+    """Runs so many plans, the fastest of those that were played and are within the memory; sets what each takes, or why it fails.
+
+    Each turn is a job of every plan, which loads it, and makes steps of random inputs for half a second.
+    """
+    search, chosen = plays.search, [one.candidate for one in plays.fitting[:many]]
+    with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
+        folders = {one: Path(name) / str(k) for k, one in enumerate(chosen)}
+        sources = {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}
+        for one, folder in folders.items():
+            folder.mkdir()
+            emit(search.proposal(one).done, folder / "build", sources)
+            (folder / REQUEST).write_text(json.dumps(search.request.sizes))
+        turns: dict[Candidate, list[float]] = {one: [] for one in chosen}
+        for _ in range(_TURNS):
+            for one in chosen:
+                if one in plays.failed:
+                    continue
+                try:
+                    found = found_by("partc.cli.machine.trial_rank", folders[one], one.degrees.ranks)
+                except RankError as error:
+                    plays.failed[one] = str(error).partition("\n")[0]
+                    continue
+                turns[one].append(found["seconds"])
+    plays.measured = {one: median(times) for one, times in turns.items() if one not in plays.failed}
