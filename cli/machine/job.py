@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from partc.cli.doctor.finding import output_of
+from partc.cli.job.processes import end_with_parent
 from partc.cli.launch.launcher import Hosts, Kind, command_line, find_launcher, launch_environment
 from partc.cli.launch.run_dir import RunDir
-from partc.runtime.errors import RankError
+from partc.runtime.communication.transport import Transport
+from partc.runtime.errors import PartcError, RankError
 
-_LONGEST = 600.0
+_LONGEST, _STALL = 600.0, 60.0
 
 
 def found_by(module: str, folder: Path, ranks: int) -> dict[str, Any]:
@@ -29,3 +33,27 @@ def found_by(module: str, folder: Path, ranks: int) -> dict[str, Any]:
         raise RankError(f"the ranks failed: {text}\n  help: see what `partc doctor` says")
     found: dict[str, Any] = json.loads(lines[0])
     return found
+
+
+def report(find: Callable[[Transport], Mapping[str, Any]]) -> int:
+    """Finds on this rank, as on all others of such a job, and prints it on rank 0; the exit code."""
+    end_with_parent(signal.SIGKILL)
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from partc.runtime.communication.mpi import MpiTransport
+    from partc.runtime.communication.mpi_calls import begin, end
+    from partc.runtime.communication.mpi_watch import Watch
+
+    watch = Watch(0, _STALL, dict)
+    transport = MpiTransport(begin(watch), _STALL)
+    try:
+        found = find(transport)
+    except PartcError as error:
+        print(str(error).partition("\n")[0], file=sys.stderr, flush=True)
+        return 1
+    transport.close()
+    if transport.rank == 0:
+        print(json.dumps(found), flush=True)
+    end(watch)
+    return 0

@@ -8,16 +8,16 @@ The launcher starts it as `python -P -m partc.cli.machine.ranks FOLDER`; `FOLDER
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from partc.cli.job.processes import end_with_parent
+from partc.cli.machine.job import report
 from partc.cli.machine.kernels import (
     clock_of,
     convolutions,
@@ -37,7 +37,6 @@ from partc.runtime.communication.transport import Transport
 from partc.runtime.job.machine import usable_cores
 
 REQUEST, TINY = "request.json", "tiny"
-_STALL = 60.0
 _STEPS, _WARM = 60, 10
 _LEAST = 1e-8
 """Seconds that stand for a time below the resolution of the clock."""
@@ -45,28 +44,15 @@ _LEAST = 1e-8
 
 def main() -> int:
     """The exit code."""
-    end_with_parent(signal.SIGKILL)
-    import mpi4py
+    return report(partial(_found, Path(sys.argv[1])))
 
-    mpi4py.rc.initialize = False
-    from partc.runtime.communication.mpi import MpiTransport
-    from partc.runtime.communication.mpi_calls import begin, end
-    from partc.runtime.communication.mpi_watch import Watch
 
-    folder = Path(sys.argv[1])
+def _found(folder: Path, transport: Transport) -> dict[str, Any]:
     request = json.loads((folder / REQUEST).read_text())
-    watch = Watch(0, _STALL, dict)
-    comm = begin(watch)
-    transport = MpiTransport(comm, _STALL)
     threads = request["threads"] or transport.cores
     found = _measured(transport, request, threads)
     step = _step(folder / TINY, threads)
-    told = [json.loads(text) for text in transport.all_gather_text(json.dumps({**found, "step": step}))]
-    transport.close()
-    if comm.rank == 0:
-        print(json.dumps(_medians(told)), flush=True)
-    end(watch)
-    return 0
+    return _medians([json.loads(text) for text in transport.all_gather_text(json.dumps({**found, "step": step}))])
 
 
 def _measured(transport: Transport, request: dict[str, Any], threads: int) -> dict[str, Any]:

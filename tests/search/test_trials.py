@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from onnx import TensorProto, helper
 from partc.cli.machine import trials
 from partc.cli.machine.job import found_by
 from partc.cli.main import invoke
@@ -13,8 +14,7 @@ from partc.cli.simulation.plays import Plays
 from partc.cli.simulation.search import Options, searched
 from partc.compiler.search.candidate import Candidate, Fixed
 from partc.runtime.errors import RankError
-from proposal_case import source
-from test_search import layers
+from proposal_case import Graph, source
 
 OPTIONS = Options(2, Fixed(), {"batch": 8})
 TRAIN = """ranks: 1
@@ -25,12 +25,22 @@ train:
 """
 
 
+def perceptron() -> onnx.ModelProto:
+    g = Graph()
+    out = g.linear("head", g.node("act", "Relu", g.linear("up", "x", 8, 32)), 32, 6)
+    ports = [
+        helper.make_tensor_value_info(*one) for one in (("x", TensorProto.FLOAT, ["batch", 8]), (out, 1, ["batch", 6]))
+    ]
+    graph = helper.make_graph(g.nodes, "g", ports[:1], ports[1:], g.weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
 @pytest.mark.parametrize("train", ["", TRAIN])
 def test_plans_run_before_one_is_taken(
     train: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "_TURNS", 1)
-    onnx.save(layers(8, 2), tmp_path / "model.onnx")
+    onnx.save(perceptron(), tmp_path / "model.onnx")
     (tmp_path / "train.yaml").write_text(train)
     options = ["--plan", str(tmp_path / "train.yaml")] if train else ["--batch", "8"]
     command = ["plan", str(tmp_path / "model.onnx"), "--ranks", "2", "--try", "2", *options]
@@ -58,7 +68,7 @@ def chosen(measured: dict[int, float], failed: dict[int, str]) -> tuple[list[Can
         plays.measured = {order[k]: time for k, time in measured.items()}
         plays.failed = {order[k]: fact for k, fact in failed.items()}
 
-    found = searched(source(layers(8, 2)), "model.onnx", OPTIONS, run)
+    found = searched(source(perceptron()), "model.onnx", OPTIONS, run)
     return order, found.report, found.warnings
 
 
@@ -89,7 +99,7 @@ def test_a_plan_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_other_hosts_are_not_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    onnx.save(layers(8, 1), tmp_path / "model.onnx")
+    onnx.save(perceptron(), tmp_path / "model.onnx")
     command = ["plan", str(tmp_path / "model.onnx"), "--ranks", "4", "--batch", "8", "--hosts", "2", "--try", "2"]
     assert invoke(command) == 2
     assert "--try is for the ranks of one host" in capsys.readouterr().err
