@@ -36,5 +36,5 @@ def output_of(
         return False, str(error)
     if ended.returncode == 0:
         return True, ended.stdout.strip()
-    lines = [line.strip() for line in (ended.stderr or ended.stdout).splitlines() if line.strip()]
+    lines = [line.strip() for line in (ended.stderr or ended.stdout).splitlines() if any(map(str.isalnum, line))]
     return False, lines[-1] if lines else f"exit code {ended.returncode}"

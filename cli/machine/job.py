@@ -17,6 +17,7 @@ from partc.runtime.communication.transport import Transport
 from partc.runtime.errors import PartcError, RankError
 
 _LONGEST, _STALL = 600.0, 60.0
+_FAILURE = "failure"
 
 
 def found_by(module: str, folder: Path, ranks: int) -> dict[str, Any]:
@@ -32,6 +33,8 @@ def found_by(module: str, folder: Path, ranks: int) -> dict[str, Any]:
     if not good or not lines:
         raise RankError(f"the ranks failed: {text}\n  help: see what `partc doctor` says")
     found: dict[str, Any] = json.loads(lines[0])
+    if _FAILURE in found:
+        raise RankError(f"the ranks failed: {found[_FAILURE]}")
     return found
 
 
@@ -49,9 +52,8 @@ def report(find: Callable[[Transport], Mapping[str, Any]]) -> int:
     transport = MpiTransport(begin(watch), _STALL)
     try:
         found = find(transport)
-    except PartcError as error:
-        print(str(error).partition("\n")[0], file=sys.stderr, flush=True)
-        return 1
+    except PartcError as error:  # which the other ranks have, too
+        found = {_FAILURE: str(error).partition("\n")[0]}
     transport.close()
     if transport.rank == 0:
         print(json.dumps(found), flush=True)

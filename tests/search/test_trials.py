@@ -95,7 +95,7 @@ def test_where_none_runs_the_simulation_decides() -> None:
 def test_a_plan_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "build").mkdir()
     with pytest.raises(RankError, match=r"the ranks failed: .*manifest"):
-        found_by("partc.cli.machine.trial_rank", tmp_path, 1)
+        found_by("partc.cli.machine.trial_rank", tmp_path, 2)
 
 
 def test_other_hosts_are_not_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
