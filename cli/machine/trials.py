@@ -9,11 +9,13 @@ from statistics import median
 
 from partc.cli.machine.job import found_by
 from partc.cli.machine.trial_rank import REQUEST
+from partc.cli.output import console
 from partc.cli.simulation.plays import Plays
 from partc.compiler.emit.emit import emit
 from partc.compiler.search.candidate import Candidate
 from partc.runtime.artifact.format import SourceRecord
 from partc.runtime.errors import RankError
+from partc.runtime.units import seconds
 
 _TURNS = 5
 
@@ -41,5 +43,6 @@ def run_fastest(plays: Plays, many: int) -> None:
                 except RankError as error:
                     plays.failed[one] = str(error).partition("\n")[0]
                     continue
+                console.detail(f"{one} on this host: {seconds(found['seconds'])}")
                 turns[one].append(found["seconds"])
     plays.measured = {one: median(times) for one, times in turns.items() if one not in plays.failed}
