@@ -134,13 +134,13 @@ def _sums(program: Complete, instance: NodeOnGroup, choice: NodeSharding, new: i
 
 
 def _cuts(program: Complete, old: ir.Node, new: ir.Node, groups: tuple[Group, ...]) -> None:
-    """Cuts by factor, of every group on which the node is cut."""
+    """Cuts by factor, of every group on which the node could be cut: one that is whole there is not cut as its neighbours are."""
     records = [
         {"ranks": group, "mesh": choice.mesh, "axes": {letter: axes for letter, axes in choice.axes.items() if axes}}
         for group in groups
-        if (choice := _choice(program, NodeOnGroup(old, group))) is not None
+        if (choice := _choice(program, NodeOnGroup(old, group))) is not None and choice.rule.factors and choice.mesh
     ]
-    if any(record["axes"] for record in records):
+    if records:
         new.metadata_props[keys.CUTS] = keys.encode(records)
 
 

@@ -12,9 +12,28 @@ so what the microbatches give is joined piece by piece.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from partc.compiler.ir.programs import Compute, Value, added
+
+
+@dataclass(frozen=True)
+class _Dims:
+    """A value's sizes as vectors: of the dim that has the records, and of those before and behind it."""
+
+    head: tuple[Value, ...]
+    extent: Value
+    tail: tuple[Value, ...]
+
+    def around(self, *middle: Value) -> list[Value]:
+        """The sizes with others in place of the records' dim."""
+        return [*self.head, *middle, *self.tail]
+
+
+def _number(number: int) -> npt.NDArray[np.int64]:
+    return np.array([number], np.int64)
 
 
 class Cutting:
@@ -29,34 +48,47 @@ class Cutting:
         if pieces == 1:
             self._split(value, made, dim)
             return
+        dims = self._dims(value, dim)
+        share, own = value.untyped(".share"), value.untyped(".of_microbatch")
+        self._emit("Div", [dims.extent, value.untyped(".shares", _number(pieces * len(made)))], [share])
+        self._emit("Mul", [share, value.untyped(".pieces", _number(pieces))], [own])
         by = value.untyped(".by_piece")
+        counts = value.untyped(".counts", np.array([pieces, len(made)], np.int64))
+        self._reshaped([value], [by], dims.around(counts, share))
         shares = [one.untyped(".by_piece") for one in made]
-        self._reshaped(value, by, dim, dim + 1, [pieces, len(made), -1])
         self._split(by, shares, dim + 1)
-        for share, one in zip(shares, made, strict=True):
-            self._reshaped(share, one, dim, dim + 3, [-1])
+        self._reshaped(shares, made, dims.around(own))
 
     def join(self, parts: Sequence[Value], value: Value, dim: int, pieces: int) -> None:
         """The value of which `parts` are the microbatches, with so many pieces along `dim`."""
         if pieces == 1:
             self._emit("Concat", parts, [value], axis=dim)
             return
-        shares = [one.untyped(".of_pieces") for one in parts]
-        for one, share in zip(parts, shares, strict=True):
-            self._reshaped(one, share, dim, dim + 1, [pieces, -1])
-        together = value.untyped(".of_pieces")
+        dims = self._dims(parts[0], dim)
+        share, whole = value.untyped(".share"), value.untyped(".extent")
+        count = value.untyped(".pieces", _number(pieces))
+        self._emit("Div", [dims.extent, count], [share])
+        self._emit("Mul", [dims.extent, value.untyped(".microbatches", _number(len(parts)))], [whole])
+        shares, together = [one.untyped(".of_pieces") for one in parts], value.untyped(".of_pieces")
+        self._reshaped(parts, shares, dims.around(count, share))
         self._emit("Concat", shares, [together], axis=dim + 1)
-        self._reshaped(together, value, dim, dim + 2, [-1])
+        self._reshaped([together], [value], dims.around(whole))
 
-    def _reshaped(self, value: Value, made: Value, begin: int, end: int, between: Sequence[int]) -> None:
-        """The dims from `begin` to before `end` replaced by others."""
-        middle, shape = made.untyped(".dims", np.array(between, np.int64)), made.untyped(".shape")
-        head, tail = made.untyped(".head"), made.untyped(".tail")
-        if begin:
-            self._emit("Shape", [value], [head], start=0, end=begin)
-        self._emit("Shape", [value], [tail], start=end)
-        self._emit("Concat", [*([head] if begin else []), middle, tail], [shape], axis=0)
-        self._emit("Reshape", [value, shape], [made])
+    def _dims(self, value: Value, dim: int) -> _Dims:
+        """The sizes of a value."""
+        head, extent, tail = (value.untyped(hint) for hint in (".head", ".extent", ".tail"))
+        if dim:
+            self._emit("Shape", [value], [head], start=0, end=dim)
+        self._emit("Shape", [value], [extent], start=dim, end=dim + 1)
+        self._emit("Shape", [value], [tail], start=dim + 1)
+        return _Dims((head,) if dim else (), extent, (tail,))
+
+    def _reshaped(self, values: Sequence[Value], made: Sequence[Value], dims: Sequence[Value]) -> None:
+        """Values of one shape in another one: no dim of it is inferred, since the others may have no elements."""
+        shape = made[0].untyped(".shape")
+        self._emit("Concat", dims, [shape], axis=0)
+        for value, one in zip(values, made, strict=True):
+            self._emit("Reshape", [value, shape], [one], allowzero=1)
 
     def _split(self, value: Value, made: Sequence[Value], dim: int) -> None:
         if self.opset < 18:

@@ -26,7 +26,15 @@ main (float[7, 12] x) => (float[6, 7] y, float[7, 12] z) {
     [turn] y = Transpose (s)
     [other] z = Tanh (h)
 }"""
-WEIGHTS = {"a": (4, 12), "b": (12, 6), "c": (6,), "v": (12, 12), "w": (12, 6)}
+SIZES = """<ir_version: 11, opset_import: ["" : 21]>
+main (float[batch, 4] x) => (float[batch, 4] y, float[batch, 6] z) {
+    [sizes] s = Shape (x)
+    [wide] e = Expand (f, s)
+    [first] y = Tanh (e)
+    [second] t = Neg (e)
+    [down] z = MatMul (t, g)
+}"""
+WEIGHTS = {"a": (4, 12), "b": (12, 6), "c": (6,), "v": (12, 12), "w": (12, 6), "f": (1, 4), "g": (4, 6)}
 CASES = {
     "constants that are cut, on two groups": (
         CONSTANTS,
@@ -35,6 +43,11 @@ CASES = {
     "what is made of inputs, on some ranks": (
         OF_INPUTS,
         "ranks: 6\nmesh: {dp: 3, tp: 2}\nsharding: {other: {in: [[1, 2]]}}\noutputs: [2, 5, 4, 1, 3]\n",
+    ),
+    "sizes of an input that arrives in shards, read whole on two groups": (
+        SIZES,
+        "ranks: 4\nsymbols: {batch: {divisor: 4}}\ndataset: {x: [2, 1]}\n"
+        "placement: {first: [0, 1, 2, 3], second: [3, 2, 1, 0], down: [3, 2, 1, 0]}\nsharding: {sizes: replicate}\n",
     ),
 }
 

@@ -65,6 +65,25 @@ def test_what_streams_is_as_the_whole(plan: str, count: int, schedule: str, row:
     assert row in str(program.tasks and program.tasks.schedule)
 
 
+TOKENS = NET.replace("batch, 6", "batch, seq, 6").replace("batch, 5", "batch, seq, 5")
+TURNED = """<ir_version: 10, opset_import: ["" : 21]>
+m (float[batch, seq, 6] x, float[seq, batch, 8] z) => (float[seq, batch, 5] y) <float[6, 8] w, float[8, 5] v, float[5] b> {
+    [up] a = MatMul (x, w)
+    [turn] t = Transpose <perm = [1, 0, 2]> (a)
+    [bend] h = Mul (t, z)
+    [down] c = MatMul (h, v)
+    [add] y = Add (c, b)
+}"""
+
+
+@pytest.mark.parametrize("net", [TOKENS, TURNED])
+@pytest.mark.parametrize("plan", [STAGED, GROUPS.replace("AXIS", "dp") + "dataset: {x: [dp, null, null]}\n"])
+def test_sequences_without_tokens_stream_too(net: str, plan: str) -> None:
+    steps = [{"x": numbers(8, length, 6), "z": numbers(length, 8, 8)} for length in (0, 3, 0)]
+    given = steps if net is TURNED else [{"x": step["x"]} for step in steps]
+    same_as_whole(with_weights(net, WEIGHTS), plan + pipeline(2), *given, **CLOSE)
+
+
 SIZES = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[seq, batch, 4] x, float[1, batch, 4] h) =>
     (float[batch, 4] y, int64[3] shape, float[seq, batch, 4] z, float[batch, 3] k, int64[batch] order)
