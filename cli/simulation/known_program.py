@@ -49,39 +49,33 @@ class Task:
     gradient: float
 
     @cached_property
-    def heads(self) -> Mapping[str, float]:
-        """By path the least head of its nodes."""
-        found = dict[str, float]()
+    def by_path(self) -> Mapping[str, Sequence[Known]]:
+        """The nodes at each path."""
+        found = defaultdict[str, list[Known]](list)
         for one in self.nodes:
-            found[one.path] = min(one.head, found.get(one.path, math.inf))
+            found[one.path].append(one)
         return found
 
-    @cached_property
-    def by_head(self) -> list[Known]:
-        """The nodes, the greatest head first."""
-        return sorted(self.nodes, key=lambda one: -one.head)
+    def longest(
+        self, paths: Collection[str], microbatches: int, updates: Mapping[str, float], session: float = 0.0
+    ) -> float:
+        """Seconds of a rank on which these paths run, which updates what is read there after its last microbatch.
 
-    @cached_property
-    def by_tail(self) -> list[Known]:
-        """The nodes, the greatest tail first."""
-        return sorted(self.nodes, key=lambda one: -one.tail)
-
-    def longest(self, paths: Collection[str], microbatches: int, updates: Mapping[str, float]) -> float:
-        """Seconds of a rank on which these paths run, which updates what is read there after its last microbatch."""
-        longest = behind = 0.0
-        waiting = sorted((one for one in paths if one in self.heads), key=self.heads.__getitem__)
-        for one in self.by_head:
-            if one.path in paths:
-                behind += microbatches * one.seconds
-                while waiting and self.heads[waiting[-1]] >= one.head:
-                    behind += updates.get(waiting.pop(), 0.0)
-                longest = max(longest, one.head + behind)
-        first, behind = math.inf, 0.0
-        for one in self.by_tail:
-            if one.path in paths:
-                behind += microbatches * one.seconds
-                first = min(first, one.head)
-                longest = max(longest, first + behind + one.tail)
+        Each microbatch is computed in a `session` at least, which the first may begin before what it waits for is there.
+        """
+        own = [one for path in paths for one in self.by_path[path]]
+        waiting = sorted((min(one.head for one in self.by_path[path]), path) for path in paths)
+        longest = behind = others = (microbatches - 1) * session
+        for one in sorted(own, key=lambda one: -one.head):
+            behind += microbatches * one.seconds
+            while waiting and waiting[-1][0] >= one.head:
+                behind += updates.get(waiting.pop()[1], 0.0)
+            longest = max(longest, one.head + behind)
+        first, behind = math.inf, others
+        for one in sorted(own, key=lambda one: -one.tail):
+            behind += microbatches * one.seconds
+            first = min(first, one.head)
+            longest = max(longest, first + behind + one.tail)
         return longest
 
 
@@ -150,7 +144,7 @@ class Program:
         self.counts = Counter((kind, is_cut) for _, kind, is_cut, *_ in self.nodes)
         updates = [node for step in sizes.file.steps if isinstance(step, Update) for node in step.nodes]
         self.updated = {name for node in updates for name in node.input}
-        self._costs: dict[int, list[tuple[float, float, bool]]] = {}
+        self._costs: dict[tuple[int, int], list[tuple[float, float, bool]]] = {}
 
     @cached_property
     def _readers(self) -> dict[str, set[str]]:
@@ -168,43 +162,44 @@ class Program:
         """The file for one of so many parts of the batch."""
         return self.sizes.at({**self.sizes.sizes, self.symbol: self.records // parts})
 
-    def costs(self, parts: int) -> list[tuple[float, float, bool]]:
-        """By kind the seconds of a node, those that ranks take together at least, and whether it depends on the batch."""
-        if parts not in self._costs:
+    def costs(self, parts: int, shards: int = 1) -> list[tuple[float, float, bool]]:
+        """By kind the seconds of a node, those of one that is sharded into so many more at least, and whether it depends on the batch."""
+        key = parts, shards
+        if key not in self._costs:
             here, other = self.at(parts), self.sizes.at({**self.sizes.sizes, self.symbol: 2 * self.records})
             processor, found = self.pricing.machine.processor(CPU), []
             for node, segment in self.kinds:
                 operands = here.of_node(node, segment)
                 cost = self.pricing.node(node, *operands)
                 is_repeated = operands != other.of_node(node, segment)
-                found.append((cost.seconds(processor), cost.least(processor), is_repeated))
-            self._costs[parts] = found
-        return self._costs[parts]
+                found.append((cost.seconds(processor), cost.in_even_shards(processor, shards), is_repeated))
+            self._costs[key] = found
+        return self._costs[key]
 
     def seconds(self, parts: int, shards: int) -> tuple[float, float]:
         """Seconds of a microbatch of one of so many parts of the batch, where what is sharded is sharded into so many more.
 
         First those that do not depend on the batch.
         """
-        costs, once, repeated = self.costs(parts), 0.0, 0.0
+        costs, once, repeated = self.costs(parts, shards), 0.0, 0.0
         for (kind, is_cut), many in self.counts.items():
             exact, least, is_repeated = costs[kind]
-            own = many * (least / shards if is_cut and shards > 1 else exact)
+            own = many * (least if is_cut and shards > 1 else exact)
             once, repeated = (once, repeated + own) if is_repeated else (once + own, repeated)
         return once, repeated
 
     def seconds_by_path(self, parts: int, shards: int, paths: Collection[str], there: int) -> tuple[float, float]:
         """The same where what runs at these paths is not sharded, and has one of `there` parts of the batch."""
-        costs, own, once, repeated = self.costs(parts), self.costs(there), 0.0, 0.0
+        costs, own, once, repeated = self.costs(parts, shards), self.costs(there), 0.0, 0.0
         for path, kind, *_ in self.nodes:
             _, least, is_repeated = costs[kind]
-            seconds = own[kind][0] if path in paths else least / shards
+            seconds = own[kind][0] if path in paths else least
             once, repeated = (once, repeated + seconds) if is_repeated else (once + seconds, repeated)
         return once, repeated
 
     def task(self, parts: int, shards: int, sums: bool) -> Task:
         """The nodes of a microbatch; `sums`: the AllReduces of a layer are on the way between them."""
-        costs, here = self.costs(parts), self.at(parts)
+        costs, here = self.costs(parts, shards), self.at(parts)
         rows: list[tuple[Sequence[str], Sequence[str], float]] = []
         for one in self.order:
             if isinstance(one, _Collective):
@@ -213,7 +208,7 @@ class Program:
                 continue
             _, kind, is_cut, read, made = self.nodes[one]
             exact, least, _ = costs[kind]
-            rows.append((read, made, least / shards if is_cut and shards > 1 else exact))
+            rows.append((read, made, least if is_cut and shards > 1 else exact))
         begins, ends, of_batch = list[float](), dict[str, float](), set[str]()
         for one, (reads, makes, seconds) in zip(self.order, rows, strict=True):
             begins.append(max((ends.get(name, 0.0) for name in reads), default=0.0))

@@ -7,10 +7,10 @@
 
 The programs are that of one rank, and of candidates over `tp` that were played, of one stage and one microbatch: at another size of the
 batch each is what a rank of another `dp` runs. A node that such a program has as one rank has it is sharded over no multiple of its `tp`
-either, nor is one whose dims are in no set that is cut; of all others ranks together take no less than their operations and bytes at the
-greatest speed (`NodeCost.least`), and as shards are even each rank of a layer takes as long. The sums of a layer are on the way of a
-candidate of one stage whose modules are all sharded, as in the program that is known; between stages a sum may go along with what crosses.
-What does not depend on the batch is counted once, and no session, message or wait is, so no candidate is faster, by any schedule.
+either, nor is one whose dims are in no set that is cut; of all others a rank has an even shard at least (`NodeCost.in_even_shards`). The
+sums of a layer are on the way of a candidate of one stage whose modules are all sharded, as in the program that is known; between stages a
+sum may go along with what crosses. What does not depend on the batch is counted once, of sessions one for each microbatch of a stage, and
+no message or wait is, so no candidate is faster, by any schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partc.cli.simulation.actions import Pricing, least_of, updated
@@ -62,7 +61,7 @@ class Least:
         self._tasks: dict[Hashable, Task] = {}
         self._ways: dict[Hashable, float] = {}
         self._updates: dict[Hashable, float] = {}
-        self._by_reader: dict[Hashable, dict[str, float]] = {}
+        self._by_reader: dict[int, dict[str, float]] = {}
         self._by_path: dict[tuple[int, int, bool], tuple[float, float]] = {}
 
     def learn(self, one: Candidate, simulation: Simulation) -> None:
@@ -79,7 +78,11 @@ class Least:
     def shared(self, ranks: int) -> float:
         """Seconds that no plan on so many ranks is below, whatever it shards."""
         cores = self.machine.cores * self.search.request.hosts
-        return self.machine.processor(CPU).step + self.work / (min(ranks, cores) if cores else ranks)
+        return self._beside(ranks) + self.work / (min(ranks, cores) if cores else ranks)
+
+    def _beside(self, ranks: int) -> float:
+        """Seconds of any step: what it does beside its actions, and the agreement of all ranks before the first of them."""
+        return self.machine.processor(CPU).step + self.machine.links[0].collective(ALL_REDUCE, ranks, 0)
 
     def __call__(self, one: Candidate) -> float:
         """Seconds that no step of a candidate is below."""
@@ -93,12 +96,24 @@ class Least:
         task, stages = self._tasks[key], one.degrees.stages
         ways = key, stages, one.microbatches, one.zero
         if ways not in self._ways:
-            updates = self._at_readers(one)
-            placed = self.search.named(stages) if stages > 1 else [task.heads.keys()]
-            some = (task.longest(paths, one.microbatches, updates) for paths in placed)
-            self._ways[ways] = max(some, default=0.0)
+            updates, session = self._at_readers(one), self.machine.processor(CPU).session
+            some = (task.longest(paths, one.microbatches, updates, session) for paths in self._placed(task, stages))
+            self._ways[ways] = max(some)
         beside = max(self._ways[ways], task.gradient + self._reduction(one))
-        return max(self.quick(one), self.machine.processor(CPU).step + beside)
+        return max(self.quick(one), self._beside(one.degrees.ranks) + beside)
+
+    def _placed(self, task: Task, stages: int) -> list[list[str]]:
+        """By stage the paths of a task that are in what a plan places there by name."""
+        if stages == 1:
+            return [list(task.by_path)]
+        found: list[list[str]] = [[] for _ in range(stages)]
+        stage_of = self.search.stage_of(stages)
+        for path in task.by_path:
+            parts = path.split(".")
+            around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+            if (stage := next((stage_of[one] for one in around if one in stage_of), None)) is not None:
+                found[stage].append(path)
+        return found
 
     def quick(self, one: Candidate) -> float:
         """The same by the work alone."""
@@ -108,8 +123,9 @@ class Least:
         once, repeated = self._seconds(one)
         update = self.updates(one) / degrees.stages
         turns = self.search.estimates.turns(degrees.ranks)
-        work = turns * (update + (once + one.microbatches * repeated) / degrees.stages)
-        return max(shared, self.machine.processor(CPU).step + work)
+        sessions = one.microbatches * self.machine.processor(CPU).session
+        work = turns * (update + sessions + (once + one.microbatches * repeated) / degrees.stages)
+        return max(shared, self._beside(degrees.ranks) + work)
 
     def updates(self, one: Candidate) -> float:
         """Seconds of the updates of all stages on one rank of each; of ZeRO a shard of each parameter, side by side as all of them."""
@@ -128,18 +144,14 @@ class Least:
 
     def _at_readers(self, one: Candidate) -> dict[str, float]:
         """By path the seconds of the updates of what is read there alone, which are of the stage that has the path."""
-        key = one.degrees.tp, one.degrees.dp if one.zero else 1, one.zero
-        if key not in self._by_reader:
-            elements = [max(math.prod(some.sizes or ()) for some in one.operands) for one in self.parameters]
-            each, shards = self.update / max(1, sum(elements)) / one.degrees.tp, one.degrees.tp * one.degrees.dp
-            seconds = [each * own for own in elements]
-            if one.zero:
-                seconds = [self._of_shard(own.function, own.operands, shards) for own in self.parameters]
-            found = self._by_reader[key] = defaultdict[str, float](float)
-            for parameter, own in zip(self.parameters, seconds, strict=True):
-                if len(readers := self._programs[1].readers(parameter.names)) == 1:
-                    found[min(readers)] += own
-        return self._by_reader[key]
+        shards = one.degrees.tp * (one.degrees.dp if one.zero else 1)
+        if shards not in self._by_reader:
+            each = self.update / max(1, sum(own for own, _ in self.parameters)) / shards
+            found = self._by_reader[shards] = defaultdict[str, float](float)
+            for elements, names in self.parameters:
+                if len(readers := self._programs[1].readers(names)) == 1:
+                    found[min(readers)] += each * elements
+        return self._by_reader[shards]
 
     def computed(self, one: Candidate) -> float | None:
         """Seconds of a microbatch on a rank, of all stages; None where no program over as many ranks of `tp` is known."""
@@ -238,22 +250,12 @@ def _updated(update: Update, sizes: FileSizes) -> Iterator[tuple[FunctionProto, 
             yield functions[name], operands
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """A parameter: the function that updates it, with its operands, and the values that are read then."""
-
-    function: FunctionProto
-    operands: list[Operand]
-    names: tuple[str, ...]
-
-
-def _parameters(update: Update, sizes: FileSizes) -> Iterator[_Parameter]:
-    """The parameters that are updated; of rows none."""
+def _parameters(update: Update, sizes: FileSizes) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The elements of each parameter that is updated, and the values that are read then; of rows none."""
     functions = {one.name: one for one in sizes.file.model.functions}
     for node in update.nodes:
         if node.op_type in functions and ROWS not in functions[node.op_type].input:
-            operands = [sizes.operand(name) for name in node.input]
-            yield _Parameter(functions[node.op_type], operands, tuple(node.input))
+            yield max(math.prod(sizes.operand(name).sizes or ()) for name in node.input), tuple(node.input)
 
 
 def _reduce(link: Link, ranks: int, given: float) -> float:

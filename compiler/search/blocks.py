@@ -11,6 +11,7 @@ step has the time of its collective.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,6 +27,7 @@ from partc.compiler.proposal.linked import Linked
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.chain import Chain
 from partc.compiler.search.estimate import Estimates, Sharding
+from partc.compiler.search.work import Work
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 
@@ -42,9 +44,13 @@ _OPS = {AllReduce: ALL_REDUCE, ReduceScatter: REDUCE_SCATTER, AllGather: ALL_GAT
 
 @dataclass(frozen=True)
 class Block:
-    """A set of linked dims with the nodes of its block, the sharding if it is sharded, and the bytes that it hands on."""
+    """A set of linked dims with the nodes of its block, the sharding if it is sharded, and the bytes that it hands on.
+
+    `counted`: how many nodes have which work, and whether they are sharded then.
+    """
 
     nodes: tuple[ir.Node, ...]
+    counted: Counter[tuple[Work, bool]]
     sharding: Sharding
     weights: float
     hands_on: float
@@ -73,9 +79,9 @@ def blocks_of(estimates: Estimates, sets: Sequence[Linked]) -> list[Block]:
         counted |= weights
         places = tuple(sets[k].places) if k >= 0 else ()
         sharding, size = Sharding.of(work, places), max(map(work.bytes, later), default=0.0)
-        each = tuple((work.of[node], node in sharding.nodes) for node in nodes)
-        likeness = each, sharding.weights, sharding.forward, sharding.backward, own
-        found.append(Block(tuple(nodes), sharding, own, size, likeness))
+        counts = Counter((work.of[node], node in sharding.nodes) for node in nodes)
+        likeness = frozenset(counts.items()), sharding.weights, sharding.forward, sharding.backward, own
+        found.append(Block(tuple(nodes), counts, sharding, own, size, likeness))
     return found
 
 
@@ -99,15 +105,16 @@ def _cost(estimates: Estimates, block: Block, one: Candidate, way: Way) -> tuple
     trains, link = estimates.slots is not None, estimates.link(1, degrees.tp)
     records = degrees.dp * one.microbatches * (degrees.tp if way is Way.RECORDS else 1)
     total = kept = 0.0
-    for node in block.nodes:
-        work = estimates.work.of[node]
-        shards = degrees.tp if way is Way.SHARDED and node in block.sharding.nodes else 1
+    for (work, is_sharded), many in block.counted.items():
+        shards = degrees.tp if way is Way.SHARDED and is_sharded else 1
         again = 1 + one.recompute if trains else 1
         forward = again * work.seconds(processor, records, shards)
-        total += estimates.turns(degrees.ranks) * (
-            forward + (work.backward(processor, records, shards) if trains else 0.0)
+        total += (
+            many
+            * estimates.turns(degrees.ranks)
+            * (forward + (work.backward(processor, records, shards) if trains else 0.0))
         )
-        kept += work.made / records / shards if trains else 0.0
+        kept += many * work.made / records / shards if trains else 0.0
     if way is Way.SHARDED:
         given = [*block.sharding.forward, *(block.sharding.backward if trains else ())]
         total += sum(link.collective(ALL_REDUCE, degrees.tp, size / records) for size in given)

@@ -64,7 +64,6 @@ class Search:
     batch: Batch
     estimates: Estimates
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
-    _named: dict[int, list[set[str]]] = field(default_factory=dict)
     _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
@@ -230,19 +229,9 @@ class Search:
         options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if one.recompute else []
         return (f"pipeline: {{{', '.join(options)}}}", "")
 
-    def named(self, count: int) -> list[set[str]]:
-        """By stage of so many the paths of the nodes in modules that a plan places there by name; none of one stage."""
-        if count not in self._named:
-            paths = self.program.paths
-            self._named[count] = [
-                {
-                    path
-                    for path in map(paths.__getitem__, stage.nodes)
-                    if any(path == one or path.startswith(f"{one}.") for one in stage.paths)
-                }
-                for stage in self._balanced(count)
-            ]
-        return self._named[count]
+    def stage_of(self, count: int) -> dict[str, int]:
+        """By module, or node, that a plan of so many stages places by name, its stage."""
+        return {path: k for k, stage in enumerate(self._balanced(count)) for path in stage.paths}
 
     def _heaviest(self, count: int) -> float:
         """The seconds of the heaviest of so many stages for the mean of all."""
@@ -268,7 +257,7 @@ class Search:
 
     def _is_possible(self, degrees: Degrees) -> bool:
         """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
-        return self._can_share(degrees.tp) and degrees.stages <= len(self.program.model.graph)
+        return self._can_share(degrees.tp) and degrees.stages in (1, len(self._balanced(degrees.stages)))
 
 
 def _batch(source: Source) -> Batch:

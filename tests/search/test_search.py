@@ -12,7 +12,7 @@ import onnx
 import pytest
 from equivalence import same_as_whole
 from machines import curve, machine, shared
-from onnx import TensorProto, helper
+from onnx import helper
 from partc.cli.main import invoke
 from partc.cli.simulation import plays
 from partc.cli.simulation.least import Leasts
@@ -31,31 +31,10 @@ from partc.compiler.search.taken_over import Base, base_of
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from partc.runtime.errors import UsageError
 from partc.runtime.units import parse_bytes
-from proposal_case import Graph, source
+from perceptrons import DEEP, TRAIN, WIDE, layers
+from proposal_case import source
 
 Capture = pytest.CaptureFixture[str]
-WIDE, DEEP = 64, 2
-TRAIN = """ranks: 1
-train:
-  loss: {type: mse, prediction: head.Add.out, target: label}
-  optimizer: {type: adam, lr: 0.01}
-  batch: 64
-"""
-
-
-def layers(width: int = WIDE, depth: int = DEEP, batch: int | str = "batch") -> onnx.ModelProto:
-    """Perceptrons in a list, each of an up and a down projection, and a head."""
-    g = Graph()
-    x = "x"
-    for k in range(depth):
-        h = g.node(f"layers.{k}.act", "Relu", g.linear(f"layers.{k}.up", x, width, 4 * width))
-        x = g.linear(f"layers.{k}.down", h, 4 * width, width)
-    out = g.linear("head", x, width, 6)
-    ports = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, size]) for name, size in (("x", width), (out, 6))
-    ]
-    graph = helper.make_graph(g.nodes, "g", ports[:1], ports[1:], g.weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 def links(latency: float, speed: float, flops: float = 1e9) -> Machine:

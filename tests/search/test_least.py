@@ -1,0 +1,82 @@
+"""What a candidate takes at least: no simulated step is below it, on machines whose latencies weigh more than their speeds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from machines import curve, machine
+from partc.cli.simulation.least import Leasts
+from partc.cli.simulation.plays import play_program
+from partc.compiler.cost.machine import Curve, Machine
+from partc.compiler.cost.node import PRODUCT
+from partc.compiler.cost.price import NodeCost
+from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search.candidate import Candidate, Fixed
+from partc.compiler.search.search import Request, Search
+from partc.compiler.search.taken_over import base_of
+from perceptrons import TRAIN, layers
+from proposal_case import source
+
+
+def late(session: float, called: float) -> Machine:
+    """A machine on which sessions, nodes and messages take long, whatever they compute and send."""
+    one = machine()
+    link = replace(one.links[0], overlap=1.0, send=curve(1e11, called), all_reduce=curve(1e11, called))
+    kernels = {"elementwise": Curve(((4096.0, called), (float(1 << 30), 1e-3)))}
+    products = {"matmul": Curve(((1e6, called), (1e12, 2e-2)))}
+    cpu = replace(one.processors["cpu"], session=session, products=products, kernels=kernels)
+    return replace(one, cores=0, links=[link], processors={"cpu": cpu})
+
+
+def trained(folder: Path, ranks: int, on: Machine, depth: int) -> Search:
+    """A search of how the layers are trained."""
+    (folder / "train.yaml").write_text(TRAIN)
+    base, model = base_of(folder / "train.yaml", source(layers(depth=depth)))
+    return Search.of(model, "model.onnx", Request(ranks, Fixed(), base, on, {}))
+
+
+@pytest.mark.parametrize(("session", "called"), [(2e-5, 2e-6), (1e-7, 2e-5)])
+def test_no_candidate_of_stages_is_below_the_bound(session: float, called: float, tmp_path: Path) -> None:
+    """Each in sixteen of all on 4 ranks, and all of two stages and few microbatches, before and behind what is learned of tp."""
+    search = trained(tmp_path, 4, late(session, called), 4)
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    halves = [one for one in search.candidates if one.degrees.stages == 2 and one.microbatches < 4]
+    played = {one: play_program(search, search.proposal(one).done) for one in {*search.candidates[::16], *halves}}
+    for _ in range(2):
+        assert {str(one) for one, step in played.items() if step.played.seconds < least(one)} == set()
+        tensor = Candidate(Degrees(tp=4))
+        least.learn(tensor, play_program(search, search.proposal(tensor).done))
+
+
+def test_sessions_and_the_agreement_of_ranks_count(tmp_path: Path) -> None:
+    """Each microbatch is a session on each stage, and the sizes of a step are agreed on first."""
+    slow, fast = (trained(tmp_path, 4, late(session, 1e-6), 2) for session in (1e-3, 0.0))
+    some = [Leasts(one, play_program(one, one.proposal(Candidate(Degrees())).done)) for one in (slow, fast)]
+    one = Candidate(Degrees(stages=2), 8, "1f1b")
+    assert some[0](one) - some[1](one) >= 0.999 * 8e-3
+    agreement = fast.request.machine.links[0].collective("AllReduce", 4, 0)
+    alone, all = (some[1].on(ranks)._beside(ranks) for ranks in (1, 4))
+    assert all - alone == pytest.approx(agreement)
+    assert agreement > 0
+
+
+def test_a_search_has_no_candidate_of_more_stages_than_there_are(tmp_path: Path) -> None:
+    """What the compiler refuses would else be the bound."""
+    search = trained(tmp_path, 64, late(1e-6, 1e-6), 2)
+    most = max(one.degrees.stages for one in search.candidates)
+    assert most < 64
+    search.proposal(Candidate(Degrees(stages=most), 2, "1f1b"))
+
+
+def test_even_shards_take_no_less_than_their_share() -> None:
+    """A shard of a node takes what calling it takes; of a batch of matrices a shard has fewer of them or smaller ones."""
+    cpu = late(0.0, 2e-6).processor("cpu")
+    one = NodeCost("elementwise", 0.0, 1, 65536.0)
+    assert one.in_even_shards(cpu, 64) == 2e-6 > one.least(cpu) / 64
+    product = NodeCost(PRODUCT, 8e9, 8, 0.0)
+    each = [many * cpu.products["matmul"](2e9 / many) for many in (2, 4, 8)]
+    assert product.in_even_shards(cpu, 4) == pytest.approx(min(each), rel=1e-9)
+    assert math.isclose(product.in_even_shards(cpu, 1), product.seconds(cpu))
