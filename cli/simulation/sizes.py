@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -70,31 +70,26 @@ class FileSizes:
 
     def of_node(self, node: NodeProto, segment: Segment) -> tuple[list[Operand | None], list[Operand | None]]:
         """The operands of a node of a segment, and what it makes."""
-        names = self.names(segment)
-        suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
-        given, made = (
-            [self.operand(names.get(name, name + suffix)) if name else None for name in some]
-            for some in (node.input, node.output)
-        )
-        fixed = self.fixed(segment)
-        given = [
-            replace(one, constant=True) if one is not None and name in fixed else one
-            for name, one in zip(node.input, given, strict=True)
-        ]
+        of = self._reader(segment)
+        given, made = ([of(name) if name else None for name in some] for some in (node.input, node.output))
         return given, made
 
     def of_segment(self, segment: Segment) -> dict[str, Operand]:
         """By name in a segment's body the operands of all that its nodes read or make."""
+        of = self._reader(segment)
+        names = dict.fromkeys(name for node in segment.formal.nodes for name in (*node.input, *node.output) if name)
+        return {name: of(name) for name in names}
+
+    def _reader(self, segment: Segment) -> Callable[[str], Operand]:
+        """What gives the operand of a name in a segment's body."""
         names, fixed = self.names(segment), self.fixed(segment)
         suffix = f".{parse(segment.task).microbatch}" if segment.task else ""
-        found: dict[str, Operand] = {}
-        for node in segment.formal.nodes:
-            for some in (node.input, node.output):
-                for name in some:
-                    if name and name not in found:
-                        one = self.operand(names.get(name, name + suffix))
-                        found[name] = replace(one, constant=True) if name in fixed else one
-        return found
+
+        def of(name: str) -> Operand:
+            one = self.operand(names.get(name, name + suffix))
+            return replace(one, constant=True) if name in fixed else one
+
+        return of
 
     def fixed(self, segment: Segment) -> frozenset[str]:
         """The initializers of a segment's body."""

@@ -5,7 +5,7 @@ What nothing reads falls away, and what the simplifier finds in a program that t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -79,10 +79,11 @@ def _finished(
     steps = tuple(one.steps)
     training, rank = program.training, lowest(one.ranks)
     given = {value for value, _ in outputs}
-    after = given | {state.next for state in one.kept.values() if state.next is not None} if training else given
+    after = given | {state.next for state in one.kept.values() if state.next is not None}
     key = steps, frozenset(after)
     if key not in simplified:
-        left = tuple(pulls_first(simplify(steps, after) if training else steps))
+        wanted = _wanted(steps, after, one.appended)
+        left = tuple(pulls_first(simplify(wanted, after) if training else wanted))
         simplified[key] = left, frozenset([value for step in left for value in step.reads])
     steps, read = simplified[key]
     used = read | given
@@ -105,6 +106,22 @@ def _finished(
     if not fits or {info.type for info in values.values()}.isdisjoint(_HALVES):
         return found
     return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values, program.targets)
+
+
+def _wanted(
+    steps: Sequence[Compute | Comm], after: Collection[Value], appended: Collection[Value]
+) -> list[Compute | Comm]:
+    """The steps without computations of which nothing on these ranks reads a result; `after` is read behind the last one."""
+    read, left = set(after), list[Compute | Comm]()
+    for step in reversed(steps):
+        if (
+            isinstance(step, Comm)
+            or any(value in read for value in step.makes)
+            or any(value in appended for value in step.reads)
+        ):
+            read.update(step.reads)
+            left.append(step)
+    return left[::-1]
 
 
 def _idle(program: Localized, idle: list[int]) -> Iterator[str]:

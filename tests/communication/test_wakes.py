@@ -109,31 +109,24 @@ def _a_single_round_gets_early(one: SingleRound, actions: Actions) -> Actions:
 
 
 @_in_a_single_round
-def _a_single_round_is_put_after_the_arrival(one: SingleRound, actions: Actions) -> Actions:
-    put, close, get = actions
-
-    def late() -> None:
-        one._own[0] = one.group.begun
-        put()
-
-    return late, close, get
-
-
-@_in_a_single_round
 def _a_single_round_is_closed_before_all_have_come(one: SingleRound, actions: Actions) -> Actions:
     one._cells = one._cells[1:]
     return actions
 
 
-@_in_a_single_round
-def _a_single_round_is_closed_before_it_is_made(one: SingleRound, actions: Actions) -> Actions:
-    put, close, get = actions
+def _a_single_round_is_told_before(place: int, word: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The word of a round has its number before the action at this place, which makes what the word tells of."""
 
-    def early() -> None:
-        one._closed[0] = one.group.begun
-        close()
+    def early(one: SingleRound, actions: Actions) -> Actions:
+        def action() -> None:
+            getattr(one, word)[0] = one.group.begun
+            actions[place]()
 
-    return put, early, get
+        put, close, get = (action if at == place else each for at, each in enumerate(actions))
+        return put, close, get
+
+    early.__name__ = f"_a_single_round_is_told_before_{('put', 'closed')[place]}"
+    return _in_a_single_round(early)
 
 
 @_in_a_single_round
@@ -166,9 +159,9 @@ def _a_single_round_is_closed_without_a_fence(one: SingleRound, actions: Actions
         _a_pair_wakes_nobody,
         _a_turn_counts_as_the_end,
         _a_single_round_gets_early,
-        _a_single_round_is_put_after_the_arrival,
+        _a_single_round_is_told_before(0, "_own"),
         _a_single_round_is_closed_before_all_have_come,
-        _a_single_round_is_closed_before_it_is_made,
+        _a_single_round_is_told_before(1, "_closed"),
         _a_single_round_is_closed_without_a_fence,
     ],
 )

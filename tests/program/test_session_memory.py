@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
-from onnx import parser
+from onnx import helper, numpy_helper, parser
 from partc.runtime.artifact.liveness import Span
 from partc.runtime.artifact.tensors.dtypes import BY_NAME
+from partc.runtime.execution.memory.laid_out_weights import laid_out
 from partc.runtime.program.session_memory import OwnArena, SharedArena, inside
 from partc.runtime.program.steps import Segment
 
@@ -73,3 +78,58 @@ def test_an_arena_of_values_that_grow_asks_for_twice_as_much_each_time() -> None
         arena.run([Span("x", 0, 1, (), bytes)])
         assert arena.bytes == used
     assert [block.size // mib for block in arena.blocks] == [1, 2, 4]
+
+
+LOAD = """
+import sys
+from pathlib import Path
+import numpy as np
+from onnx import parser
+from partc.runtime.devices.devices import HOST
+from partc.runtime.program.ort import new_session
+def bytes(key):
+    rows = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(rows[key].split()[0])
+text = '<ir_version: 10, opset_import: ["": 17]> g (float[2, 2] x) => (float[2, 2] y) { y = MatMul (x, x) }'
+one = parser.parse_model(text)
+new_session(one.SerializeToString(), 1, HOST, {}).run(None, {"x": np.ones((2, 2), np.float32)})
+Path("/proc/self/clear_refs").write_text("5")
+begin = bytes("VmRSS")
+new_session(sys.argv[1], 1, HOST, {})
+print(bytes("VmHWM") - begin)
+"""
+WIDE, NARROW = (512, 512), (512, 128)
+WIDER = (128, 512)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of a process's memory is to be had")
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(
+    "chain",
+    [[WIDE], [WIDE, NARROW, WIDER, NARROW, WIDER], [WIDER, NARROW, WIDER, WIDE], [WIDE, WIDE], [WIDER, NARROW] * 5],
+)
+def test_weights_of_convolutions_are_laid_out_as_predicted(
+    chain: list[tuple[int, int]], normalized: bool, tmp_path: Path
+) -> None:
+    nodes, tensors, last = list[onnx.NodeProto](), list[onnx.TensorProto](), "x"
+    for k, (channels, filters) in enumerate(chain):
+        weight = np.random.default_rng(k).standard_normal((filters, channels, 3, 3), np.float32)
+        tensors.append(numpy_helper.from_array(weight, f"w{k}"))
+        nodes.append(helper.make_node("Conv", [last, f"w{k}"], [last := f"c{k}"], pads=[1] * 4))
+        if normalized:
+            tensors += [numpy_helper.from_array(np.ones(filters, np.float32), f"{one}{k}") for one in "smbv"]
+            nodes.append(helper.make_node("BatchNormalization", [last, *(f"{one}{k}" for one in "smbv")], [f"n{k}"]))
+            nodes.append(helper.make_node("Relu", [f"n{k}"], [last := f"r{k}"]))
+    (x, y) = (
+        helper.make_tensor_value_info(name, 1, [1, size, 8, 8])
+        for name, size in (("x", chain[0][0]), (last, chain[-1][1]))
+    )
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y], tensors), opset_imports=[helper.make_opsetid("", 17)], ir_version=10
+    )
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="weights", size_threshold=10_000)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "m.onnx")], capture_output=True, text=True, check=True
+    )
+    weights = {tensor.name: 4 * math.prod(tensor.dims) for tensor in tensors if tensor.name.startswith("w")}
+    assert laid_out(nodes, weights) + sum(weights.values()) == pytest.approx(int(done.stdout), rel=0.3)

@@ -32,6 +32,7 @@ from ...program.value_table import Storage, declared_shapes, known_shapes, promi
 from ..collective_plans import plan_collectives, scratch_lifetimes
 from ..symbol_bindings import bound_symbols
 from ..wire_tags import wire_tags
+from .laid_out_weights import laid_out
 from .layout import MOST_PLANS, arenas, at_sizes, lay_out
 from .longest import longest
 from .parts import RankMemory, TargetMemory
@@ -44,8 +45,6 @@ _UNSTATED = "tensor(float)"
 """Stands for the type of a value of unknown shape, which no arena holds."""
 _READ_AHEAD = 2
 """Batches that wait for the steps of a training."""
-_LAID_OUT = 2.8
-"""The bytes that onnxruntime needs for each byte of a convolution's constant weights while it makes a session, besides the weight."""
 _OF_NODE, _OF_VALUE = 16_500, 1_800
 """The bytes that sessions and the runtime hold for each node of a session, and in each plan of a step for each value of all microbatches;
 of onnxruntime 1.31."""
@@ -245,13 +244,10 @@ class _Program:
         return inputs * (2 + (_READ_AHEAD if self.trains else 0)) + 2 * outputs
 
     def loading(self, target: str) -> int:
-        """The bytes beside weights that making the largest session takes, of those that have convolutions of constant weights."""
-        most, sizes = 0, {name: of_tensor(tensor) for name, tensor in self.file.tensors.items()}
-        for segment in self.distinct():
-            read = {node.input[1] for node in segment.nodes if node.op_type == "Conv"} & {*segment.initializers}
-            if self.devices.target(segment.target) == target:
-                most = max(most, sum(sizes[name] for name in read))
-        return int(_LAID_OUT * most)
+        """The bytes beside weights that making the session takes that takes most, of those with convolutions of constant weights."""
+        own = [one for one in self.distinct() if self.devices.target(one.target) == target]
+        sizes = {name: of_tensor(tensor) for name, tensor in self.file.tensors.items()}
+        return max((laid_out(one.nodes, {name: sizes[name] for name in one.initializers}) for one in own), default=0)
 
     @cached_property
     def sessions(self) -> dict[str, list[list[Span[str, int]]]]:

@@ -11,7 +11,7 @@ inside segments     what onnxruntime takes while it runs a segment: an estimate 
 sessions            what onnxruntime and the runtime hold of every session and node: an estimate, by measurement
 messages            slots of messages and rooms of collectives, in memory that ranks of one host share (`shared.py`)
 evaluation          `between`, `inside` and `sessions` of the program that evaluates a training, which lies beside it
-loading             what onnxruntime needs, besides the weights and sessions, to lay out the weights of convolutions: an estimate, too
+loading             what onnxruntime needs, besides weights and sessions, to lay out weights of convolutions: an estimate
 """
 
 from __future__ import annotations
