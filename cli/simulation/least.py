@@ -2,7 +2,8 @@
 
     step       the longest of work, way and gradients, beside what any step takes
     work       microbatches * task / stages + update: the mean of all ranks, which the slowest is not below
-    way        of a stage: `Task.longest` of what it computes, with its updates
+    way        of a stage: `Task.longest` of what it computes, with its updates; of a schedule the mean of all stages, each from when
+               the first microbatch can be there
     gradients  the shortest way of nodes to any gradient, then the reduction of a rank's over `dp`, of several stages in their mean
 
 The programs are that of one rank, and of candidates over `tp` that were played, of one stage and one microbatch: at another size of the
@@ -28,7 +29,7 @@ from partc.compiler.cost.machine import Link, Machine
 from partc.compiler.cost.price import Operand
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.reductions import seconds_of
-from partc.compiler.search.search import Search
+from partc.compiler.search.search import Search, named_stage
 from partc.runtime.artifact.format import ALL_REDUCE, CPU
 from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.program.steps import Segment, Update
@@ -94,11 +95,11 @@ class Least:
         if key not in self._tasks:
             self._tasks[key] = program.task(parts, shards, sums)
         task, stages = self._tasks[key], one.degrees.stages
-        ways = key, stages, one.microbatches, one.zero
+        ways = key, stages, one.microbatches, one.zero, bool(one.schedule)
         if ways not in self._ways:
             updates, session = self._at_readers(one), self.machine.processor(CPU).session
             some = (task.longest(paths, one.microbatches, updates, session) for paths in self._placed(task, stages))
-            self._ways[ways] = max(some)
+            self._ways[ways] = max(*some, self._filled(one, task) if one.schedule else 0.0)
         beside = max(self._ways[ways], task.gradient + self._reduction(one))
         return max(self.quick(one), self._beside(one.degrees.ranks) + beside)
 
@@ -109,11 +110,25 @@ class Least:
         found: list[list[str]] = [[] for _ in range(stages)]
         stage_of = self.search.stage_of(stages)
         for path in task.by_path:
-            parts = path.split(".")
-            around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-            if (stage := next((stage_of[one] for one in around if one in stage_of), None)) is not None:
+            if (stage := named_stage(stage_of, path)) is not None:
                 found[stage].append(path)
         return found
+
+    def _filled(self, one: Candidate, task: Task) -> float:
+        """Seconds of a schedule in the mean of its stages: none computes before the first microbatch can be there."""
+        stages = one.degrees.stages
+        may_have, stage_of = self.search.stages_of(stages), self.search.stage_of(stages)
+        heads, work = [math.inf] * stages, 0.0
+        for path, nodes in task.by_path.items():
+            named = named_stage(stage_of, path)
+            some = may_have.get(path, range(0)) if named is None else range(named, named + 1)
+            work += sum(node.seconds for node in nodes) if some else 0.0
+            for stage in some:
+                heads[stage] = min(heads[stage], *(node.head for node in nodes))
+        if math.inf in heads:
+            return 0.0
+        sessions = (one.microbatches - 1) * self.machine.processor(CPU).session
+        return (sum(heads) + one.microbatches * work + self.updates(one)) / stages + sessions
 
     def quick(self, one: Candidate) -> float:
         """The same by the work alone."""

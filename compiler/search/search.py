@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import onnx_ir as ir
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.cost.machine import Machine
 from partc.compiler.errors import CompileError, Problem
@@ -64,6 +65,7 @@ class Search:
     batch: Batch
     estimates: Estimates
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _stages_of: dict[int, dict[str, range]] = field(default_factory=dict)
     _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
@@ -233,6 +235,26 @@ class Search:
         """By module, or node, that a plan of so many stages places by name, its stage."""
         return {path: k for k, stage in enumerate(self._balanced(count)) for path in stage.paths}
 
+    def stages_of(self, count: int) -> dict[str, range]:
+        """By path of a node the stages of so many that may have it: none before what it reads, nor behind its readers."""
+        if count not in self._stages_of:
+            stage_of, graph, paths = self.stage_of(count), self.program.model.graph, self.program.paths
+            first, last = dict[ir.Node, int](), dict[ir.Node, int]()
+            for node in graph:
+                named = named_stage(stage_of, paths[node])
+                makers = (value.producer() for value in node.inputs if value is not None)
+                before = (first[maker] for maker in makers if maker in first)
+                first[node] = max(before, default=0) if named is None else named
+            for node in reversed(graph):
+                named = named_stage(stage_of, paths[node])
+                behind = (last[use.node] for value in node.outputs for use in value.uses() if use.node in last)
+                last[node] = min(behind, default=count - 1) if named is None else named
+            found = self._stages_of[count] = dict[str, range]()
+            for node in graph:
+                known = found.get(paths[node], range(first[node], last[node] + 1))
+                found[paths[node]] = range(min(known.start, first[node]), max(known.stop, last[node] + 1))
+        return self._stages_of[count]
+
     def _heaviest(self, count: int) -> float:
         """The seconds of the heaviest of so many stages for the mean of all."""
         work = [sum(unit.work for unit in stage.units) for stage in self._balanced(count)]
@@ -258,6 +280,13 @@ class Search:
     def _is_possible(self, degrees: Degrees) -> bool:
         """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
         return self._can_share(degrees.tp) and degrees.stages in (1, len(self._balanced(degrees.stages)))
+
+
+def named_stage(stage_of: Mapping[str, int], path: str) -> int | None:
+    """The stage of the innermost module around a path that a plan places by name."""
+    parts = path.split(".")
+    around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((stage_of[one] for one in around if one in stage_of), None)
 
 
 def _batch(source: Source) -> Batch:

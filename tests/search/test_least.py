@@ -12,10 +12,11 @@ from partc.cli.simulation.least import Leasts
 from partc.cli.simulation.plays import play_program
 from partc.compiler.cost.machine import Curve, Machine
 from partc.compiler.cost.node import PRODUCT
+from partc.compiler.cost.play import Compute
 from partc.compiler.cost.price import NodeCost
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate, Fixed
-from partc.compiler.search.search import Request, Search
+from partc.compiler.search.search import Request, Search, named_stage
 from partc.compiler.search.taken_over import base_of
 from perceptrons import TRAIN, layers
 from proposal_case import source
@@ -49,6 +50,29 @@ def test_no_candidate_of_stages_is_below_the_bound(session: float, called: float
         assert {str(one) for one, step in played.items() if step.played.seconds < least(one)} == set()
         tensor = Candidate(Degrees(tp=4))
         least.learn(tensor, play_program(search, search.proposal(tensor).done))
+
+
+def test_a_pipeline_fills_before_it_computes(tmp_path: Path) -> None:
+    """Of eight stages and microbatches the bound is well above the mean of what ranks compute, and not above the simulated step."""
+    search = trained(tmp_path, 8, late(1e-7, 2e-6), 8)
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    one = Candidate(Degrees(stages=8), 8, "zb_h1")
+    assert 1.1 * least.quick(one) < least(one) <= play_program(search, search.proposal(one).done).played.seconds
+
+
+def test_stages_that_may_have_a_node_hold_where_the_compiler_placed_it(tmp_path: Path) -> None:
+    """What no line of the plan names is on a stage behind what it reads and before its readers; so is its gradient."""
+    search = trained(tmp_path, 4, machine(), 2)
+    some, stage_of = search.stages_of(4), search.stage_of(4)
+    played = play_program(search, search.proposal(Candidate(Degrees(stages=4), 2, "1f1b")).done).played
+    seen = 0
+    for action in (action for one in played.classes for action in one.actions if isinstance(action, Compute)):
+        for path in action.modules if action.task else ():
+            named = named_stage(stage_of, path)
+            may_have = some.get(path, range(4)) if named is None else range(named, named + 1)
+            assert int(action.task[0]) in may_have, (path, action.task)
+            seen += named is None and len(may_have) < 4
+    assert seen > 4
 
 
 def test_sessions_and_the_agreement_of_ranks_count(tmp_path: Path) -> None:
