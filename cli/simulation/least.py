@@ -30,7 +30,7 @@ from partc.compiler.cost.price import Operand
 from partc.compiler.search.candidate import Candidate
 from partc.compiler.search.reductions import seconds_of
 from partc.compiler.search.search import Search, named_stage
-from partc.runtime.artifact.format import ALL_REDUCE, CPU
+from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
 from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.program.steps import Segment, Update
 
@@ -197,14 +197,14 @@ class Least:
         """The reduction of a rank's gradients, as far as it goes on beside computations, over the fastest link.
 
         Of one stage the collectives are those that the compiler fills, one behind another, where it reduces all gradients of the model
-        and they are known; else as many bytes in however many AllReduces.
+        and they are known; else as many bytes in however many.
         """
         degrees, links = one.degrees, self.machine.links
         known = self.search.reductions(one) if self.has_buckets and degrees.stages == 1 else None
         if known is not None:
             return min(link.overlap * seconds_of(known, link, degrees.dp) for link in links)
         given = self.reduced * self.search.own_share(one) / degrees.stages
-        return min(link.overlap * _reduce(link, degrees.dp, given) for link in links)
+        return min(link.overlap * _reduce(link, degrees.dp, given, one.zero) for link in links)
 
 
 class Leasts:
@@ -273,7 +273,16 @@ def _parameters(update: Update, sizes: FileSizes) -> Iterator[tuple[int, tuple[s
             yield max(math.prod(sizes.operand(name).sizes or ()) for name in node.input), tuple(node.input)
 
 
-def _reduce(link: Link, ranks: int, given: float) -> float:
-    """Seconds of so many bytes in however many AllReduces: the speed is greatest at a point of the curve, or at all of it."""
-    some = [*(amount for amount, _ in link.all_reduce.points if amount < given), given]
-    return given * min(link.collective(ALL_REDUCE, ranks, amount) / amount for amount in some) if given else 0.0
+def _reduce(link: Link, ranks: int, given: float, zero: bool) -> float:
+    """Seconds of so many bytes in however many collectives, of a sharded optimizer those of the way that takes less."""
+    whole = _in_parts(link, ALL_REDUCE, ranks, given)
+    if not zero:
+        return whole
+    return min(whole, _in_parts(link, REDUCE_SCATTER, ranks, given) + _in_parts(link, ALL_GATHER, ranks, given / ranks))
+
+
+def _in_parts(link: Link, op: str, ranks: int, given: float) -> float:
+    """Seconds in the parts that take least together: the speed is greatest at a point of the curve, or at all of it."""
+    curve = link.split.get(op, link.all_reduce)
+    some = [*(amount for amount, _ in curve.points if amount < given), given]
+    return given * min(link.collective(op, ranks, amount) / amount for amount in some) if given else 0.0

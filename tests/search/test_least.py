@@ -18,6 +18,7 @@ from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.search.candidate import Candidate, Fixed
 from partc.compiler.search.search import Request, Search, named_stage
 from partc.compiler.search.taken_over import base_of
+from partc.runtime.artifact.format import ALL_GATHER, REDUCE_SCATTER
 from perceptrons import TRAIN, layers
 from proposal_case import source
 
@@ -50,6 +51,18 @@ def test_no_candidate_of_stages_is_below_the_bound(session: float, called: float
         assert {str(one) for one, step in played.items() if step.played.seconds < least(one)} == set()
         tensor = Candidate(Degrees(tp=4))
         least.learn(tensor, play_program(search, search.proposal(tensor).done))
+
+
+def test_a_sharded_optimizer_is_reduced_by_collectives_of_its_own(tmp_path: Path) -> None:
+    """Where those are faster than an AllReduce of as many bytes."""
+    on = late(0.0, 1e-7)
+    slow = replace(on.links[0], all_reduce=curve(1e6), split={op: curve(1e9) for op in (REDUCE_SCATTER, ALL_GATHER)})
+    search = trained(tmp_path, 4, replace(on, links=[slow]), 4)
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    sharded, whole = (Candidate(Degrees(dp=2, stages=2), 2, "1f1b", zero=zero) for zero in (True, False))
+    for one in (sharded, whole):
+        assert least(one) <= play_program(search, search.proposal(one).done).played.seconds
+    assert least(sharded) < 0.1 * least(whole)
 
 
 def test_a_pipeline_fills_before_it_computes(tmp_path: Path) -> None:
