@@ -8,8 +8,9 @@ import functools
 import gc
 import os
 import sys
+import threading
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -123,3 +124,12 @@ def golden(request: pytest.FixtureRequest) -> Golden:
             pytest.fail("\n".join([*islice(changed, _SHOWN), "...", accept]), pytrace=False)
 
     return compare
+
+
+@pytest.fixture(autouse=True)
+def _no_reader_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of data closes what it opens: no thread that reads ahead is left."""
+    before = {*threading.enumerate()}
+    yield
+    left = [one for one in threading.enumerate() if one.name == "partc data" and one not in before]
+    assert not left or request.path.parent.name != "data", f"{len(left)} readers of data are not closed"

@@ -132,7 +132,8 @@ def test_a_transform_sees_filled_records(corpus: Path) -> None:
         "    return {'x': ids[:, :-1], 'y': np.where(inside, ids[:, 1:], -100)}\n"
     )
     spec = Spec.parse({"source": "c.npz", "transform": "t.py:next_word", "multiple": 9}, corpus.parent)
-    batch = next(open_loader(spec, [port("x", ["n", "s"]), port("y", ["n", "s"])], 0, 30, shuffle=False))
+    with open_loader(spec, [port("x", ["n", "s"]), port("y", ["n", "s"])], 0, 30, shuffle=False) as loader:
+        batch = next(loader)
     assert batch["x"].shape == (30, 44)
     for row, record in enumerate(RECORDS):
         inside = max(len(record) - 1, 0)

@@ -370,6 +370,8 @@ def test_shards_are_records_like_others(tmp_path: Path) -> None:
     for one in then:
         assert one.restore(there[0].saved(lambda text: [text]), 7) == ""
     same(run(then), whole[7:])
+    for one in there:
+        one.close()
 
 
 def test_neither_torch_nor_datasets_is_imported_for_others() -> None:

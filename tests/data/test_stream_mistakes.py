@@ -267,7 +267,8 @@ def test_other_members_of_shards(tmp_path: Path) -> None:
         *(("d/0.x.json", b"[1, 2.5, 3, 4]"), ("d/0.label.id", b" 7\n"), ("d/._0.x.json", b"?"), ("d/0.txt", b"a b")),
         *(("e/0.x.json", b"[1, 2, 3, 4]"), ("e/0.label.id", b"8"), ("e/0.txt", b"c")),
     ]
-    batch = next(opened(write_tar(tmp_path / "a.tar", *members), batch=2, shuffle=False))
+    with opened(write_tar(tmp_path / "a.tar", *members), batch=2, shuffle=False) as loader:
+        batch = next(loader)
     assert (batch["x"].tolist(), batch["label"].tolist()) == ([[1, 2.5, 3, 4], [1, 2, 3, 4]], [7, 8])
     fails(
         write_tar(tmp_path / "b.tar", ("0.x.json", b'{"a": 1}')),
@@ -285,7 +286,8 @@ def test_other_members_of_shards(tmp_path: Path) -> None:
         path = write_tar(tmp_path / "c.tar", (f"0.{ending}", buffer.getvalue()), ("0.cls", b"1"))
         ports = [port("x", "float", ["n", *shape]), port("label", "int64", ["n"])]
         spec = Spec.parse({"source": path, "fields": {"x": ending, "label": "cls"}})
-        assert next(open_loader(spec, ports, 0, 1))["x"].shape == (1, *shape)
+        with open_loader(spec, ports, 0, 1) as loader:
+            assert next(loader)["x"].shape == (1, *shape)
 
 
 def torch_loader(dataset: Any, **options: Any) -> Any:
