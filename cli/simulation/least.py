@@ -275,14 +275,14 @@ def _parameters(update: Update, sizes: FileSizes) -> Iterator[tuple[int, tuple[s
 
 def _reduce(link: Link, ranks: int, given: float, zero: bool) -> float:
     """Seconds of so many bytes in however many collectives, of a sharded optimizer those of the way that takes less."""
-    whole = _in_parts(link, ALL_REDUCE, ranks, given)
+    whole = _least_of(link, ALL_REDUCE, ranks, given)
     if not zero:
         return whole
-    return min(whole, _in_parts(link, REDUCE_SCATTER, ranks, given) + _in_parts(link, ALL_GATHER, ranks, given / ranks))
+    return min(whole, _least_of(link, REDUCE_SCATTER, ranks, given) + _in_parts(link, ALL_GATHER, ranks, given / ranks))
 
 
-def _in_parts(link: Link, op: str, ranks: int, given: float) -> float:
-    """Seconds in the parts that take least together: the speed is greatest at a point of the curve, or at all of it."""
+def _least_of(link: Link, op: str, ranks: int, given: float) -> float:
+    """Seconds in however many collectives: the speed is greatest at a point of the curve, or at all of it."""
     curve = link.split.get(op, link.all_reduce)
     some = [*(amount for amount, _ in curve.points if amount < given), given]
     return given * min(link.collective(op, ranks, amount) / amount for amount in some) if given else 0.0
