@@ -132,4 +132,7 @@ def test_weights_of_convolutions_are_laid_out_as_predicted(
         [sys.executable, "-c", LOAD, str(tmp_path / "m.onnx")], capture_output=True, text=True, check=True
     )
     weights = {tensor.name: 4 * math.prod(tensor.dims) for tensor in tensors if tensor.name.startswith("w")}
-    assert laid_out(nodes, weights) + sum(weights.values()) == pytest.approx(int(done.stdout), rel=0.3)
+    ratio = (laid_out(nodes, weights) + sum(weights.values())) / int(done.stdout)
+    assert 0.6 < ratio < 1.5, (
+        "what is freed meanwhile differs by process, from 0.75 to 1.3; each weight 3.8 times would be up to 1.9"
+    )
