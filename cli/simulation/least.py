@@ -278,7 +278,7 @@ def _reduce(link: Link, ranks: int, given: float, zero: bool) -> float:
     whole = _least_of(link, ALL_REDUCE, ranks, given)
     if not zero:
         return whole
-    return min(whole, _least_of(link, REDUCE_SCATTER, ranks, given) + _in_parts(link, ALL_GATHER, ranks, given / ranks))
+    return min(whole, _least_of(link, REDUCE_SCATTER, ranks, given) + _least_of(link, ALL_GATHER, ranks, given / ranks))
 
 
 def _least_of(link: Link, op: str, ranks: int, given: float) -> float:
