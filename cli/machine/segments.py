@@ -26,6 +26,7 @@ from partc.runtime.execution.inputs import shard
 from partc.runtime.execution.rank_program import lower_rank_program
 from partc.runtime.execution.session_settings import settings_for
 from partc.runtime.program.rank_file import read_rank_file
+from partc.runtime.program.session_values import from_ort
 from partc.runtime.program.sessions import Runner
 from partc.runtime.program.steps import Segment, StartCollective
 
@@ -96,13 +97,18 @@ def _bound(runner: Runner, sizes: FileSizes, cells: dict[str, Tensor]) -> Callab
                 return None
             cells[name] = tensor
             held.append(tensor)
-            if name in sizes.merged:  # only a run tells how many rows there are
-                binding.bind_output(formal, "cpu")
-            else:
+            if name not in sizes.merged:
                 bind(formal, "cpu", 0, tensor.dtype.code, tensor.shape, tensor.pointer)
+    merged = [formal for formal, name in segment.results if name in sizes.merged]
+    of_merged = [name in sizes.merged for name in segment.outputs]
 
     def run() -> list[Tensor]:
+        for formal in merged:  # as in a step, since only a run tells how many rows there are
+            binding.bind_output(formal, "cpu")
         runner.session.run_with_iobinding(binding)
+        for value, is_merged in zip(binding.get_outputs(), of_merged, strict=True) if merged else ():
+            if is_merged:
+                from_ort(value, None)
         return held
 
     try:
