@@ -50,7 +50,12 @@ MEASURED = {
     "products": {"matmul": [[1e6, 2e-5], [1e9, 2e-2]]},
     "kernels": {name: [[4096, 2e-6], [1 << 24, 8e-3]] for name in sorted({entry.work.kernel for entry in entries()})},
     "links": [
-        {"overlap": 1.0, "wake": 1e-5, "send": [[8, 1e-5], [1 << 24, 1e-2]], "all_reduce": [[8, 2e-5], [1 << 24, 2e-2]]}
+        {
+            "overlap": 1.0,
+            "wake": 1e-5,
+            "send": [[8, 1e-5], [1 << 24, 1e-2]],
+            "collectives": {"AllReduce": [[8, 2e-5], [1 << 24, 2e-2]]},
+        }
     ],
     "segments": {},
 }
