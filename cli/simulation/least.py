@@ -1,10 +1,11 @@
 """What a candidate of a search takes at least: the nodes of programs that are known, at the sizes of a rank of it.
 
-    step       the longest of work, way and gradients, beside what any step takes
+    step       the longest of work, way, gradients and gathers, beside what any step takes
     work       microbatches * task / stages + update: the mean of all ranks, which the slowest is not below
     way        of a stage: `Task.longest` of what it computes, with its updates; of a schedule the mean of all stages, each from when
                the first microbatch can be there
     gradients  the shortest way of nodes to any gradient, then the reduction of a rank's over `dp`, of several stages in their mean
+    gathers    of a sharded optimizer the AllGathers of its shards, behind all that is computed for gradients
 
 The programs are that of one rank, and of candidates over `tp` that were played, of one stage and one microbatch: at another size of the
 batch each is what a rank of another `dp` runs. A node that such a program has as one rank has it is sharded over no multiple of its `tp`
@@ -17,7 +18,7 @@ no message or wait is, so no candidate is faster, by any schedule.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from partc.cli.simulation.step import Simulation
 from partc.compiler.cost.machine import Link, Machine
 from partc.compiler.cost.price import Operand
 from partc.compiler.search.candidate import Candidate
-from partc.compiler.search.reductions import seconds_of
+from partc.compiler.search.reductions import Calls, seconds_of
 from partc.compiler.search.search import Search, named_stage
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
 from partc.runtime.artifact.graph.row_function import ROWS
@@ -100,7 +101,7 @@ class Least:
             updates, session = self._at_readers(one), self.machine.processor(CPU).session
             some = (task.longest(paths, one.microbatches, updates, session) for paths in self._placed(task, stages))
             self._ways[ways] = max(*some, self._filled(one, task) if one.schedule else 0.0)
-        beside = max(self._ways[ways], task.gradient + self._reduction(one))
+        beside = max(self._ways[ways], task.gradient + self._reduction(one), self._gathered(one))
         return max(self.quick(one), self._beside(one.degrees.ranks) + beside)
 
     def _placed(self, task: Task, stages: int) -> list[list[str]]:
@@ -193,15 +194,27 @@ class Least:
         known = max(some)
         return self._programs[known], one.degrees.dp * one.microbatches, tp // known
 
+    def _gathered(self, one: Candidate) -> float:
+        """All that a rank of one stage computes for gradients, and behind it the AllGathers of a sharded optimizer; 0 of other ones."""
+        if not one.zero or one.degrees.stages > 1 or (known := self._known_reductions(one)) is None:
+            return 0.0
+        calls = Counter({call: many for call, many in known.items() if call[0] == ALL_GATHER})
+        once, repeated = self._seconds(one)
+        computed = once + one.microbatches * (repeated + self.machine.processor(CPU).session)
+        gathers = min(link.overlap * seconds_of(calls, link, one.degrees.dp) for link in self.machine.links)
+        return self.search.estimates.turns(one.degrees.ranks) * computed + gathers
+
+    def _known_reductions(self, one: Candidate) -> Calls | None:
+        """The collectives for the gradients of one stage, which the compiler fills where it reduces all gradients of the model."""
+        return self.search.reductions(one) if self.has_buckets and one.degrees.stages == 1 else None
+
     def _reduction(self, one: Candidate) -> float:
         """The reduction of a rank's gradients, as far as it goes on beside computations, over the fastest link.
 
-        Of one stage the collectives are those that the compiler fills, one behind another, where it reduces all gradients of the model
-        and they are known; else as many bytes in however many.
+        They are one behind another, where they are known; else as many bytes in however many.
         """
         degrees, links = one.degrees, self.machine.links
-        known = self.search.reductions(one) if self.has_buckets and degrees.stages == 1 else None
-        if known is not None:
+        if (known := self._known_reductions(one)) is not None:
             return min(link.overlap * seconds_of(known, link, degrees.dp) for link in links)
         given = self.reduced * self.search.own_share(one) / degrees.stages
         return min(link.overlap * _reduce(link, degrees.dp, given, one.zero) for link in links)

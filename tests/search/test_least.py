@@ -33,9 +33,9 @@ def late(session: float, called: float) -> Machine:
     return replace(one, cores=0, links=[link], processors={"cpu": cpu})
 
 
-def trained(folder: Path, ranks: int, on: Machine, depth: int) -> Search:
+def trained(folder: Path, ranks: int, on: Machine, depth: int, more: str = "") -> Search:
     """A search of how the layers are trained."""
-    (folder / "train.yaml").write_text(TRAIN)
+    (folder / "train.yaml").write_text(TRAIN + more)
     base, model = base_of(folder / "train.yaml", source(layers(depth=depth)))
     return Search.of(model, "model.onnx", Request(ranks, Fixed(), base, on, {}))
 
@@ -63,6 +63,18 @@ def test_a_sharded_optimizer_is_reduced_by_collectives_of_its_own(tmp_path: Path
     for one in (sharded, whole):
         assert least(one) <= play_program(search, search.proposal(one).done).played.seconds
     assert least(sharded) < 0.1 * least(whole)
+
+
+@pytest.mark.parametrize("buckets", ["", "  bucket_mb: 0.01\n"])
+def test_shards_are_gathered_behind_all_that_is_computed(buckets: str, tmp_path: Path) -> None:
+    """Where links are slow that is most of a step, and no simulated step is below it."""
+    on = late(1e-5, 1e-5)
+    slow = replace(on.links[0], send=curve(1e9), all_reduce=curve(1e9), split={"AllGather": curve(1e8)})
+    search = trained(tmp_path, 4, replace(on, links=[slow]), 4, buckets)
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    for one in (one for one in search.candidates if one.zero and one.degrees.stages == 1 and one.microbatches < 3):
+        played = play_program(search, search.proposal(one).done).played.seconds
+        assert (0.7 * played if one.degrees.tp == 1 else 0) < least(one) <= played, str(one)
 
 
 def test_a_pipeline_fills_before_it_computes(tmp_path: Path) -> None:
