@@ -36,7 +36,8 @@ def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureF
     own = {"pack", "unfold", "vectors"}
     assert {*cpu.kernels} == {entry.work.kernel for entry in entries()} - {"product", "convolution"} | own
     assert {*cpu.products} == {"matmul", "batch"}
-    assert 0 < cpu.session < cpu.step < 0.1
+    assert 0 < cpu.session < 0.1
+    assert 0 < cpu.step < 0.1
     assert 0 < cpu.kernels["view"].least < 1e-4
     assert cpu.ranks == 2
     assert cpu.alone is not None, "and read again, so it is slower in nothing"
