@@ -14,6 +14,7 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.analysis.shape_data import scalar_of
+from partc.compiler.dims.extremes import largest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal
 
@@ -105,7 +106,7 @@ def _trips(ctx: ShapeInferenceContext, node: ir.Node, body: ir.Graph, known: Kno
         goes_on = maker.inputs[0]
     if count is None or not begins or not (goes_on is body.inputs[1] or scalar_of(ctx, goes_on) == 1):
         return None
-    return as_dim(normal(sympy.Max(0, count), known))
+    return as_dim(normal(largest(0, count), known))
 
 
 def scan(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 import sympy
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext
 from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, is_integral, normal
 from partc.compiler.dims.reading import read
@@ -25,7 +26,7 @@ from partc.compiler.dims.reading import read
 LARGEST = 256
 FINEST = 1024
 MOST_COMPARED = 16
-"""The largest of more symbolic entries is not followed: sympy compares each with each."""
+"""The largest of more symbolic entries is not followed: `normal` compares each with each."""
 Entry: TypeAlias = "sympy.Expr | None"
 Entries: TypeAlias = npt.NDArray[Any]
 """An array of entries."""
@@ -326,11 +327,16 @@ def _reduce(fold: Callable[..., Any]) -> Callable[[_Node], Entries | None]:
     return rule
 
 
-def _extreme(fold: Callable[..., Any]) -> Callable[..., Entry]:
-    def one(*row: sympy.Expr) -> Entry:
-        return fold(*row) if sum(not entry.is_number for entry in row) <= MOST_COMPARED else None
+def _largest(*row: sympy.Expr) -> Entry:
+    return _compared(largest(*row))
 
-    return one
+
+def _smallest(*row: sympy.Expr) -> Entry:
+    return _compared(smallest(*row))
+
+
+def _compared(extreme: sympy.Expr) -> Entry:
+    return extreme if len(extreme.args) <= MOST_COMPARED else None
 
 
 FOLLOWED: dict[str, Callable[[_Node], Entries | list[Entries] | None]] = {
@@ -345,8 +351,8 @@ FOLLOWED: dict[str, Callable[[_Node], Entries | list[Entries] | None]] = {
     "Slice": _slice,
     "Split": _split,
     "Where": _where,
-    "ReduceMax": _reduce(_extreme(sympy.Max)),
-    "ReduceMin": _reduce(_extreme(sympy.Min)),
+    "ReduceMax": _reduce(_largest),
+    "ReduceMin": _reduce(_smallest),
     "ReduceProd": _reduce(sympy.Mul),
     "ReduceSum": _reduce(sympy.Add),
     "Abs": _each(lambda at, row: sympy.Abs(*row)),
@@ -360,13 +366,13 @@ FOLLOWED: dict[str, Callable[[_Node], Entries | list[Entries] | None]] = {
     "GreaterOrEqual": _each(_compare(0, math.inf)),
     "Less": _each(_compare(-math.inf, -1)),
     "LessOrEqual": _each(_compare(-math.inf, 0)),
-    "Max": _each(lambda at, row: sympy.Max(*row)),
-    "Min": _each(lambda at, row: sympy.Min(*row)),
+    "Max": _each(lambda at, row: _largest(*row)),
+    "Min": _each(lambda at, row: _smallest(*row)),
     "Mod": _each(_modulo),
     "Mul": _each(lambda at, row: sympy.Mul(*row)),
     "Neg": _each(lambda at, row: -row[0]),
     "Not": _each(lambda at, row: 1 - row[0]),
-    "Or": _each(lambda at, row: sympy.Max(*row)),
+    "Or": _each(lambda at, row: _largest(*row)),
     "Pow": _each(_power),
     "Sub": _each(lambda at, row: row[0] - row[1]),
     "Sum": _each(lambda at, row: sympy.Add(*row)),

@@ -19,6 +19,7 @@ import sympy
 from onnx_shape_inference import ShapeInferenceContext
 from partc.compiler.analysis.shape_data import entries_of, integers_of, scalar_of
 from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
@@ -95,7 +96,7 @@ def _together(ctx: ShapeInferenceContext, dims: Sequence[int | ir.SymbolicDim], 
     if min(least.values()) < 1 or None in expressions:
         unknown: ir.SymbolicDim = ctx.new_symbolic_dim()
         return unknown
-    return as_dim(normal(sympy.Max(*expressions), known))
+    return as_dim(normal(largest(*expressions), known))
 
 
 def _is_bound(of: sympy.Expr | None, least: sympy.Expr | None, known: Known) -> bool:
@@ -147,7 +148,7 @@ def range_(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -
     start, limit, step = (scalar_of(ctx, value) for value in node.inputs)
     size: sympy.Expr | None = None
     if start is not None and limit is not None and isinstance(step, sympy.Rational) and step != 0:
-        size = normal(sympy.Max(0, sympy.ceiling((limit - start) / step)), known)
+        size = normal(largest(0, sympy.ceiling((limit - start) / step)), known)
     assert node.inputs[0] is not None
     _set(ctx, node.outputs[0], [None if size is None else as_dim(size)], node.inputs[0].dtype)
 
@@ -197,7 +198,7 @@ def _sliced(dim: int | ir.SymbolicDim, start: Any, end: Any, step: Any, known: K
     first, last = (_within(bound, size, lowest, highest, known) for bound in (start, end))
     if first is None or last is None:
         return None
-    return as_dim(normal(sympy.Max(0, sympy.ceiling((last - first) / step), evaluate=False), known))
+    return as_dim(normal(largest(0, sympy.ceiling((last - first) / step)), known))
 
 
 def _within(bound: Any, size: Any, lowest: Any, highest: Any, known: Known) -> sympy.Expr | None:
@@ -211,8 +212,8 @@ def _within(bound: Any, size: Any, lowest: Any, highest: Any, known: Known) -> s
     if facts.low < 0 <= facts.high:
         return None
     counted = bound if facts.low >= 0 else bound + size
-    within = sympy.Min(counted, highest, evaluate=False)  # sympy compares slowly what `normal` compares by facts
-    return normal(sympy.Max(lowest, within, evaluate=False), known)
+    within = smallest(counted, highest)
+    return normal(largest(lowest, within), known)
 
 
 def split(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:
@@ -242,7 +243,7 @@ def _split_sizes(ctx: ShapeInferenceContext, node: ir.Node, dim: int | ir.Symbol
     if size is None:
         return [None] * count
     part = sympy.ceiling(size / count) if "num_outputs" in node.attributes else size / count
-    return [as_dim(normal(sympy.Max(0, sympy.Min(part, size - k * part)), known)) for k in range(count)]
+    return [as_dim(normal(largest(0, smallest(part, size - k * part)), known)) for k in range(count)]
 
 
 def pad(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: Known) -> None:

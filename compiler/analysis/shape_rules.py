@@ -29,6 +29,7 @@ from partc.compiler.analysis.shape_extents import (
 )
 from partc.compiler.analysis.shape_windows import conv_transpose, pool, resize
 from partc.compiler.dims.expression import facts_of
+from partc.compiler.dims.extremes import largest
 from partc.compiler.dims.facts import Facts, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
@@ -124,7 +125,7 @@ def group_query_attention(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule,
             out.shape = ir.Shape([*dims[:2], before, dims[3]])  # a cache that ranks keep: a step writes within it
             continue
         have = sympy.Integer(0) if past is None else None if before is None else _product([before])
-        size = None if total is None or have is None else as_dim(normal(sympy.Max(have, total), known))
+        size = None if total is None or have is None else as_dim(normal(largest(have, total), known))
         dims[2] = ctx.new_symbolic_dim() if size is None else size
         out.shape = ir.Shape(dims)
 

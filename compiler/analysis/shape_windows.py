@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import ShapeInferenceContext
+from partc.compiler.dims.extremes import smallest
 from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
@@ -53,7 +54,7 @@ def conv_transpose(ctx: ShapeInferenceContext, node: ir.Node, rule: Any, known: 
             dims[k + 2] = ctx.new_symbolic_dim()
             continue
         stride, room = windows.strides(k), windows.reach(k, kernel) + windows.ints("output_padding", k, 0)
-        dims[k + 2] = as_dim(normal(sympy.Min(stride * size, stride * (size - 1) + room), known))
+        dims[k + 2] = as_dim(normal(smallest(stride * size, stride * (size - 1) + room), known))
     out.shape = ir.Shape(dims)
 
 
@@ -139,4 +140,4 @@ class _Windows:
         most, inside = sympy.ceiling(steps) + 1, sympy.ceiling((size + before) / sympy.Integer(stride))
         if opset < 22 and most.is_Integer and inside < most:
             return None
-        return sympy.Min(most, inside)
+        return smallest(most, inside)

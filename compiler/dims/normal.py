@@ -20,6 +20,7 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 from partc.compiler.dims.expression import Bindings, facts_of
+from partc.compiler.dims.extremes import largest, smallest
 from partc.compiler.dims.facts import ANY, Facts
 from partc.compiler.dims.reading import names_in, read, symbol
 
@@ -131,11 +132,11 @@ def is_integral(expression: Any, known: Mapping[str, Facts]) -> bool:
 
 
 def _largest(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
-    return _extreme(sympy.Max, 1, args, known)
+    return _extreme(largest, 1, args, known)
 
 
 def _smallest(args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:
-    return _extreme(sympy.Min, -1, args, known)
+    return _extreme(smallest, -1, args, known)
 
 
 def _extreme(of: Callable[..., Any], sign: int, args: list[sympy.Expr], known: Mapping[str, Facts]) -> sympy.Expr:

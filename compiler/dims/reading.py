@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
+from partc.compiler.dims.extremes import largest, smallest
 
 LONGEST = 10_000
 
@@ -28,10 +29,10 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floor": sympy.floor,
     "ceiling": sympy.ceiling,
-    "Max": sympy.Max,
-    "max": sympy.Max,
-    "Min": sympy.Min,
-    "min": sympy.Min,
+    "Max": largest,
+    "max": largest,
+    "Min": smallest,
+    "min": smallest,
     "Mod": sympy.Mod,
     "mod": sympy.Mod,
     "Abs": sympy.Abs,

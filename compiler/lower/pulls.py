@@ -23,6 +23,7 @@ from fractions import Fraction
 
 import onnx_ir as ir
 import sympy
+from partc.compiler.dims.extremes import smallest
 from partc.compiler.dims.normal import as_dim, normal
 from partc.compiler.dims.reading import read
 from partc.compiler.ir.choice import NodeOnGroup
@@ -240,7 +241,7 @@ class _Lookup:
         counts = [read(str(dim)) for dim in ids or ()]
         if ids is None or table.shape is None or any(one is None for one in counts):
             return "unknown"
-        distinct = sympy.Min(sympy.Mul(1, *counts), int(table.shape[0]))
+        distinct = smallest(sympy.Mul(1, *counts), int(table.shape[0]))
         apart = not {*self.sets[0][: self.owners]} & {*self.made.group}
         share = Fraction(1) if apart else Fraction(self.owners - 1, self.owners)
         each = of_id * (not apart) + math.prod(self._row()) * (table.item_bytes or 1)

@@ -15,6 +15,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.dims.normal import normal_dim
 from partc.compiler.dims.symbol import Symbol
 from partc.runtime.artifact.dim_expression import parse
+from sympy.functions.elementary.miscellaneous import MinMaxBase
 
 KNOWN = {
     "batch": Symbol(divisor=2).facts(),
@@ -77,6 +78,28 @@ def test_the_normal_form_is_equal_for_every_legal_size(function: str) -> None:
         text = function.format(first, second)
         have, want = parse(str(normal_dim(ir.SymbolicDim(text), KNOWN))), parse(text)
         assert all(have(binding) == want(binding) for binding in bindings), text
+
+
+def test_sympy_compares_no_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would compare each two of a Max, for seconds where there are 64 and for nothing: `normal` knows more."""
+    compared = []
+    monkeypatch.setattr(MinMaxBase, "_find_localzeros", lambda values, **_: compared.append(values) or set(values))
+    names = [f"of_many_{k}" for k in range(64)]
+    assert str(normal_dim(ir.SymbolicDim(f"Max(3, {', '.join(names)}, {names[0]}, 2)"), {})).count(",") == 64
+    ends = extents("x", b=0, s=1, t=2)
+    nodes = [
+        *ends,
+        helper.make_node("Concat", ["b", "s", "t"], ["sizes"], "sizes", axis=0),
+        *(helper.make_node(f"Reduce{one}", ["sizes"], [one], one, keepdims=1) for one in ("Max", "Min")),
+        *(helper.make_node(one, ["b", "s", "t"], [f"own{one}"], f"own{one}") for one in ("Max", "Min")),
+        helper.make_node("Slice", ["x", "Min", "ownMax", "axis"], ["part"], "part"),
+        helper.make_node("Split", ["part"], ["first", "y"], "split", axis=1, num_outputs=2),
+    ]
+    proto = exported(nodes, {"x": ["batch", "rows", "columns"]}, [integers("axis", 1)])
+    program = compiled(proto, 'ranks: 1\nplacement: {"**": 0}\n', tmp_path / "build", check=False)
+    dims = [str(dim) for value, info in program.values.items() if value.name == "y" for dim in info.shape or ()]
+    assert "Max" in dims[1] or "Min" in dims[1], dims
+    assert not compared
 
 
 def weight(name: str, *shape: int) -> onnx.TensorProto:
