@@ -35,12 +35,15 @@ class Link:
 
     def receive(self, seconds: float) -> list[dict[str, Any]]:
         """The messages that are there, and where there is none the next ones that come within so many seconds."""
+        read = False
         while select.select([self._socket], [], [], seconds)[0]:
             data = self._socket.recv(_READ)
             if not data:
                 raise ConnectionError("the server has ended")
             self._read += data
-            seconds = 0.0
+            read, seconds = True, 0.0
+        if not read:
+            return []
         *lines, rest = self._read.split(b"\n")
         self._read = bytearray(rest)
         return [json.loads(line) for line in lines]
