@@ -17,6 +17,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 MOST_BYTES = 1 << 25
 """The longest message."""
 _READ = 1 << 16
@@ -31,7 +32,7 @@ class Link:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message."""
-        self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        self._socket.sendall(_ENCODE(message).encode() + b"\n")
 
     def receive(self, seconds: float) -> list[dict[str, Any]]:
         """The messages that are there, and where there is none the next ones that come within so many seconds."""
