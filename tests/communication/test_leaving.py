@@ -135,6 +135,18 @@ def test_a_rank_that_has_not_begun_is_told_where_all_are_of_this_machine(capfd: 
     assert said == "partc: the job has waited 0 s: ranks 1, 3 have not begun: stopped, or still loading Python\n"
 
 
+def test_two_looks_at_once_read_the_process_ids_once() -> None:
+    reads, stopped = list[str](), Stopped(60.0)
+
+    def ranks() -> list[int]:
+        reads.append("read")
+        return [os.getpid()]
+
+    stopped.look(os.getpid(), ranks)
+    stopped.look(os.getpid(), ranks)
+    assert reads == ["read"]
+
+
 def test_what_no_rank_can_tell_is_told_by_the_launching_process(capfd: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as rank:
         try:
