@@ -184,22 +184,28 @@ class _News:
 
     def add(self, new: Sequence[NewToken], slots: Slots, seconds: float | None) -> None:
         """Takes the tokens of a step, and its time, None of an empty one."""
-        finishes, urgent = dict[int, str](), list[int]()
+        finishes, urgent, held = dict[int, str](), list[int](), self._made
         for one in new:
             if one.finish:
                 finishes[one.request] = one.finish
             if one.finish or one.request not in self._begun:
                 urgent.append(one.request)
-            self._made.setdefault(one.request, []).append(one.token)
-        self._begun = self._begun.union(urgent) & slots.running
-        self._seconds += [] if seconds is None else [seconds]
+            if one.request in held:
+                held[one.request].append(one.token)
+            else:
+                held[one.request] = [one.token]
+        if urgent:
+            self._begun = self._begun.union(urgent) & slots.running
+        if seconds is not None:
+            self._seconds.append(seconds)
         now = time.perf_counter()
-        if self._made and now + (seconds or 0.0) > self._sent + _TOGETHER:
-            urgent, self._sent = [*self._made], now
-        if urgent or slots.used != self._used:
-            made = [(request, self._made.pop(request), finishes.get(request, "")) for request in urgent]
-            self._link.send({"made": made, "used": slots.used, "waiting": slots.waiting, "seconds": self._seconds})
-            self._seconds, self._used = [], slots.used
+        if held and now + (seconds or 0.0) > self._sent + _TOGETHER:
+            urgent, self._sent = [*held], now
+        used = slots.used
+        if urgent or used != self._used:
+            made = [(request, held.pop(request), finishes.get(request, "")) for request in urgent]
+            self._link.send({"made": made, "used": used, "waiting": slots.waiting, "seconds": self._seconds})
+            self._seconds, self._used = [], used
 
 
 def _heed(batch: ContinuousBatch, message: dict[str, Any]) -> None:

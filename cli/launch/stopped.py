@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from partc.cli.output import console
 from partc.runtime.job.status_board import states
@@ -26,13 +26,16 @@ class Stopped:
         self._since: float | None = None
         self._report = stall
 
-    def look(self, launcher: int, ranks: Sequence[int]) -> None:
-        """Prints one line on stderr if the job cannot go on, after `stall` seconds, and again after twice as long."""
+    def look(self, launcher: int, ranks: Callable[[], Sequence[int]]) -> None:
+        """Prints one line on stderr if the job cannot go on, after `stall` seconds, and again after twice as long.
+
+        `ranks`: reads their process ids, 0 of one that has none; not called at each look.
+        """
         now = time.monotonic()
         if now - self._looked < _BETWEEN:
             return
         self._looked = now
-        what = _what(launcher, ranks, self.local)
+        what = _what(launcher, ranks(), self.local)
         if not what:
             self._since, self._report = None, self.stall
             return

@@ -116,7 +116,7 @@ def supervise(
             reader.start()
         while process.poll() is None and not signals.noted:
             tick()
-            stopped.look(process.pid, run_dir.pids())
+            stopped.look(process.pid, run_dir.pids)
             if signals.is_requested:
                 with contextlib.suppress(OSError):  # a stopped launcher, too, has to run for its ranks to end
                     process.send_signal(signal.SIGCONT)

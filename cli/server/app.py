@@ -45,14 +45,14 @@ class Server:
 
     def app(self) -> Starlette:
         """The application."""
-        routes = [
+        routes = [  # in this order a path is looked for
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/", self.page, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
         handlers: dict[Any, Callable[[Request, Any], Response]] = {
             RefusedError: self.refused,

@@ -183,7 +183,8 @@ class Reader:
     def _body(self, data: bytes, validate: Callable[[object], Any]) -> Any:
         try:
             found = json.loads(data, parse_constant=_not_json)
-            json.dumps(found, ensure_ascii=False).encode()  # half a pair of UTF-16 is no text
+            if not data.isascii() or b"\\u" in data:
+                json.dumps(found, ensure_ascii=False).encode()  # half a pair of UTF-16 is no text
             found = _without_nulls(found)
         except UnicodeError:
             raise RefusedError(400, "the body is not valid UTF-8") from None
@@ -247,7 +248,9 @@ def _without_nulls(given: Any) -> Any:
     """A document without the fields that are null."""
     if isinstance(given, dict):
         return {name: _without_nulls(value) for name, value in given.items() if value is not None}
-    return [*map(_without_nulls, given)] if isinstance(given, list) else given
+    if isinstance(given, list):  # most are long lists of numbers
+        return [_without_nulls(one) if isinstance(one, dict | list) else one for one in given]
+    return given
 
 
 def _fact_of(fault: ErrorDetails) -> str:

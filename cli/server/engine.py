@@ -19,6 +19,7 @@ from partc.cli.server.metrics import Metrics
 from partc.cli.server.refusals import RefusedError, without_traceback
 from partc.runtime.generation.request import Request
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _RETRY = 1
 LEFT = "left"
 """Why a request ended whose client has gone."""
@@ -92,6 +93,7 @@ class Engine:
         self._open: dict[int, Ticket] = {}
         self._next = 0
         self._writer: asyncio.StreamWriter | None = None
+        self._unsent: list[bytes] = []
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -185,7 +187,14 @@ class Engine:
         return True
 
     def _send(self, message: dict[str, Any]) -> None:
+        """Sends a message, in one write with all others of this turn of the event loop: requests that come together join together."""
+        data = _ENCODE(message).encode() + b"\n"
+        assert len(data) < MOST_BYTES
+        self._unsent.append(data)
+        if len(self._unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._send_all)
+
+    def _send_all(self) -> None:
+        data, self._unsent = b"".join(self._unsent), []
         if self._writer is not None and not self._writer.is_closing():
-            data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
-            assert len(data) < MOST_BYTES
             self._writer.write(data)

@@ -135,7 +135,7 @@ class Front:
                 access_log=False,
                 lifespan="off",
                 ws="none",
-                http="h11",
+                http="auto",  # httptools where it is installed; with h11 a stream takes a fifth more CPU
                 loop="asyncio",
                 server_header=False,
                 proxy_headers=False,

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 MOST_BYTES = 1 << 25
 """The longest message."""
 _READ = 1 << 16
@@ -31,16 +32,19 @@ class Link:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message."""
-        self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        self._socket.sendall(_ENCODE(message).encode() + b"\n")
 
     def receive(self, seconds: float) -> list[dict[str, Any]]:
         """The messages that are there, and where there is none the next ones that come within so many seconds."""
+        read = False
         while select.select([self._socket], [], [], seconds)[0]:
             data = self._socket.recv(_READ)
             if not data:
                 raise ConnectionError("the server has ended")
             self._read += data
-            seconds = 0.0
+            read, seconds = True, 0.0
+        if not read:
+            return []
         *lines, rest = self._read.split(b"\n")
         self._read = bytearray(rest)
         return [json.loads(line) for line in lines]

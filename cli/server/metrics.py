@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -13,24 +15,23 @@ _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 class Seconds:
     """A histogram of times."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * len(_BUCKETS))
-    number: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
+    """How many lie in each bucket and in none below it; the last ones are above all buckets."""
     total: float = 0.0
 
     def add(self, seconds: float) -> None:
         """Counts a time."""
-        self.number += 1
+        self.counts[bisect_left(_BUCKETS, seconds)] += 1
         self.total += seconds
-        for place, most in enumerate(_BUCKETS):
-            self.counts[place] += seconds <= most
 
     def lines(self, name: str) -> Iterator[str]:
         """The samples of the histogram."""
-        for most, count in zip(_BUCKETS, self.counts, strict=True):
+        *counts, number = accumulate(self.counts)
+        for most, count in zip(_BUCKETS, counts, strict=True):
             yield f'{name}_bucket{{le="{most}"}} {count}'
-        yield f'{name}_bucket{{le="+Inf"}} {self.number}'
+        yield f'{name}_bucket{{le="+Inf"}} {number}'
         yield f"{name}_sum {self.total:.6f}"
-        yield f"{name}_count {self.number}"
+        yield f"{name}_count {number}"
 
 
 @dataclass

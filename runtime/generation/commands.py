@@ -19,6 +19,8 @@ from .request import Request
 WORDS = 64
 """Numbers of 8 bytes of a first message: the text's bytes, and as much of the text as there is room for."""
 _WORD = 8
+_NO_NEWS = np.zeros(WORDS, np.int64)
+"""The first message of an empty command."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,21 @@ class Command:
 def begin(agreements: Agreements, own: Command | None) -> Callable[[], Command]:
     """Begins the next command, and gives what waits for it; `own` is rank 0's, None on the others."""
     text = b"" if own is None else own.dumps().encode()
-    sent = np.zeros(max(-(-len(text) // _WORD), WORDS - 1), np.int64)
-    sent.view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
-    wait = agreements.begin(np.array([len(text), *sent[: WORDS - 1]], np.int64))
+    sent = _NO_NEWS  # most steps have none, and their command takes no new array
+    if text:
+        sent = np.zeros(max(1 + -(-len(text) // _WORD), WORDS), np.int64)
+        sent[0] = len(text)
+        sent.view(np.uint8)[_WORD : _WORD + len(text)] = np.frombuffer(text, np.uint8)
+    wait = agreements.begin(sent[:WORDS])
 
     def finish() -> Command:
         first = wait()
         size, words = int(first[0]), first[1:]
         if (more := -(-size // _WORD) - words.size) > 0:
-            rest = sent[WORDS - 1 :] if own is not None else np.zeros(more, np.int64)
+            rest = sent[WORDS:] if own is not None else np.zeros(more, np.int64)
             words = np.concatenate([words, agreements.begin(rest)()])
-        return Command.loads(words.view(np.uint8)[:size].tobytes().decode()) if own is None else own
+        if own is not None:
+            return own
+        return Command.loads(words.view(np.uint8)[:size].tobytes().decode()) if size else Command()
 
     return finish

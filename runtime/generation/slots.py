@@ -46,7 +46,7 @@ class NewToken:
     finish: Finish
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     """A request in a slot: so many of its tokens are in the caches, and these are to come."""
 
@@ -115,7 +115,7 @@ class Slots:
     @property
     def used(self) -> int:
         """How many slots have a sequence."""
-        return sum(one is not None for one in self._running)
+        return len(self._running) - self._running.count(None)
 
     @property
     def waiting(self) -> int:

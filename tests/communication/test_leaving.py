@@ -130,9 +130,21 @@ def test_an_interrupt_ends_ranks_that_wait_and_leaves_one_that_hangs() -> None:
 def test_a_rank_that_has_not_begun_is_told_where_all_are_of_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
     local, elsewhere = Stopped(0.0, local=True), Stopped(0.0)
     for stopped in (local, elsewhere):
-        stopped.look(os.getpid(), [os.getpid(), 0, os.getpid(), 0])
+        stopped.look(os.getpid(), lambda: [os.getpid(), 0, os.getpid(), 0])
     said = capfd.readouterr().err
     assert said == "partc: the job has waited 0 s: ranks 1, 3 have not begun: stopped, or still loading Python\n"
+
+
+def test_two_looks_at_once_read_the_process_ids_once() -> None:
+    reads, stopped = list[str](), Stopped(60.0)
+
+    def ranks() -> list[int]:
+        reads.append("read")
+        return [os.getpid()]
+
+    stopped.look(os.getpid(), ranks)
+    stopped.look(os.getpid(), ranks)
+    assert reads == ["read"]
 
 
 def test_what_no_rank_can_tell_is_told_by_the_launching_process(capfd: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +153,7 @@ def test_what_no_rank_can_tell_is_told_by_the_launching_process(capfd: pytest.Ca
             rank.send_signal(signal.SIGSTOP)
             stopped, said, until = Stopped(0.3), "", time.monotonic() + 60
             while not said and time.monotonic() < until:
-                stopped.look(os.getpid(), [0, rank.pid])
+                stopped.look(os.getpid(), lambda: [0, rank.pid])
                 said = capfd.readouterr().err
                 time.sleep(0.05)
         finally:

@@ -15,7 +15,8 @@ from onnx import numpy_helper
 from partc.compiler.pipeline import compile_model
 from partc.runtime import ContinuousBatch, Generator, InputError, RankError, Request, load, load_local_generator
 from partc.runtime.communication.in_process import LocalAgreements, LocalWorld
-from partc.runtime.generation.commands import Command
+from partc.runtime.generation.commands import WORDS, Command
+from partc.runtime.generation.commands import begin as begin_command
 
 SPOILT = 9
 """The token whose embedding is not a number in the spoilt model."""
@@ -102,6 +103,27 @@ def test_commands_are_what_was_sent() -> None:
     assert (again.cancelled, again.ends) == ([1, 2], True)
     assert again.admitted[3] == Request([1, 2], 3, 0.5, 4, 0.25, 2**64 - 1, [6])
     assert Command().dumps() == ""
+
+
+def test_commands_of_every_length_reach_the_others_and_leave_nothing_behind() -> None:
+    """Around the size of a first message, and after each one an empty command, which all commands without news share."""
+    room = 8 * (WORDS - 1)
+    fills = [room - len(Command(cancelled=[10**9]).dumps()) + more for more in (-1, 0, 1, 8, 4 * room)]
+    sent = [Command(cancelled=[10 ** (9 + fill)]) for fill in fills]
+    assert [len(one.dumps()) - room for one in sent] == [-1, 0, 1, 8, 4 * room]
+    commands = [command for one in sent for command in (one, Command())]
+    world, got = LocalWorld(2), list[list[Command]]()
+
+    def follow() -> None:
+        agreements = LocalAgreements(world, 1, -1)
+        got.append([begin_command(agreements, None)() for _ in commands])
+
+    other = Thread(target=follow)
+    other.start()
+    leads = LocalAgreements(world, 0, -1)
+    assert [begin_command(leads, one)() for one in commands] == commands
+    other.join(60)
+    assert got == [commands]
 
 
 def test_a_request_without_numbers_ends_alone(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         (b'{"prompt": [1], "temperature": NaN}', 400, "NaN is not a number"),
         (b'{"prompt": "\xff"}', 400, "not valid UTF-8"),
         (b'{"prompt": "\\ud800"}', 400, "not valid UTF-8"),
+        (b'{"prompt": "\xed\xa0\x80"}', 400, "not valid UTF-8"),
         (b"[" * 100_000, 400, "not JSON"),
         (b'{"prompt": [1], "max_tokens": ' + b"9" * 5000 + b"}", 400, "not JSON"),
         (b" " * 1_000_001, 413, "1,000,000 bytes"),

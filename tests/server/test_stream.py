@@ -13,7 +13,7 @@ from partc.cli.job.serving import _News
 from partc.cli.server.answer import Answer, Letters
 from partc.cli.server.bodies import Completion
 from partc.cli.server.engine import Engine, State
-from partc.cli.server.metrics import Metrics
+from partc.cli.server.metrics import Metrics, Seconds
 from partc.cli.server.stream import EventStream
 from partc.runtime.generation.request import Request
 from partc.runtime.generation.slots import NewToken
@@ -24,12 +24,14 @@ class Ranks:
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
+        self.writes = 0
 
     def is_closing(self) -> bool:
         return False
 
     def write(self, data: bytes) -> None:
-        self.told.append(json.loads(data))
+        self.told += [json.loads(line) for line in data.splitlines()]
+        self.writes += 1
 
 
 def streamed(
@@ -117,24 +119,86 @@ def test_a_failure_is_the_last_event() -> None:
     assert (len(written), told) == (2, [])
 
 
-def test_first_and_last_tokens_are_sent_alone_and_the_others_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, sent = [10.0], list[dict[str, Any]]()
-    monkeypatch.setattr("partc.cli.job.serving.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    slots, news = SimpleNamespace(used=0, waiting=0, running=set[int]()), _News(SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+def test_messages_of_one_turn_of_the_event_loop_are_one_write_in_their_order() -> None:
+    async def run() -> Ranks:
+        engine, ranks = Engine(2, 2, Metrics()), Ranks()
+        engine.state, engine._writer = State.READY, ranks  # type: ignore[assignment]
+        first = engine.submit(Request([1], max_tokens=9), 60.0)
+        engine.submit(Request([2], max_tokens=9), 60.0)
+        engine.end(first, "stop")
+        assert ranks.writes == 0
+        await asyncio.sleep(0)
+        assert ranks.writes == 1
+        await engine.drain(0.0)
+        await asyncio.sleep(0)
+        return ranks
 
-    def step(*rows: tuple[int, int, str]) -> list[Any]:
-        """What is sent of a step that takes 9.5 ms."""
-        now[0], before = now[0] + 0.0095, len(sent)
-        slots.running = (slots.running | {request for request, _, _ in rows}) - {
-            one for one, _, finish in rows if finish
-        }
+    ranks = asyncio.run(run())
+    assert [next(iter(one.items())) for one in ranks.told] == [
+        ("admit", 0),
+        ("admit", 1),
+        ("cancel", 0),
+        ("cancel", 1),
+        ("end", True),
+    ]
+    assert ranks.writes == 2
+
+
+def test_a_time_is_counted_in_its_bucket_and_all_larger_ones() -> None:
+    seconds = Seconds()
+    for one in (0.001, 0.0011, 10.0, 11.0):
+        seconds.add(one)
+    counts = [int(line.rpartition(" ")[2]) for line in seconds.lines("x") if "bucket" in line]
+    assert counts == [1, *[2] * 11, 3, 4]
+    assert [*seconds.lines("x")][-1] == "x_count 4"
+
+
+class Steps:
+    """What the server is sent of steps of `seconds` each, by a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.seconds, self.sent, self._now = seconds, list[dict[str, Any]](), 10.0
+        self._slots = SimpleNamespace(used=0, waiting=0, running=set[int]())
+        self._news = _News(SimpleNamespace(send=self.sent.append))  # type: ignore[arg-type]
+        monkeypatch.setattr("partc.cli.job.serving.time", SimpleNamespace(perf_counter=lambda: self._now))
+
+    def step(self, *rows: tuple[int, int, str]) -> list[Any]:
+        """What is sent of a step that makes these tokens."""
+        self._now, before, slots = self._now + self.seconds, len(self.sent), self._slots
+        ended = {request for request, _, finish in rows if finish}
+        slots.running = (slots.running | {request for request, _, _ in rows}) - ended
         slots.used = len(slots.running)
-        news.add([NewToken(*row) for row in rows], slots, 0.0095)  # type: ignore[arg-type]
-        return [one["made"] for one in sent[before:]]
+        self._news.add([NewToken(*row) for row in rows], slots, self.seconds)  # type: ignore[arg-type]
+        return [one["made"] for one in self.sent[before:]]
 
-    assert step((0, 5, "")) == [[(0, [5], "")]]
-    assert step((0, 6, "")) == []
-    assert step((0, 7, ""), (1, 8, "")) == [[(1, [8], "")]]
-    assert step((0, 9, ""), (1, 10, "length")) == [[(1, [10], "length")]]
-    assert [step((0, token, "")) for token in (11, 12)] == [[], [[(0, [6, 7, 9, 11, 12], "")]]]
-    assert sum(len(one["seconds"]) for one in sent) == 6
+
+def test_first_and_last_tokens_are_sent_alone_and_the_others_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, 0.0095)
+    assert steps.step((0, 5, "")) == [[(0, [5], "")]]
+    assert steps.step((0, 6, "")) == []
+    assert steps.step((0, 7, ""), (1, 8, "")) == [[(1, [8], "")]]
+    assert steps.step((0, 9, ""), (1, 10, "length")) == [[(1, [10], "length")]]
+    assert [steps.step((0, token, "")) for token in (11, 12)] == [[], [[(0, [6, 7, 9, 11, 12], "")]]]
+    assert sum(len(one["seconds"]) for one in steps.sent) == 6
+
+
+def test_no_token_of_long_steps_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, 0.026)
+    rows = [((0, token, ""), (1, 2 * token, "")) for token in range(5, 15)]
+    assert [steps.step(*row) for row in rows] == [[[(0, [a], ""), (1, [b], "")]] for (_, a, _), (_, b, _) in rows]
+
+
+def test_all_tokens_of_short_steps_are_sent_once_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, given = Steps(monkeypatch, 0.001), {request: [*range(request, 400, 7)] for request in range(3)}
+    ends = max(map(len, given.values())) + 2
+    for at in range(ends):
+        due = {request: at - request for request in given if 0 <= at - request < len(given[request])}
+        steps.step(*((one, given[one][n], "length" * (n == len(given[one]) - 1)) for one, n in due.items()))
+    got: dict[int, list[int]] = {request: [] for request in given}
+    finished = list[tuple[int, str]]()
+    for request, tokens, finish in (row for message in steps.sent for row in message["made"]):
+        assert request not in dict(finished)
+        got[request] += tokens
+        finished += [(request, finish)] if finish else []
+    assert (got, finished) == (given, [(request, "length") for request in given])
+    assert len(steps.sent) < ends / 4
