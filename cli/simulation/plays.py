@@ -185,7 +185,7 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     search, tried, turns = found.search, {_WHOLE}, Counter[Degrees]()
     is_large = len(search.program.model.graph) > _LARGE
     tasks = _TASKS if is_large else MOST_MICROBATCHES * search.request.ranks
-    few = [one for one in search.candidates if one.microbatches * one.degrees.stages <= tasks and one not in tried]
+    few = [one for one in search.candidates if one.microbatches * one.stages <= tasks and one not in tried]
     begun = len(found.played)
     waiting = {one: search.estimate(one) for one in few}
 

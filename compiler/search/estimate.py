@@ -2,7 +2,8 @@
 
     step        microbatches * task of the heaviest stage + bubble + gradients + update
     task        F and B of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward
-    bubble      (stages - 1) tasks, of zb_h1 less twice the gradients of weights, which fill it
+    bubble      (stages - 1) tasks, of zb_h1 less twice the gradients of weights, which fill it; with v stages on each of p groups
+                (p - 1)/v tasks in a loop, and (p - 1)/2 less those gradients there and back, more of fewer microbatches than fill it
     gradients   AllReduces over dp of a rank's gradients; of ZeRO ReduceScatters, and AllGathers of parameters: what of the former does
                 not go on beside the backward pass of the last microbatch, of zb_h1 its gradients of weights
     update      of all that a rank has; of ZeRO of its shards, and of what is not divided
@@ -12,6 +13,7 @@ It ranks candidates: the best of them are compiled, and played as they are.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +35,10 @@ _OF_NODE, _OF_VALUE = 16_500, 2_400
 """About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
 _OPERANDS, _AT_ONCE = 3, 1 << 19
 """How many tensors a node of an update reads and makes, and about the bytes of each that an update goes through at a time."""
+
+
+_SPLIT = ("zb_h1", "zbv")
+"""Schedules whose gradients of weights fill what would be idle."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +113,18 @@ class Estimates:
         shared = self.turns(degrees.ranks)
         processor = self.processor(degrees.ranks)
         sums = self._sums(sharding, one)
-        task = shared * ((forward + again + backward) / degrees.stages + 2 * processor.session) + sums / degrees.stages
+        sessions = 2 * one.stages_each * processor.session
+        task = shared * ((forward + again + backward) / degrees.stages + sessions) + sums / degrees.stages
         late = backward / degrees.stages
         filled = message = 0.0
-        if one.schedule == "zb_h1":
+        if one.schedule in _SPLIT:
             late = min(backward, self._of_weights(sharding, one)) / degrees.stages
             filled = min(2 * shared * late, task)
         if degrees.stages > 1:
             crossing = self.crossing / degrees.dp / one.microbatches
             message = self.link(degrees.tp * degrees.dp, 2).send(crossing)
-        bubble = (degrees.stages - 1) * (heaviest * (task - filled) + 2 * message)
+        crossings = sum(a != b for a, b in itertools.pairwise(one.homes))
+        bubble = heaviest * _waiting(one, task, filled) + 2 * crossings * message
         step, update = processor.step + count * heaviest * task + bubble, self._updated(one, sharding)
         reduced, gathered = self._reduced(one, sharding)
         overlap, beside = self.link(degrees.tp, degrees.dp).overlap, shared * late
@@ -212,7 +220,9 @@ class Estimates:
         """Parameters with gradients and slots, and what microbatches under way keep."""
         degrees = one.degrees
         own = self._own(sharding, one)
-        under_way = min(one.microbatches, degrees.stages)
+        ahead = degrees.stages - 1  # a loop has a group's later stages to run before its first backward pass
+        more = 0.0 if one.schedule == "zbv" else ahead * (1 - 1 / one.stages_each)
+        under_way = min(one.microbatches, degrees.stages + more)
         part = degrees.dp * one.microbatches * degrees.stages
         made = self._made(sharding, degrees.tp)
         nodes = len(self.work.of) / degrees.stages
@@ -295,3 +305,12 @@ class Estimates:
         moved = kernel((3 + 2 * self.slots) * updated) if shards > 1 else 0.0
         seconds = shards * (processor.session + nodes * kernel(_OPERANDS * at_once)) + moved
         return self.turns(one.degrees.ranks) * seconds
+
+
+def _waiting(one: Candidate, task: float, filled: float) -> float:
+    """Seconds in which a group of stages has nothing to compute, of a `task` of all its stages, of which `filled` may wait."""
+    groups, count, each = one.degrees.stages, one.microbatches, one.stages_each
+    if one.schedule == "zbv":
+        return max((groups - 1) * (task - filled) / 2, (2 * groups - 1 - count) * task / 3)
+    few = max(0, groups - count) * (1 - 1 / each)
+    return (groups - 1) * (task - filled) / each + few * task

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from equivalence import same_as_whole
-from machines import curve, machine, shared
+from machines import links, machine, shared
 from onnx import helper
 from partc.cli.main import invoke
 from partc.cli.simulation import plays
@@ -35,14 +35,6 @@ from perceptrons import DEEP, TRAIN, WIDE, layers
 from proposal_case import source
 
 Capture = pytest.CaptureFixture[str]
-
-
-def links(latency: float, speed: float, flops: float = 1e9) -> Machine:
-    """The machine of the tests with other links, and another speed of products."""
-    one = machine()
-    link = replace(one.links[0], send=curve(speed, latency), all_reduce=curve(speed, 2 * latency))
-    cpu = one.processors["cpu"]
-    return replace(one, links=[link], processors={"cpu": replace(cpu, products={"matmul": curve(flops)})})
 
 
 def found(
