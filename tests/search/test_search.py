@@ -93,7 +93,7 @@ def test_what_is_predicted_is_what_simulate_says(tmp_path: Path, capsys: Capture
 
 def test_training_within_a_memory(tmp_path: Path) -> None:
     """With less memory than the fastest plan needs another one is found, which is slower, and needs as little."""
-    on, fixed = links(1e-6, 1e10), Fixed(tp=2)
+    on, fixed = links(1e-7, 1e12), Fixed(tp=2)
     free = found(tmp_path, on, train=TRAIN, fixed=fixed)
     peak = int(size(free.text) * 0.95)
     less = found(tmp_path, on, train=TRAIN, fixed=fixed, memory=peak)
