@@ -34,6 +34,7 @@ from partc.compiler.search.search import Search, named_stage
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
 from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.program.steps import Segment, Update
+from partc.runtime.updates.updater import SHARD
 
 if TYPE_CHECKING:
     from onnx import FunctionProto
@@ -158,6 +159,21 @@ class Least:
             self._updates[key] = least_of(function, given, self.machine.processor(CPU))
         return self._updates[key]
 
+    def updating(self, share: float) -> float:
+        """Seconds of the update of a share of all parameters on a rank, as it is played."""
+        total = 0.0
+        for function, operands in self.updated:
+            sizes = (math.prod(one.sizes or ()) for one in operands)
+            given = tuple(
+                one if many == 1 else Operand((max(2, round(share * many)),), one.item)
+                for one, many in zip(operands, sizes, strict=True)
+            )
+            key = function.name, given, share
+            if key not in self._updates:
+                self._updates[key] = self.pricing.function(function, given, self.machine.processor(CPU), SHARD)
+            total += self._updates[key]
+        return total
+
     def _at_readers(self, one: Candidate) -> dict[str, float]:
         """By path the seconds of the updates of what is read there alone, which are of the stage that has the path."""
         shards = one.degrees.tp * (one.degrees.dp if one.zero else 1)
@@ -252,9 +268,9 @@ class Leasts:
         """Seconds that no step of a candidate is below."""
         return self.on(one.degrees.ranks)(one)
 
-    def updates(self, one: Candidate) -> float:
-        """As `Least.updates`."""
-        return self.on(one.degrees.ranks).updates(one)
+    def updating(self, ranks: int, share: float) -> float:
+        """As `Least.updating`, on a rank of so many."""
+        return self.on(ranks).updating(share)
 
     def computed(self, one: Candidate) -> float | None:
         """As `Least.computed`."""

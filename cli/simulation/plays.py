@@ -152,8 +152,9 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
             found.least = Leasts(search, step)
+            search.estimates.updates = found.least.updating
             search.estimates.calibrate(step.played.busy[0])
-            search.estimates.computed, search.estimates.updates = found.least.computed, found.least.updates
+            search.estimates.computed = found.least.computed
         elif found.least is not None:
             found.least.learn(candidate, step)
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
