@@ -1,7 +1,8 @@
 """What a rank does in a step, as actions with their seconds: from its file, at sizes of the symbols, on a machine.
 
 A segment is one run of a session, and the seconds of its nodes; an update is its function over flat memory, shard by shard, as the runtime
-runs it. A message or a collective gives the bytes that the runtime gives the transport.
+runs it. A message or a collective gives the bytes that the runtime gives the transport. A collective of several values copies them side by
+side before it begins, and apart behind it, but for an AllReduce, which works in the memory where they lie.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from partc.cli.simulation.sizes import FileSizes
 from partc.compiler.cost import play
-from partc.compiler.cost.machine import Machine, Processor
+from partc.compiler.cost.machine import FALLBACK, Machine, Processor
 from partc.compiler.cost.play import Action
-from partc.compiler.cost.price import NodeCost, Operand, cost_of, function_costs, function_seconds
+from partc.compiler.cost.price import LAYOUT, NodeCost, Operand, cost_of, function_costs, function_seconds
 from partc.runtime.artifact.format import CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import NEXT, ROWS, is_rowwise
 from partc.runtime.artifact.tensors.boxes import slices
 from partc.runtime.artifact.tensors.dtypes import dense
+from partc.runtime.communication.collective import are_copied
 from partc.runtime.execution.memory.layout import at_sizes
 from partc.runtime.program.steps import (
     Collective,
@@ -231,9 +233,10 @@ class _Rank:
                 link = machine.link(step.ranks)
                 seconds = link.collective(call.op, len(step.ranks), bytes)
                 beside = 0.0 if isinstance(step, LookUp) else link.overlap * seconds
-                self.left[call.tag] = seconds - beside
+                packing, placing = (0.0, 0.0) if isinstance(step, LookUp) else self.copies(step)
+                self.left[call.tag] = seconds - beside + placing
                 at = what, call.path, step.task
-                yield play.Begin(*at, tag=call.tag, op=call.op, travel=beside, bytes=bytes, group=call.group)
+                yield play.Begin(*at, packing, tag=call.tag, op=call.op, travel=beside, bytes=bytes, group=call.group)
                 if isinstance(step, LookUp):
                     yield play.Finish(*at, self.left[call.tag], tag=call.tag, op=call.op, group=call.group)
             case WaitCollective():
@@ -241,6 +244,26 @@ class _Rank:
                 yield play.Finish(what, call.path, step.task, seconds, tag=call.tag, op=call.op, group=call.group)
             case PostRecv():
                 pass
+
+    def copies(self, step: StartCollective) -> tuple[float, float]:
+        """Seconds in which a collective packs what it gives, and puts what has come into its places.
+
+        Several values are copied side by side: gradients and parameters of a bucket, which no cache holds since they were made.
+        One value is copied piece by piece where it is split or joined along another axis than the first.
+        """
+        call, count = step.call, len(step.ranks)
+        record = self.file.collectives[call.tag]
+        dtype = dense(record.type)
+        if count < 2 or call.kind.boxes or call.in_one_buffer or record.shape is None or dtype is None:
+            return 0.0, 0.0
+        shape = at_sizes(record.shape, self.file.manifest.symbols, self.sizes.sizes)
+        packs, places = (True, True) if call.parts else are_copied(call, shape, count)
+        given = dtype.bytes_of(shape)
+        made = given * count if call.kind.joins else given
+        made = made // count if call.kind.splits else made
+        processor = self.pricing.machine.processor(CPU)
+        copy = processor.kernel(FALLBACK).streamed if call.parts else processor.kernel(LAYOUT)
+        return copy(2 * given) if packs else 0.0, copy(2 * made) if places else 0.0
 
     def message(self, tag: int) -> int:
         """The bytes of a message."""

@@ -34,6 +34,7 @@ from partc.compiler.search.search import Search, named_stage
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU, REDUCE_SCATTER
 from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.program.steps import Segment, Update
+from partc.runtime.updates.updater import SHARD
 
 if TYPE_CHECKING:
     from onnx import FunctionProto
@@ -95,41 +96,41 @@ class Least:
         key = parts, shards, program.tp, sums
         if key not in self._tasks:
             self._tasks[key] = program.task(parts, shards, sums)
-        task, stages = self._tasks[key], one.degrees.stages
-        ways = key, stages, one.microbatches, one.zero, bool(one.schedule)
+        task = self._tasks[key]
+        ways = key, one.homes, one.microbatches, one.zero, bool(one.schedule)
         if ways not in self._ways:
             updates, session = self._at_readers(one), self.machine.processor(CPU).session
-            some = (task.longest(paths, one.microbatches, updates, session) for paths in self._placed(task, stages))
+            some = (task.longest(paths, one.microbatches, updates, session) for paths in self._placed(task, one))
             self._ways[ways] = max(*some, self._filled(one, task) if one.schedule else 0.0)
         beside = max(self._ways[ways], task.gradient + self._reduction(one), self._gathered(one))
         return max(self.quick(one), self._beside(one.degrees.ranks) + beside)
 
-    def _placed(self, task: Task, stages: int) -> list[list[str]]:
-        """By stage the paths of a task that are in what a plan places there by name."""
-        if stages == 1:
+    def _placed(self, task: Task, one: Candidate) -> list[list[str]]:
+        """By group of ranks the paths of a task that are in what a plan places there by name."""
+        if one.stages == 1:
             return [list(task.by_path)]
-        found: list[list[str]] = [[] for _ in range(stages)]
-        stage_of = self.search.stage_of(stages)
+        found: list[list[str]] = [[] for _ in range(one.degrees.stages)]
+        stage_of = self.search.stage_of(one.stages)
         for path in task.by_path:
             if (stage := named_stage(stage_of, path)) is not None:
-                found[stage].append(path)
+                found[one.homes[stage]].append(path)
         return found
 
     def _filled(self, one: Candidate, task: Task) -> float:
-        """Seconds of a schedule in the mean of its stages: none computes before the first microbatch can be there."""
-        stages = one.degrees.stages
-        may_have, stage_of = self.search.stages_of(stages), self.search.stage_of(stages)
-        heads, work = [math.inf] * stages, 0.0
+        """Seconds of a schedule in the mean of its groups: none computes before the first microbatch can be at one of its stages."""
+        groups, homes = one.degrees.stages, one.homes
+        may_have, stage_of = self.search.stages_of(one.stages), self.search.stage_of(one.stages)
+        heads, work = [math.inf] * groups, 0.0
         for path, nodes in task.by_path.items():
             named = named_stage(stage_of, path)
             some = may_have.get(path, range(0)) if named is None else range(named, named + 1)
             work += sum(node.seconds for node in nodes) if some else 0.0
-            for stage in some:
-                heads[stage] = min(heads[stage], *(node.head for node in nodes))
+            for home in {homes[stage] for stage in some}:
+                heads[home] = min(heads[home], *(node.head for node in nodes))
         if math.inf in heads:
             return 0.0
-        sessions = (one.microbatches - 1) * self.machine.processor(CPU).session
-        return (sum(heads) + one.microbatches * work + self.updates(one)) / stages + sessions
+        sessions = (one.microbatches * one.stages_each - 1) * self.machine.processor(CPU).session
+        return (sum(heads) + one.microbatches * work + self.updates(one)) / groups + sessions
 
     def quick(self, one: Candidate) -> float:
         """The same by the work alone."""
@@ -139,7 +140,7 @@ class Least:
         once, repeated = self._seconds(one)
         update = self.updates(one) / degrees.stages
         turns = self.search.estimates.turns(degrees.ranks)
-        sessions = one.microbatches * self.machine.processor(CPU).session
+        sessions = one.microbatches * one.stages_each * self.machine.processor(CPU).session
         work = turns * (update + sessions + (once + one.microbatches * repeated) / degrees.stages)
         return max(shared, self._beside(degrees.ranks) + work)
 
@@ -157,6 +158,21 @@ class Least:
         if key not in self._updates:
             self._updates[key] = least_of(function, given, self.machine.processor(CPU))
         return self._updates[key]
+
+    def updating(self, share: float) -> float:
+        """Seconds of the update of a share of all parameters on a rank, as it is played."""
+        total = 0.0
+        for function, operands in self.updated:
+            sizes = (math.prod(one.sizes or ()) for one in operands)
+            given = tuple(
+                one if many == 1 else Operand((max(2, round(share * many)),), one.item)
+                for one, many in zip(operands, sizes, strict=True)
+            )
+            key = function.name, given, share
+            if key not in self._updates:
+                self._updates[key] = self.pricing.function(function, given, self.machine.processor(CPU), SHARD)
+            total += self._updates[key]
+        return total
 
     def _at_readers(self, one: Candidate) -> dict[str, float]:
         """By path the seconds of the updates of what is read there alone, which are of the stage that has the path."""
@@ -252,9 +268,9 @@ class Leasts:
         """Seconds that no step of a candidate is below."""
         return self.on(one.degrees.ranks)(one)
 
-    def updates(self, one: Candidate) -> float:
-        """As `Least.updates`."""
-        return self.on(one.degrees.ranks).updates(one)
+    def updating(self, ranks: int, share: float) -> float:
+        """As `Least.updating`, on a rank of so many."""
+        return self.on(ranks).updating(share)
 
     def computed(self, one: Candidate) -> float | None:
         """As `Least.computed`."""

@@ -152,8 +152,9 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
             found.least = Leasts(search, step)
+            search.estimates.updates = found.least.updating
             search.estimates.calibrate(step.played.busy[0])
-            search.estimates.computed, search.estimates.updates = found.least.computed, found.least.updates
+            search.estimates.computed = found.least.computed
         elif found.least is not None:
             found.least.learn(candidate, step)
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
@@ -185,7 +186,7 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     search, tried, turns = found.search, {_WHOLE}, Counter[Degrees]()
     is_large = len(search.program.model.graph) > _LARGE
     tasks = _TASKS if is_large else MOST_MICROBATCHES * search.request.ranks
-    few = [one for one in search.candidates if one.microbatches * one.degrees.stages <= tasks and one not in tried]
+    few = [one for one in search.candidates if one.microbatches * one.stages <= tasks and one not in tried]
     begun = len(found.played)
     waiting = {one: search.estimate(one) for one in few}
 

@@ -149,9 +149,9 @@ def _savings(plays: Plays, best: Play) -> Iterator[str]:
     without = {
         f"tp {degrees.tp}": replace(one, degrees=replace(degrees, tp=1), by_module=False),
         f"dp {degrees.dp}": replace(one, degrees=replace(degrees, dp=1), zero=False),
-        f"{degrees.stages} stages": replace(one, degrees=replace(degrees, stages=1), schedule=""),
-        f"{one.microbatches} microbatches": replace(one, microbatches=1, schedule=""),
-        one.schedule: replace(one, schedule="1f1b"),
+        f"{one.stages} stages": replace(one.in_line(), degrees=replace(degrees, stages=1)),
+        f"{one.microbatches} microbatches": replace(one.in_line(), microbatches=1),
+        one.schedule: one.in_line("1f1b"),
         "ZeRO": replace(one, zero=False),
         "recomputing": replace(one, recompute=False),
         "the choice by module": replace(one, by_module=False),

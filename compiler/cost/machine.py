@@ -51,6 +51,11 @@ class Curve:
         high, most = self.points[at]
         return least + (most - least) * (amount - low) / (high - low)
 
+    def streamed(self, amount: float) -> float:
+        """Seconds of an amount that no cache holds: at the speed of the largest that was measured, or more where it is small."""
+        most, seconds = self.points[-1]
+        return max(self(amount), amount * seconds / most)
+
     @property
     def least(self) -> float:
         """Seconds at the smallest amount."""

@@ -139,7 +139,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Work:
-    """What a proposal is made of. `stages`: where `degrees` has several; `taken_over`: what it has besides its own."""
+    """What a proposal is made of. `stages`: where `degrees` has several, or more for each of its groups; `taken_over`: all else."""
 
     source: Source
     name: str
@@ -163,7 +163,7 @@ class Work:
         free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
         for _ in range(_ROUNDS):
             missing = list(_missing(degrees, cut, stages))
-            placed = tuple(_placement(degrees, stages, moved, _placed_by_model(program, stages)))
+            placed = tuple(_placement(degrees, stages, {**_placed_by_model(program, stages), **moved}))
 
             def text(
                 head: Iterable[str],
@@ -191,7 +191,7 @@ class Work:
                 if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                     raise
                 continue
-            if stages and (astray := _astray(done, degrees)).keys() - moved.keys():
+            if 0 < len(stages) <= degrees.stages and (astray := _astray(done, degrees)).keys() - moved.keys():
                 moved |= astray
                 continue
             sent = sum(bytes_at(done, event) for event in done.events)
@@ -242,17 +242,16 @@ def _placed_by_model(program: Typed, stages: list[Stage]) -> dict[str, int]:
     return {program.paths[node]: at.get(node, 0) for node in nodes if node not in named}
 
 
-def _placement(
-    degrees: Degrees, stages: list[Stage], moved: Mapping[str, int], by_model: Mapping[str, int]
-) -> Iterator[str]:
-    """Lines that place the modules of stages; `moved` are nodes that would otherwise not follow the data's way."""
+def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) -> Iterator[str]:
+    """Lines that place the modules of stages, unless `pipeline` does; `moved`: nodes that would otherwise not follow the data's way."""
+    if len(stages) > degrees.stages:
+        return
     if not stages:
-        if by_model:
+        if moved:
             yield "placement:   # the model places modules itself, and the plan wins"
             yield f'  "**": {list(range(degrees.ranks))}'
             yield ""
         return
-    moved = {**by_model, **moved}
     yield "placement:   # nodes without weights follow what they read"
     for k, stage in enumerate(stages):
         yield f"  # stage {k}: {stage.reason}"
@@ -340,7 +339,7 @@ def _head(
 ) -> Iterator[str]:
     """Comment lines at the head: what is proposed, what it sends, what `told` says of another proposal, what it leaves out."""
     parts = [
-        *([f"{degrees.stages} stages"] if degrees.stages > 1 else []),
+        *([f"{max(degrees.stages, len(stages))} stages"] if degrees.stages > 1 else []),
         *([f"data parallel over {degrees.dp}"] if degrees.dp > 1 else []),
         *([f"tensor parallel over {degrees.tp}"] if degrees.tp > 1 else []),
         *others,

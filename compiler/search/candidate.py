@@ -7,14 +7,15 @@ The order is fixed, so that a search of the same model gives the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 from partc.compiler.proposal.degrees import Degrees
 
 MOST_MICROBATCHES = 64
 """More are in no candidate: each is written into the programs of its ranks."""
-SCHEDULES = ("1f1b", "zb_h1")
+SCHEDULES = (("1f1b", 1), ("zb_h1", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
+"""Schedules of a training, each with how many stages a rank has."""
 _NODE = 8
 """Ranks of a host that Megatron's recipe shares a layer among."""
 
@@ -43,6 +44,7 @@ class Candidate:
     """`schedule`: of a training in stages; `zero`: the optimizer is sharded over `dp`; `recompute`: modules in lists are computed again.
 
     `by_module`: over `tp` each module is sharded, whole, or has its part of the records, as is fastest; else all are that can be.
+    `stages_each`: how many stages each of the groups of a pipeline has, of which `degrees` has `stages`.
     """
 
     degrees: Degrees
@@ -51,11 +53,27 @@ class Candidate:
     zero: bool = False
     recompute: bool = False
     by_module: bool = False
+    stages_each: int = 1
+
+    @property
+    def stages(self) -> int:
+        """The stages of all groups together."""
+        return self.degrees.stages * self.stages_each
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """By stage the group that has it: in a loop, 0 1 0 1, or there and back, 0 1 1 0."""
+        groups = range(self.degrees.stages)
+        return (*groups, *reversed(groups)) if self.schedule == "zbv" else (*groups,) * self.stages_each
+
+    def in_line(self, schedule: str = "") -> Candidate:
+        """The same with one stage on each group, by another schedule."""
+        return replace(self, schedule=schedule, stages_each=1)
 
     def __str__(self) -> str:
-        one = self.degrees
+        one, on = self.degrees, f" on {self.degrees.stages} groups" if self.stages_each > 1 else ""
         parts = [f"dp {one.dp}"] * (one.dp > 1) + [f"tp {one.tp}"] * (one.tp > 1)
-        parts += ["by module"] * self.by_module + [f"{one.stages} stages"] * (one.stages > 1)
+        parts += ["by module"] * self.by_module + [f"{self.stages} stages{on}"] * (one.stages > 1)
         parts += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         parts += [self.schedule] * bool(self.schedule) + ["ZeRO"] * self.zero + ["recompute"] * self.recompute
         return ", ".join(parts) or "one rank"
@@ -78,24 +96,32 @@ def degrees_of(ranks: int, fixed: Fixed) -> list[Degrees]:
 
 
 def candidates(
-    degrees: Degrees, records: int | None, trains: bool, again: bool, sharded: bool, by_module: bool = False
+    degrees: Degrees,
+    records: int | None,
+    trains: bool,
+    again: bool,
+    sharded: bool,
+    by_module: bool = False,
+    each: Collection[int] = (1,),
 ) -> Iterator[Candidate]:
     """The candidates of degrees. `records`: of a batch, None where a model has none; `again`: whether modules can be recomputed;
-    `sharded`: whether the plan shards its optimizer already; `by_module`: whether modules are sharded in several ways."""
+    `sharded`: whether the plan shards its optimizer already; `by_module`: whether modules are sharded in several ways;
+    `each`: how many stages a group can have."""
     if records is None:
         if degrees.dp == degrees.stages == 1:
             yield Candidate(degrees)
         return
     if records % degrees.dp:
         return
-    each = records // degrees.dp
-    counts = [one for one in divisors(each) if one <= MOST_MICROBATCHES and (one == 1 or trains or degrees.stages > 1)]
+    own = records // degrees.dp
+    counts = [one for one in divisors(own) if one <= MOST_MICROBATCHES and (one == 1 or trains or degrees.stages > 1)]
+    scheduled = [pair for pair in SCHEDULES if pair[1] in each]
     for count in counts:
-        for schedule in SCHEDULES if trains and degrees.stages > 1 and count > 1 else ("",):
+        for schedule, many in scheduled if trains and degrees.stages > 1 and count > 1 else [("", 1)]:
             for zero in (False, True) if trains and degrees.dp > 1 and not sharded else (False,):
                 for recompute in (False, True) if again else (False,):
                     for each_way in (False, True) if by_module else (False,):
-                        yield Candidate(degrees, count, schedule, zero, recompute, each_way)
+                        yield Candidate(degrees, count, schedule, zero, recompute, each_way, many)
 
 
 def baselines(ranks: int, records: int | None, trains: bool, most: int) -> dict[str, Candidate]:

@@ -1,8 +1,12 @@
 """What a candidate takes, without compiling it: the work of its nodes, its collectives and messages, and what a rank keeps.
 
-    step        microbatches * task of the heaviest stage + bubble + gradients + update
-    task        F and B of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward
-    bubble      (stages - 1) tasks, of zb_h1 less twice the gradients of weights, which fill it
+    step        microbatches * task of the heaviest stage + bubble + gradients + update; where ranks share cores, the work of all on these
+                where that is more: a rank that waits leaves its core to others
+    task        F and B of one microbatch in one stage: nodes in their shards, AllReduces of a sharded layer forward and backward, each of
+                which ends a session, and of a backward pass a second one that goes on beside it
+    hops        2(p - 1) messages of the first microbatch, and (p - 1)/p of two for each other one, which waits for its way back
+    bubble      (stages - 1) tasks, of zb_h1 less twice the gradients of weights, which fill it; with v stages on each of p groups
+                (p - 1)/v tasks in a loop, and (p - 1)/2 less those gradients there and back, more of fewer microbatches than fill it
     gradients   AllReduces over dp of a rank's gradients; of ZeRO ReduceScatters, and AllGathers of parameters: what of the former does
                 not go on beside the backward pass of the last microbatch, of zb_h1 its gradients of weights
     update      of all that a rank has; of ZeRO of its shards, and of what is not divided
@@ -12,6 +16,7 @@ It ranks candidates: the best of them are compiled, and played as they are.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +38,10 @@ _OF_NODE, _OF_VALUE = 16_500, 2_400
 """About the bytes that a session keeps for a node, and the runtime for what it makes of each microbatch."""
 _OPERANDS, _AT_ONCE = 3, 1 << 19
 """How many tensors a node of an update reads and makes, and about the bytes of each that an update goes through at a time."""
+
+
+_SPLIT = ("zb_h1", "zbv")
+"""Schedules whose gradients of weights fill what would be idle."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,8 @@ class Estimates:
         """How many times its estimate a backward pass takes."""
         self.computed: Callable[[Candidate], float | None] = lambda one: None
         """What a rank computes of a microbatch, forward and backward, by the programs that are known; None for other shards of a layer."""
-        self.updates: Callable[[Candidate], float] = lambda one: 0.0
-        """What the updates of all stages of a candidate take at least."""
+        self.updates: Callable[[int, float], float] | None = None
+        """What the updates of a share of all parameters take on a rank of so many, as they are played; None before that is known."""
         self._tasks: dict[object, tuple[float, float]] = {}
         self._weights: dict[object, float] = {}
         self._all_sums: dict[object, float] = {}
@@ -101,23 +110,31 @@ class Estimates:
         return Estimate(self.seconds(one, sharding, heaviest), self.bytes(one, sharding))
 
     def seconds(self, one: Candidate, sharding: Sharding, heaviest: float = 1.0) -> float:
-        degrees, count = one.degrees, one.microbatches
+        degrees, count, groups = one.degrees, one.microbatches, one.degrees.stages
         forward, backward = self._passes(one, sharding)
         again = forward if self.slots is not None and one.recompute else 0.0
         shared = self.turns(degrees.ranks)
         processor = self.processor(degrees.ranks)
         sums = self._sums(sharding, one)
-        task = shared * ((forward + again + backward) / degrees.stages + 2 * processor.session) + sums / degrees.stages
-        late = backward / degrees.stages
+        sessions = (3 if one.schedule in _SPLIT else 2) * one.stages_each
+        work = (forward + again + backward) / groups + (
+            sessions + self._apart(sharding, one) / groups
+        ) * processor.session
+        task = work + sums / groups
+        late = backward / groups
         filled = message = 0.0
-        if one.schedule == "zb_h1":
-            late = min(backward, self._of_weights(sharding, one)) / degrees.stages
-            filled = min(2 * shared * late, task)
+        if one.schedule in _SPLIT:
+            late = min(backward, self._of_weights(sharding, one)) / groups
+            filled = min(2 * late, task)
         if degrees.stages > 1:
-            crossing = self.crossing / degrees.dp / one.microbatches
-            message = self.link(degrees.tp * degrees.dp, 2).send(crossing)
-        bubble = (degrees.stages - 1) * (heaviest * (task - filled) + 2 * message)
-        step, update = processor.step + count * heaviest * task + bubble, self._updated(one, sharding)
+            crossing, link = self.crossing / degrees.dp / count, self.link(degrees.tp * degrees.dp, 2)
+            message = link.send(crossing) + link.wake
+        hops = sum(a != b for a, b in itertools.pairwise(one.homes)) + (count - 1) * (groups - 1) / groups
+        bubble = heaviest * _waiting(one, task, filled) + 2 * hops * message
+        least = count * (shared * work + sums / groups)
+        agreed = self.machine.links[0].collective(ALL_REDUCE, degrees.ranks, 0)
+        step = processor.step + agreed + max(count * heaviest * task + bubble, least)
+        update = self._updated(one, sharding)
         reduced, gathered = self._reduced(one, sharding)
         overlap, beside = self.link(degrees.tp, degrees.dp).overlap, shared * late
         if count == 1:  # what is reduced first is updated, and gathered, meanwhile
@@ -132,8 +149,10 @@ class Estimates:
             whole = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, True)
             rest = sum(bytes * many for (op, bytes), many in whole.items() if op == ALL_REDUCE)
             own += rest * (degrees.dp - 1) / degrees.stages
-        known = self.turns(degrees.ranks) * self.updates(one) / degrees.stages
-        return max(known, self._update(one, own))
+        if self.updates is None or self.slots is None:
+            return self._update(one, own)
+        shards = degrees.dp if one.zero else 1
+        return self.turns(degrees.ranks) * self.updates(degrees.ranks, own / shards / max(1.0, self.weights))
 
     def _reduced(self, one: Candidate, sharding: Sharding) -> tuple[float, float]:
         """Seconds in which a stage's gradients are reduced, and the shards that were updated gathered."""
@@ -145,8 +164,17 @@ class Estimates:
             calls = self.reductions.calls(sharding.places, degrees.tp, degrees.dp, one.zero)
             gathers = Calls({call: many for call, many in calls.items() if call[0] == ALL_GATHER})
             link = self.link(degrees.tp, degrees.dp)
-            pair = seconds_of(calls - gathers, link, degrees.dp), seconds_of(gathers, link, degrees.dp)
-            self._all_reduced[key] = pair
+            copy = self.processor(degrees.ranks).kernel(FALLBACK).streamed
+            copied = {REDUCE_SCATTER: 1 + 1 / degrees.dp, ALL_GATHER: 1 + degrees.dp, ALL_REDUCE: 0.0}
+
+            def taken(some: Calls) -> float:
+                """Seconds of collectives, with what is packed for them and taken apart behind them."""
+                copies = sum(many * copy(2 * bytes * copied[op]) for (op, bytes), many in some.items() if copied[op])
+                return copies + seconds_of(some, link, degrees.dp)
+
+            each = self.processor(degrees.ranks).session  # a collective that begins ends the session of what it is of
+            before = calls - gathers
+            self._all_reduced[key] = taken(before) + each * sum(before.values()), taken(gathers)
         reduced, gathered = self._all_reduced[key]
         return reduced / degrees.stages, gathered / degrees.stages
 
@@ -169,7 +197,7 @@ class Estimates:
         forward, backward = self.task(Sharding(), 1, 1, 1)
         if self.slots is not None and backward > 0:
             processor = self.processor(1)
-            beside = processor.step + processor.session + self.after(Candidate(Degrees()), self.weights)
+            beside = processor.step + processor.session + self._updated(Candidate(Degrees()), Sharding())
             self.backward = max(0.0, (seconds - beside - forward) / backward)
 
     def processor(self, ranks: int) -> Processor:
@@ -212,7 +240,9 @@ class Estimates:
         """Parameters with gradients and slots, and what microbatches under way keep."""
         degrees = one.degrees
         own = self._own(sharding, one)
-        under_way = min(one.microbatches, degrees.stages)
+        ahead = degrees.stages - 1  # a loop has a group's later stages to run before its first backward pass
+        more = 0.0 if one.schedule == "zbv" else ahead * (1 - 1 / one.stages_each)
+        under_way = min(one.microbatches, degrees.stages + more)
         part = degrees.dp * one.microbatches * degrees.stages
         made = self._made(sharding, degrees.tp)
         nodes = len(self.work.of) / degrees.stages
@@ -262,9 +292,19 @@ class Estimates:
         key = sharding.nodes, degrees.tp, records, one.recompute
         if key not in self._all_sums:
             sizes = Counter(given)
-            some = (many * link.collective(ALL_REDUCE, degrees.tp, size / records) for size, many in sizes.items())
+            some = (
+                many * (link.collective(ALL_REDUCE, degrees.tp, size / records) + link.wake)
+                for size, many in sizes.items()
+            )
             self._all_sums[key] = sum(some)
         return self._all_sums[key]
+
+    def _apart(self, sharding: Sharding, one: Candidate) -> int:
+        """The sessions that sums over `tp` add: one behind each, and beside one of the backward pass that of gradients of weights."""
+        if one.degrees.tp == 1:
+            return 0
+        forward = len(sharding.forward) * (2 if one.recompute and self.slots is not None else 1)
+        return forward + 2 * len(sharding.backward) * (self.slots is not None)
 
     @cached_property
     def crossing(self) -> float:
@@ -295,3 +335,12 @@ class Estimates:
         moved = kernel((3 + 2 * self.slots) * updated) if shards > 1 else 0.0
         seconds = shards * (processor.session + nodes * kernel(_OPERANDS * at_once)) + moved
         return self.turns(one.degrees.ranks) * seconds
+
+
+def _waiting(one: Candidate, task: float, filled: float) -> float:
+    """Seconds in which a group of stages has nothing to compute, of a `task` of all its stages, of which `filled` may wait."""
+    groups, count, each = one.degrees.stages, one.microbatches, one.stages_each
+    if one.schedule == "zbv":
+        return max((groups - 1) * (task - filled) / 2, (2 * groups - 1 - count) * task / 3)
+    few = max(0, groups - count) * (1 - 1 / each)
+    return (groups - 1) * (task - filled) / each + few * task

@@ -27,7 +27,7 @@ from partc.compiler.proposal.stages import Stage, balanced_stages
 from partc.compiler.proposal.starting_plan import key
 from partc.compiler.proposal.tensor_parallel import TensorParallel, tensor_parallel
 from partc.compiler.search.blocks import Block, Way, blocks_of
-from partc.compiler.search.candidate import Candidate, Fixed, baselines, candidates, degrees_of
+from partc.compiler.search.candidate import SCHEDULES, Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate, Estimates, Sharding
 from partc.compiler.search.modules import Modules
 from partc.compiler.search.reductions import Calls
@@ -136,13 +136,14 @@ class Search:
                 again,
                 base.is_sharded,
                 degrees.tp > 1 and self.modules(degrees).are_worth_it,
+                self._stages_each(degrees.stages),
             )
             if not self.has_records(one) or (self.records or 0) % (degrees.dp * degrees.tp * one.microbatches) == 0
         ]
 
     def estimate(self, one: Candidate) -> Estimate:
         """The estimate of a candidate."""
-        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1], self._heaviest(one.degrees.stages))
+        found = self.estimates.of(one, self._sharded(one.degrees.tp)[1], self._heaviest(one))
         if not one.by_module:
             return found
         modules = self.modules(one.degrees)
@@ -196,9 +197,9 @@ class Search:
     def proposal(self, one: Candidate) -> Proposal:
         """The plan of a candidate; CompileError where the compiler refuses it."""
         degrees = one.degrees
-        stages = self._balanced(degrees.stages)
-        if len(stages) < degrees.stages > 1:
-            raise CompileError(Problem(self.name, f"the model has fewer than {degrees.stages} stages"))
+        stages = self._balanced(one.stages)
+        if len(stages) < one.stages > 1:
+            raise CompileError(Problem(self.name, f"the model has fewer than {one.stages} stages"))
         sharding = self._written(one) if degrees.tp > 1 else None
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
         batch = batch_of(self.source, over * one.microbatches)
@@ -223,13 +224,21 @@ class Search:
         return replace(found, has_records=one.by_module and modules.has_records)
 
     def _pipeline(self, one: Candidate) -> tuple[str, ...]:
+        """The lines of `pipeline`, with the stages where a group has several; else they are placed, by `placement`."""
         if one.microbatches == 1 and not one.recompute:
             return ()
         options = [f"microbatches: {one.microbatches}"]
         options += [f"schedule: {one.schedule}"] if one.schedule else []
         options += ["statistics: microbatch"] if self.request.base.statistics and one.microbatches > 1 else []
         options += [f"recompute: [{', '.join(map(key, self.repeated))}]"] if one.recompute else []
-        return (f"pipeline: {{{', '.join(options)}}}", "")
+        if one.stages_each == 1:
+            return (f"pipeline: {{{', '.join(options)}}}", "")
+        lines = [f"pipeline:   # each group has {one.stages_each} stages", *(f"  {option}" for option in options)]
+        lines.append("  stages:")
+        for k, (stage, home) in enumerate(zip(self._balanced(one.stages), one.homes, strict=True)):
+            lines.append(f"    # stage {k}, on group {home}: {stage.reason}")
+            lines.append(f"    - [{', '.join(map(key, stage.lines()))}]")
+        return (*lines, "")
 
     def stage_of(self, count: int) -> dict[str, int]:
         """By module, or node, that a plan of so many stages places by name, its stage."""
@@ -255,10 +264,17 @@ class Search:
                 found[paths[node]] = range(min(known.start, first[node]), max(known.stop, last[node] + 1))
         return self._stages_of[count]
 
-    def _heaviest(self, count: int) -> float:
-        """The seconds of the heaviest of so many stages for the mean of all."""
-        work = [sum(unit.work for unit in stage.units) for stage in self._balanced(count)]
-        return max(1.0, max(work) * len(work)) if work else 1.0
+    def _heaviest(self, one: Candidate) -> float:
+        """The seconds of the group with the heaviest stages for the mean of all."""
+        work = [0.0] * one.degrees.stages
+        for home, stage in zip(one.homes, self._balanced(one.stages), strict=False):
+            work[home] += sum(unit.work for unit in stage.units)
+        return max(1.0, max(work) * len(work))
+
+    def _stages_each(self, groups: int) -> list[int]:
+        """How many stages each of so many groups can have: there are units with weights for all of them."""
+        some = dict.fromkeys(many for _, many in SCHEDULES) if groups > 1 else [1]
+        return [many for many in some if many == 1 or len(self._balanced(groups * many)) == groups * many]
 
     def _balanced(self, count: int) -> list[Stage]:
         if count not in self._stages:

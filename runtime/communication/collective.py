@@ -56,16 +56,13 @@ class CollectivePlan:
         kind = self.kind = call.kind
         self.native = transport.reduces(call.op, ranks, dtype, call.reduce) if kind.reduces else True
         narrow = dtype.bits < 8 and kind.root != "gives"
-        self._from = place_of(call.axis, shape) if kind.splits else 0
-        self._into = place_of(call.join_axis, self.result) if kind.joins else 0
-        self.piece = shape  # what one rank gives to one other
-        if kind.splits:
-            self.piece = (*shape[: self._from], shape[self._from] // len(ranks), *shape[self._from + 1 :])
+        self._from, self._into, self.piece = _along(call, shape, len(ranks))
         moved = moved_bytes(dtype, shape)
         alone = len(ranks) == 1
-        self.packed = moved if not alone and (narrow or not is_front(shape, self._from)) else 0
+        packs, places = are_copied(call, shape, len(ranks))
+        self.packed = moved if not alone and (narrow or packs) else 0
         landed = moved if kind.splits or kind.root == "gives" else moved * len(ranks)
-        joins = not is_front(self.piece, self._into) or not self.native
+        joins = places or not self.native
         takes = kind.root != "takes" or transport.rank == ranks[call.root]
         self.landing = landed if not alone and takes and (narrow or joins) else 0
 
@@ -126,6 +123,21 @@ class CollectivePlan:
         if self.dtype.bits < 8:
             return lambda: store(np.concatenate(list(pieces), self._into), result)
         return partial(np.copyto, split(as_moved(result), self._into, len(self.ranks)), pieces)
+
+
+def are_copied(call: CollectiveCall, shape: Shape, ranks: int) -> tuple[bool, bool]:
+    """Whether a collective of `shape` packs shards before they leave, and puts what has come into its places: not along the first axis."""
+    before, behind, piece = _along(call, shape, ranks)
+    return not is_front(shape, before), not is_front(piece, behind)
+
+
+def _along(call: CollectiveCall, shape: Shape, ranks: int) -> tuple[int, int, Shape]:
+    """The axes along which a value is split and its result is joined, else 0, and the shape of what one rank gives to one other."""
+    before = place_of(call.axis, shape) if call.kind.splits else 0
+    behind = place_of(call.join_axis, result_shape(call, shape, ranks)) if call.kind.joins else 0
+    if not call.kind.splits:
+        return before, behind, shape
+    return before, behind, (*shape[:before], shape[before] // ranks, *shape[before + 1 :])
 
 
 def dynamic_collective(

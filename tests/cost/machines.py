@@ -20,6 +20,14 @@ def machine(cores: int = 0, overlap: float = 1.0) -> Machine:
     return Machine("machine.yaml", cores, {"cpu": Processor(5e-6, 100e-6, products, kernels)}, [link])
 
 
+def links(latency: float, speed: float, flops: float = 1e9) -> Machine:
+    """The machine with other links, and another speed of products."""
+    one = machine()
+    link = replace(one.links[0], send=curve(speed, latency), all_reduce=curve(speed, 2 * latency))
+    cpu = one.processors["cpu"]
+    return replace(one, links=[link], processors={"cpu": replace(cpu, products={"matmul": curve(flops)})})
+
+
 def shared(one: Machine, ranks: int = 2, times: float = 2.0) -> Machine:
     """The machine where each of so many ranks of a host takes what it takes, and one alone so many times less."""
 

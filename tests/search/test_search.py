@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from equivalence import same_as_whole
-from machines import curve, machine, shared
+from machines import links, machine, shared
 from onnx import helper
 from partc.cli.main import invoke
 from partc.cli.simulation import plays
@@ -35,14 +35,6 @@ from perceptrons import DEEP, TRAIN, WIDE, layers
 from proposal_case import source
 
 Capture = pytest.CaptureFixture[str]
-
-
-def links(latency: float, speed: float, flops: float = 1e9) -> Machine:
-    """The machine of the tests with other links, and another speed of products."""
-    one = machine()
-    link = replace(one.links[0], send=curve(speed, latency), all_reduce=curve(speed, 2 * latency))
-    cpu = one.processors["cpu"]
-    return replace(one, links=[link], processors={"cpu": replace(cpu, products={"matmul": curve(flops)})})
 
 
 def found(
@@ -101,7 +93,7 @@ def test_what_is_predicted_is_what_simulate_says(tmp_path: Path, capsys: Capture
 
 def test_training_within_a_memory(tmp_path: Path) -> None:
     """With less memory than the fastest plan needs another one is found, which is slower, and needs as little."""
-    on, fixed = links(1e-6, 1e10), Fixed(tp=2)
+    on, fixed = links(1e-7, 1e12), Fixed(tp=2)
     free = found(tmp_path, on, train=TRAIN, fixed=fixed)
     peak = int(size(free.text) * 0.95)
     less = found(tmp_path, on, train=TRAIN, fixed=fixed, memory=peak)
