@@ -66,7 +66,7 @@ def propose(
     batch = batch_of(source, degrees.dp * imported.microbatches) if generation is None else Batch()
     frame = degrees.frame
     program = run_passes(start(*parsed(source, frame, name)), shapes)
-    stages = balanced_stages(program, degrees.stages, machine) if degrees.stages > 1 else []
+    stages = balanced_stages(program, degrees.stages, machine, generation is not None) if degrees.stages > 1 else []
     work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:
         return work.proposed(None).texts

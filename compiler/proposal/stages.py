@@ -2,7 +2,8 @@
 
 The law. The model falls into units: modules, and what is inside of them where one is too large, but for members of a list (`layers.3`),
 which stay together while they fit into a stage. Units stand in an order in which each reads of earlier ones alone (`flow.py`), so a stage
-does. A unit weighs the mean of its share of the weights and of the operations at typical sizes, or of the seconds on a machine. Stages
+does. A unit weighs the mean of its share of the weights and of the operations at typical sizes, or of the seconds on a machine. Where steps
+make tokens these are the weights that are read whole: of a table a step reads one row a token, of all else everything. Stages
 are within a tenth of equal costs where runs of units allow that, else the heaviest is as light as they allow; within that the stages are as
 even as can be (the sum of squares), where fewer bytes that go over a cut count a little. If whole members of lists leave them uneven, a
 member is cut in parts, but only where no more bytes go over than between members. Only modules that read weights are named: the rest
@@ -36,6 +37,7 @@ EVEN = 0.1
 _BYTES = 0.05
 """How much the bytes over a cut count where they are as many as over most: attention in its midst hands on far more than a layer."""
 _FINEST = 4
+_LOOKS_UP = ("Gather", "GatherBlockQuantized")
 _GAIN = 0.01
 """The share of all cost by which the heaviest stage must be lighter for a member of a list to be cut."""
 
@@ -49,6 +51,7 @@ class Stage:
     arriving: int
     nodes: tuple[ir.Node, ...] = ()
     weighed: str = "operations"
+    read: str = "weights"
 
     def lines(self) -> Iterator[str]:
         """The patterns of its paths."""
@@ -63,12 +66,12 @@ class Stage:
     def reason(self) -> str:
         """Its shares, for a comment."""
         weights, work = (sum(shares) for shares in zip(*((u.weights, u.work) for u in self.units), strict=True))
-        return f"{100 * self.cost:.0f} % of the cost: {100 * weights:.0f} % of the weights, {100 * work:.0f} % of the {self.weighed}"
+        return f"{100 * self.cost:.0f} % of the cost: {100 * weights:.0f} % of the {self.read}, {100 * work:.0f} % of the {self.weighed}"
 
 
-def balanced_stages(program: Typed, count: int, machine: Machine | None = None) -> list[Stage]:
-    """The stages in order; fewer than `count` where the model has fewer units with weights."""
-    costs = _Costs(program, machine)
+def balanced_stages(program: Typed, count: int, machine: Machine | None = None, generates: bool = False) -> list[Stage]:
+    """The stages in order; fewer than `count` where the model has fewer units with weights. `generates`: whether steps make tokens."""
+    costs = _Costs(program, machine, generates)
     whole = _Way.of(program, costs, _units(program, costs, count, in_parts=False))
     stages = whole.stages(_partition(whole.costs, whole.crossing, min(count, len(whole.units))))
     if not uneven(stages):
@@ -90,13 +93,14 @@ class _Way:
     at: dict[ir.Node, int]
     crossing: list[int]
     weighed: str
+    read: str
 
     @classmethod
     def of(cls, program: Typed, costs: _Costs, modules: Sequence[tuple[str, list[ir.Node]]]) -> _Way:
         units, at = along(program, modules)
         for node, k in at.items():
             costs.add(units[k], node)
-        return cls(units, at, _crossing(program, at, len(units)), costs.weighed)
+        return cls(units, at, _crossing(program, at, len(units)), costs.weighed, costs.told)
 
     @property
     def costs(self) -> list[float]:
@@ -121,6 +125,7 @@ class _Way:
                 self.crossing[begin] if begin else 0,
                 tuple(some),
                 self.weighed,
+                self.read,
             )
             for own, some, (begin, end) in zip(paths, nodes, ends, strict=True)
         ]
@@ -151,16 +156,21 @@ def _heaviest(stages: Sequence[Stage]) -> float:
 
 
 class _Costs:
-    """Shares of all weights and operations by node; a weight counts for the node that reads it first."""
+    """Shares of all weights and operations by node; a weight counts for the node that reads it first.
 
-    def __init__(self, program: Typed, machine: Machine | None) -> None:
+    Where steps make tokens those do not count that are looked up alone.
+    """
+
+    def __init__(self, program: Typed, machine: Machine | None, generates: bool) -> None:
         self.program, self.sizes = program, TypicalSizes(program)
         self.weighed = "operations" if machine is None else f"time on {PurePath(machine.where).name}"
+        self.told = "weights that are read whole" if generates else "weights"
         self.read = weights_read(program)
         first: dict[ir.Value, ir.Node] = {}
         for node, weights in self.read.items():
             for value in weights:
-                first.setdefault(value, node)
+                if not (generates and node.op_type in _LOOKS_UP):
+                    first.setdefault(value, node)
         self.bytes: dict[ir.Node, int] = {}
         self.products = {node for value, node in first.items() if value.shape is not None and len(value.shape) > 1}
         for value, node in first.items():

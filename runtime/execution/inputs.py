@@ -24,6 +24,29 @@ class Whole:
     value: object
 
 
+class SameArrays(dict[str, object]):
+    """Inputs of many steps of one program that lie in the same arrays each time: a rank reads them once.
+
+    From then on it takes its values as they are. Only numbers change between two steps; the caller vouches for these, none is looked at.
+    """
+
+    def __init__(self, inputs: Mapping[str, object]) -> None:
+        super().__init__(inputs)
+        self.read: dict[int, tuple[dict[str, int], dict[str, Value]]] = {}
+        """By rank what it has read: sizes and values."""
+
+    def hold(self, values: Mapping[str, Value]) -> bool:
+        """Whether the values that a rank has read of them lie in these arrays, so that none is a copy."""
+        for name, value in values.items():
+            given = self[name]
+            array = given.value if isinstance(given, Whole) else given
+            if not isinstance(value, Tensor) or not isinstance(array, np.ndarray):
+                return False
+            if not np.may_share_memory(array, value.data):
+                return False
+        return True
+
+
 def shard(port: Port, rank: int, value: object) -> object:
     """A rank's shard of a global input, in memory of its own; a `Whole` of it where its size does not allow that."""
     box = port.box(rank)

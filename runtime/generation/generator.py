@@ -21,7 +21,7 @@ import numpy as np
 from ..artifact.format import CACHE, ENCODE, PREFILL
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
-from ..execution.inputs import Whole
+from ..execution.inputs import SameArrays, Whole
 from ..execution.program import Outputs, Program, load
 from ..units import count
 from .draw import Scratch
@@ -60,6 +60,8 @@ class Generator:
         self._several = isinstance(program, Program) and program.size > 1
         self._tokens: list[Agreements] = []
         """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
+        self._decodes: dict[int, tuple[Array, SameArrays]] = {}
+        """By group the tokens of its last decode, and what that was given."""
         if self.record.groups > 1 and isinstance(program, Program) and self._several:
             self._tokens = [program.agreements() for _ in range(self.record.groups)]
 
@@ -95,11 +97,17 @@ class Generator:
         """Runs this rank's part of a step of these slots; what comes back waits for its tokens, and gives them. Both are collective."""
         outputs = self._outputs(step)
         if step.encoded is not None:
-            return lambda: [*slots.take(step, [])]
+            return lambda: slots.take(step, [])
         # where groups take turns the last stage has them
-        made = next((one[self.record.next] for one in outputs.values() if self.record.next in one), None)
+        made: object = None
+        for one in outputs.values():
+            made = one.get(self.record.next, made)
+        drawing = step.drawing()
+        if isinstance(made, np.ndarray) and not drawing and not self._tokens:
+            found = made.tolist()
+            return lambda: self._taken(slots, step, found)
         chosen = np.full(len(step.tokens), -1, np.int64) if made is None else np.array(made, np.int64)
-        draws = self._draws(step, outputs)
+        draws = self._draws(step, drawing, outputs) if drawing else None
         together = draws is not None and self._several and draws.shards.is_sharded
         if draws is not None and not together:
             draws.finish(chosen)  # each rank its own rows
@@ -116,12 +124,15 @@ class Generator:
                 draws.finish(chosen, self._agree(step.group), None if numbers is None else numbers[chosen.size :])
             elif draws is not None and self._several and numbers is None:
                 np.copyto(chosen, self._agree(step.group)(chosen))
-            found = chosen.tolist()
-            if broken := step.slots_of(found, self.record.vocabulary):
-                self._clear(broken)
-            return [*slots.take(step, found)]
+            return self._taken(slots, step, chosen.tolist())
 
         return taken
+
+    def _taken(self, slots: Slots, step: Step, chosen: Sequence[int]) -> list[NewToken]:
+        """The tokens of a step, by row the number that is chosen."""
+        if broken := step.slots_of(chosen, self.record.vocabulary):
+            self._clear(broken)
+        return slots.take(step, chosen)
 
     def _agree(self, group: int) -> Callable[[Vector], Vector]:
         """The maxima of all ranks' numbers, in the order of the steps of a group."""
@@ -143,11 +154,8 @@ class Generator:
         for program in [self.program] if isinstance(self.program, Program) else self.program.ranks:
             program.state.fill(write, {one.tensor for one in program.state.records if one.kind == CACHE})
 
-    def _draws(self, step: Step, outputs: Mapping[int, Outputs]) -> Draws | None:
-        """The tokens of a step that are not the likeliest ones; None where there are none."""
-        drawing = step.drawing()
-        if not drawing:
-            return None
+    def _draws(self, step: Step, drawing: Mapping[int, tuple[Request, int]], outputs: Mapping[int, Outputs]) -> Draws:
+        """The tokens of a step that are not the likeliest ones."""
         shards = self._shards[step.slots is not None]
         logits = {
             rank: np.asarray(one[self.record.logits]) for rank, one in outputs.items() if self.record.logits in one
@@ -163,21 +171,33 @@ class Generator:
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
         """What one of the programs makes of a step, by rank of this process."""
-        record, encoder = self.record, self.record.encoder
-        named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
-        program = self.program if step.slots is None else self._prefill
-        if encoder is not None and step.encoded is not None and self._encode is not None:
-            program, named = self._encode, {encoder.input: step.encoded}
-        if encoder is not None and step.lengths is not None:
-            named[encoder.count] = step.lengths
+        program, given = self.program, self._inputs(step)
         if step.slots is not None:
+            program = self._prefill if step.encoded is None or self._encode is None else self._encode
             program.at_slots(step.slots)
-        elif record.groups > 1:
-            program.at_slots(record.slots_of(step.group))
-        given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        elif self.record.groups > 1:
+            program.at_slots(self.record.slots_of(step.group))
         if isinstance(program, Program):
             return {program.rank: program.step_of_all(given)}
         return dict(enumerate(program.step_of_all(given)))
+
+    def _inputs(self, step: Step) -> Mapping[str, object]:
+        """What a step is given, by name; of the decodes of a group the same object, for as long as they lie in the same arrays."""
+        record, encoder = self.record, self.record.encoder
+        tokens, same = self._decodes.get(step.group, (None, {}))
+        if step.tokens is tokens:
+            return same
+        named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
+        if encoder is not None and step.encoded is not None:
+            named = {encoder.input: step.encoded}
+        if encoder is not None and step.lengths is not None:
+            named[encoder.count] = step.lengths
+        given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
+        if step.slots is not None:
+            return given
+        # the tokens are those of steps before, and no others
+        self._decodes[step.group] = step.tokens, SameArrays(given)
+        return self._decodes[step.group][1]
 
     @property
     def _beside(self) -> list[Program | LocalProgram]:

@@ -24,7 +24,7 @@ Requests join and are cancelled between steps; each has a number, by which its t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,8 +104,8 @@ class Slots:
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
         rows = [len(slots) for slots in self._of_group]
-        self._decoded = [tuple(np.zeros(shape, np.int64) for shape in ((n, 1), n, n)) for n in rows]
-        """By group the tokens, count and position of its decodes: in the same memory each time, to which sessions stay bound."""
+        self._decoded = [tuple(np.zeros(shape, np.int64) for shape in ((n, 1), n, n, n)) for n in rows]
+        """By group the tokens, count, position and lengths of its decodes: the same arrays each time, to which sessions stay bound."""
 
     @property
     def running(self) -> set[int]:
@@ -135,11 +135,12 @@ class Slots:
         """The next step of a group, of which none is under way; None where no request is left in it."""
         while self._waiting and (slot := self._free()) is not None:
             self._running[slot] = self._waiting.popleft()
-        there = {slot: one for slot in self._of_group[group] if (one := self._running[slot]) is not None}
-        if not there:
+        reading, making = dict[int, _Sequence](), dict[int, _Sequence]()
+        for slot in self._of_group[group]:
+            if (one := self._running[slot]) is not None:
+                (reading if one.left else making)[slot] = one
+        if not reading and not making:
             return None
-        reading = {slot: one for slot, one in there.items() if one.left}
-        making = {slot: one for slot, one in there.items() if not one.left}
         self._last_was_chunk[group] = bool(reading) and not (making and self._last_was_chunk[group])
         if not self._last_was_chunk[group]:
             return self._decode(making, group)
@@ -156,8 +157,9 @@ class Slots:
                     return slot
         return None
 
-    def take(self, step: Step, chosen: Sequence[int]) -> Iterator[NewToken]:
+    def take(self, step: Step, chosen: Sequence[int]) -> list[NewToken]:
         """The tokens that a step has made; `chosen` has one by row, of which those without a part mean nothing."""
+        made = list[NewToken]()
         for row, (slot, count, one) in step.taking.items():
             if self._running[slot] is not one:
                 continue  # cancelled while the step was under way
@@ -178,7 +180,8 @@ class Slots:
                 finish = "length"
             if finish:
                 self._running[slot] = None
-            yield NewToken(one.number, token, finish)
+            made.append(NewToken(one.number, token, finish))
+        return made
 
     def _prefill(self, reading: Mapping[int, _Sequence], group: int) -> Step:
         """A chunk of the earliest prompt of each run of a group's slots."""
@@ -223,12 +226,18 @@ class Slots:
     def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:
         """A token of each sequence of a group that is made."""
         slots = self._of_group[group]
-        tokens, count, position = self._decoded[group]
-        taking = {row: (slot, 1, making[slot]) for row, slot in enumerate(slots) if slot in making}
+        tokens, count, position, lengths = self._decoded[group]
+        taking = dict[int, tuple[int, int, _Sequence]]()
         for row, slot in enumerate(slots):
-            tokens[row, 0], count[row] = (making[slot].tokens[-1], 1) if slot in making else (0, 0)
-        position[:] = self._positions(slots)
-        return Step(tokens, count, position, taking, None, group, self._lengths(slots))
+            one = self._running[slot]
+            meant = slot in making
+            position[row], count[row] = 0 if one is None else one.position, meant
+            tokens[row, 0] = making[slot].tokens[-1] if meant else 0
+            if meant:
+                taking[row] = slot, 1, making[slot]
+        if (now := self._lengths(slots)) is not None:
+            lengths[:] = now
+        return Step(tokens, count, position, taking, None, group, None if now is None else lengths)
 
     def _positions(self, slots: Sequence[int]) -> list[int]:
         """By slot how many tokens are there; 0 of a free one."""

@@ -9,16 +9,19 @@ import onnx
 import pytest
 from click.testing import CliRunner
 from equivalence import same_as_whole
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from partc.cli.commands.plan import command
 from partc.compiler import compile_model
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.errors import CompileError
 from partc.compiler.ir.program import Complete
+from partc.compiler.pipeline import run_passes
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import Unit
-from partc.compiler.proposal.propose import _placement, propose
-from partc.compiler.proposal.stages import Stage, _partition
+from partc.compiler.proposal.propose import _placement, parsed, propose
+from partc.compiler.proposal.stages import Stage, _partition, balanced_stages
+from partc.compiler.start import start
 from proposal_case import WIDTH, WORDS, Graph, source
 
 HEADS, SIZE = 2, WIDTH // 2
@@ -98,6 +101,18 @@ def against_the_way(program: Complete, each: int) -> list[str]:
         for value in program.reads[node]
         if (producer := value.producer()) in at and at[producer] > at[node]
     ]
+
+
+@pytest.mark.parametrize(("generates", "layers"), [(False, [0, 4]), (True, [2, 2])])
+def test_a_large_table_weighs_nothing_where_steps_make_tokens(generates: bool, layers: list[int]) -> None:
+    """A step reads a row of it a token."""
+    proto, rows = decoder(), 100 * WORDS
+    (table,) = (one for one in proto.graph.initializer if one.name == "embed.weight")
+    table.CopyFrom(numpy_helper.from_array(np.zeros((rows, WIDTH), np.float32), table.name))
+    program = run_passes(start(*parsed(source(proto), "ranks: 2\n", "plan.yaml")), shapes)
+    stages = balanced_stages(program, 2, generates=generates)
+    assert [sum(path.startswith("layers.") for path in one.paths) for one in stages] == layers
+    assert "embed" in stages[0].paths[0]
 
 
 @pytest.mark.parametrize("first", [1, 3])
