@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,8 +213,9 @@ def command(
         from partc.cli.simulation.search import Options, searched
         from partc.compiler.search.candidate import Fixed
 
-        request = Options(ranks, Fixed(tp, dp, stages), sizes, batch, memory, machine, hosts or 1, limit, given)
-        found = searched(load(model), name, request, partial(run_fastest, many=tries or 0))
+        fixed = Fixed(tp, dp, stages)
+        request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
+        found = searched(load(model), name, request, run_fastest)
         _warn(found.warnings)
         console.echo(found.report, err=out is None)
         return _written(found.text, out)

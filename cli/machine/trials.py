@@ -20,12 +20,12 @@ from partc.runtime.units import seconds
 _TURNS = 5
 
 
-def run_fastest(plays: Plays, many: int) -> None:
-    """Runs so many plans, the fastest of those that were played and are within the memory; sets what each takes, or why it fails.
+def run_fastest(plays: Plays) -> None:
+    """Runs as many plans as are wanted, the fastest within the memory; sets what each takes, or why it fails.
 
     Each turn is a job of every plan, which loads it, and makes steps of random inputs for half a second.
     """
-    search, chosen = plays.search, [one.candidate for one in plays.fitting[:many]]
+    search, chosen = plays.search, [one.candidate for one in plays.fitting[: plays.wanted]]
     with tempfile.TemporaryDirectory(prefix="partc-plan-") as name:
         folders = {one: Path(name) / str(k) for k, one in enumerate(chosen)}
         sources = {"model": SourceRecord(name=search.name, sha256="0" * 64), "plan": None}

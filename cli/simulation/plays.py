@@ -1,7 +1,8 @@
-"""The candidates of a search that are compiled, and played as by `partc simulate`: the best by their estimates, and baselines.
+"""The candidates of a search that are compiled, and played as by `partc simulate`: the best by what is expected, and baselines.
 
 First of all the model is compiled for one rank: what its nodes take at the sizes of a candidate's ranks that candidate takes at least
-(`Leasts`), and its estimate begins with it. The least of what was played, and of what all others take at least, is the bound.
+(`Leasts`), and its estimate begins with it. Expected is its estimate, or what it takes at least, if that is more. The least of what was
+played, and of what all others take at least, is the bound.
 
 A candidate that cannot be faster than what is found is not played; nor is one of a large model whose estimate is above what is found, as
 far as the estimates of what was played, of the same degrees or else of the same kind, were off. How many are played does not depend on
@@ -10,18 +11,18 @@ how fast this process is, so that the same input gives the same plan; a limit of
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
-from partc.cli.simulation.least import Leasts
+from partc.cli.simulation.leasts import Leasts
 from partc.cli.simulation.step import Simulation, simulated
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
@@ -69,11 +70,13 @@ class Play:
 class Plays:
     """What was played in order; what the compiler refused, with its reason; whether time was over before all were.
 
-    `measured`: the seconds of those that were run; `failed`: why others did not run.
+    `wanted`: how many are to be found, more than one where the fastest are run; `measured`: the seconds of those; `failed`: why others
+    did not run.
     """
 
     search: Search
     memory: int | None
+    wanted: int = 1
     played: list[Play] = field(default_factory=list)
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
@@ -109,24 +112,41 @@ class Plays:
         return sorted(fits, key=lambda one: one.seconds)
 
     @property
+    def enough(self) -> float:
+        """The seconds below which a candidate is one of the fastest that are wanted."""
+        fitting = self.fitting
+        return fitting[self.wanted - 1].seconds if len(fitting) >= self.wanted else math.inf
+
+    @property
     def surplus(self) -> float:
         """The bytes by which peaks are above their estimates, in the median of what was played: sessions, inputs, code."""
         return median(one.peak - one.estimate.bytes for one in self.played) if self.played else 0.0
 
-    def likely(self, one: Candidate, estimate: Estimate) -> float:
-        """The seconds that a candidate hardly takes less than, by its estimate and how far those of what was played were off.
+    def expected(self, one: Candidate) -> Estimate:
+        """The estimate of a candidate, whose seconds are at least what it takes at least."""
+        estimate = self.search.estimate(one)
+        return estimate if self.least is None else replace(estimate, seconds=max(estimate.seconds, self.least(one)))
 
-        Estimates of candidates of the same degrees that differ in microbatches err alike.
+    @property
+    def ratios(self) -> list[tuple[Candidate, float]]:
+        """What was played, and its seconds for each that was expected."""
+        return [(one.candidate, one.seconds / self.expected(one.candidate).seconds) for one in self.played]
+
+    def likely(self, one: Candidate, estimate: Estimate, rows: Sequence[tuple[Candidate, float]]) -> float:
+        """The seconds that a candidate hardly takes less than, by its estimate and by `rows`, how far those of what was played were off.
+
+        Estimates of candidates of the same degrees err alike that are all of one microbatch, or all of several.
         """
-        rows = [(other.candidate, other.seconds / other.estimate.seconds) for other in self.played]
-        if same := [ratio for other, ratio in rows if (other.degrees, other.zero) == (one.degrees, one.zero)]:
+
+        def kind(one: Candidate) -> tuple[bool, bool, bool]:
+            return one.microbatches > 1, one.zero, one.degrees.tp * one.degrees.stages > 1
+
+        alike = [(other, ratio) for other, ratio in rows if kind(other) == kind(one)]
+        if same := [ratio for other, ratio in alike if other.degrees == one.degrees]:
             return estimate.seconds * min(same)
-        alike = [
-            ratio
-            for other, ratio in rows
-            if (other.degrees.stages > 1, other.zero) == (one.degrees.stages > 1, one.zero)
-        ]
-        return estimate.seconds * min(alike or [1.0, *(ratio for _, ratio in rows)]) * (1 - _ERROR)
+        return (
+            estimate.seconds * min([ratio for _, ratio in alike] or [1.0, *(ratio for _, ratio in rows)]) * (1 - _ERROR)
+        )
 
     def of(self, candidate: Candidate) -> Play | None:
         """What was played of a candidate."""
@@ -134,11 +154,11 @@ class Plays:
 
 
 @uncollected()
-def played(search: Search, memory: int | None, began: float, limit: float | None) -> Plays:
-    """Plays candidates; UsageError where the limit of time, in seconds since it `began`, is over before one is within the memory."""
-    found = Plays(search, memory)
+def played(search: Search, memory: int | None, began: float, limit: float | None, wanted: int = 1) -> Plays:
+    """Plays candidates, to find so many; UsageError where the limit of time, in seconds since it `began`, is over before one is found."""
+    found = Plays(search, memory, wanted)
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
-    most = max(_FEWEST, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else _MOST
+    most = max(_FEWEST, wanted, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else max(_MOST, wanted)
     for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
         begin = time.monotonic()
         if limit is not None and begin - began + longest > limit:
@@ -182,7 +202,7 @@ def play_program(search: Search, done: Complete) -> Simulation:
 
 
 def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
-    """The candidates to play, by their estimates, a few of each degrees, then baselines that are not far behind what was found."""
+    """The candidates to play, by what is expected of them, a few of each degrees, then baselines that are not far behind what was found."""
     search, tried, turns = found.search, {_WHOLE}, Counter[Degrees]()
     is_large = len(search.program.model.graph) > _LARGE
     tasks = _TASKS if is_large else MOST_MICROBATCHES * search.request.ranks
@@ -194,8 +214,9 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
         """Whether it cannot be faster than what was found; of a large model whether it is not, by its estimate and the error of others."""
         if found.best is None or found.least is None:
             return False
-        is_slower = is_large and found.likely(one, estimate) >= found.best.seconds
-        return is_slower or found.least.quick(one) >= found.best.seconds or found.least(one) >= found.best.seconds
+        enough = found.enough
+        is_slower = is_large and found.likely(one, estimate, found.ratios) >= enough
+        return is_slower or found.least.quick(one) >= enough or found.least(one) >= enough
 
     def rank(pair: tuple[Candidate, Estimate], surplus: float) -> tuple[bool, bool, float, float]:
         one, estimate = pair
@@ -205,9 +226,25 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
 
     def following() -> Candidate | None:
         """The next one to play; those before it are behind what was found, and wait no more."""
-        for candidate, estimate in sorted(waiting.items(), key=partial(rank, surplus=found.surplus)):
+        surplus, rows, numbers = found.surplus, found.ratios, {one: number for number, one in enumerate(waiting)}
+
+        def likely(one: Candidate, estimate: Estimate) -> Estimate:
+            return replace(estimate, seconds=found.likely(one, estimate, rows)) if is_large else estimate
+
+        some = [
+            (rank((one, likely(one, estimate)), surplus), numbers[one], one, estimate)
+            for one, estimate in waiting.items()
+        ]
+        heapq.heapify(some)
+        while some:
+            first, number, candidate, _ = heapq.heappop(some)
+            expected = found.expected(candidate)
+            later = rank((candidate, expected), surplus)
+            if later > first:  # what it takes at least is worked out where it matters
+                heapq.heappush(some, (later, number, candidate, expected))
+                continue
             del waiting[candidate]
-            if not is_behind(candidate, estimate) and not _is_refused(found, candidate):
+            if not is_behind(candidate, expected) and not _is_refused(found, candidate):
                 return candidate
         return None
 
@@ -218,7 +255,7 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
         tried.add(candidate)
         turns[candidate.degrees] += 1
         yield candidate
-    near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
+    near = [(found.expected(one), one) for one in search.baselines.values() if one not in tried]
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
         if is_behind(candidate, estimate):
             continue

@@ -24,7 +24,8 @@ from partc.runtime.units import count, seconds, size_text
 
 @dataclass(frozen=True)
 class Options:
-    """What the options of `partc plan --ranks` say; `limit`: seconds that the search may take, `plan`: what is taken over."""
+    """What the options of `partc plan --ranks` say; `limit`: seconds that the search may take, `plan`: what is taken over,
+    `tries`: how many of the fastest plans are run."""
 
     ranks: int
     fixed: Fixed
@@ -35,6 +36,7 @@ class Options:
     hosts: int = 1
     limit: float | None = None
     plan: Path | None = None
+    tries: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Found:
 def searched(source: Source, name: str, options: Options, run: Callable[[Plays], None] = lambda plays: None) -> Found:
     """Searches for a plan; UsageError for ranks that the given degrees do not divide, or where no plan is within the memory.
 
-    `run` is called before one is chosen, and may measure some.
+    `run` measures the fastest, where some are to be run, before one is chosen.
     """
     least = options.fixed.least.ranks
     if options.ranks % least:
@@ -72,10 +74,11 @@ def searched(source: Source, name: str, options: Options, run: Callable[[Plays],
         if search.records is not None:
             help = f"the batch of {search.records} is divided by dp, so choose another --batch, or leave a degree out"
         raise UsageError(f"{name}: there is no plan for {wanted}\n  help: {help}")
-    plays = played(search, options.memory, began, options.limit)
+    plays = played(search, options.memory, began, options.limit, max(1, options.tries))
     if not plays.fitting:
         raise UsageError(_none_fits(plays, options))
-    run(plays)
+    if options.tries:
+        run(plays)
     best = plays.best
     assert best is not None
     gap = _gap(plays, best)
@@ -122,7 +125,8 @@ def _head(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[str]
     own = f"{seconds(best.seconds)} {_at(plays)}"
     if (measured := plays.measured.get(best.candidate)) is not None:
         own = f"{seconds(measured)} on this host, and by simulation {own}"
-    yield f"# Found by `partc plan --ranks {options.ranks}`: a step takes {own};"
+    tries = f" --try {options.tries}" if options.tries else ""
+    yield f"# Found by `partc plan --ranks {options.ranks}{tries}`: a step takes {own};"
     yield f"# {gap}. Peak memory of a rank: {size_text(best.peak, at_least=True)}."
     for name, candidate in plays.search.baselines.items():
         yield f"#   {name}: {_told(plays, candidate)}"

@@ -28,7 +28,7 @@ from partc.runtime.artifact.format import RECV, SEND
 
 _SMALL = 1024
 """Elements of a constant that a body may have itself; a larger one is an operand."""
-_PRODUCTS = ("MatMul", "Gemm")
+PRODUCTS = ("MatMul", "Gemm")
 LETTERS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.WEIGHT: "W"}
 
 
@@ -114,7 +114,7 @@ class Inlined:
                 found.append(replace(self.makers[value], again=again))
 
         for step in steps:
-            product = isinstance(step, Compute) and step.node.op_type in _PRODUCTS
+            product = isinstance(step, Compute) and step.node.op_type in PRODUCTS
             for value in step.reads:
                 if value in self.makers and (product or _is_small_constant(self.makers[value])):
                     add(value, step.again if isinstance(step, Compute) else "")

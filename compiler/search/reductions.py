@@ -43,14 +43,24 @@ class Reductions:
         calls = self.calls((), 1, 1, False)
         return max(1.0, sum(bytes * many for (_, bytes), many in calls.items()) / max(1, calls.total()))
 
-    def calls(self, places: Sequence[tuple[ir.Value, int]], tp: int, dp: int, zero: bool) -> Calls:
-        """All of a step, where the dims at these places are sharded over `tp`, and the optimizer over `dp` if it is `zero`."""
-        key = tuple(places) if tp > 1 else (), tp, dp if zero else 1
+    def calls(
+        self,
+        places: Sequence[tuple[ir.Value, int]],
+        tp: int,
+        dp: int,
+        zero: bool,
+        names: frozenset[str] | None = None,
+    ) -> Calls:
+        """All of a step, where the dims at these places are sharded over `tp`, and the optimizer over `dp` if it is `zero`.
+
+        `names`: those of the parameters that are reduced, if not all are.
+        """
+        key = tuple(places) if tp > 1 else (), tp, dp if zero else 1, names
         if key not in self._calls:
-            self._calls[key] = self._counted(dict(places) if tp > 1 else {}, tp, dp if zero else 1)
+            self._calls[key] = self._counted(dict(places) if tp > 1 else {}, tp, dp if zero else 1, names)
         return self._calls[key]
 
-    def _counted(self, cut: Mapping[ir.Value, int], tp: int, over: int) -> Calls:
+    def _counted(self, cut: Mapping[ir.Value, int], tp: int, over: int, names: frozenset[str] | None) -> Calls:
         found, filled = Calls(), dict[str, float]()
 
         def fill(op: str, bytes: float) -> None:
@@ -59,6 +69,8 @@ class Reductions:
                 found[op, filled.pop(op)] += 1
 
         for value, shape, item in self.parameters:
+            if names is not None and value.name not in names:
+                continue
             at = cut.get(value)
             sizes = [size // tp if dim == at else size for dim, size in enumerate(shape)]
             bytes = float(item)
@@ -80,3 +92,18 @@ class Reductions:
 def seconds_of(calls: Calls, link: Link, ranks: int) -> float:
     """The seconds of these collectives, one behind another."""
     return sum(many * link.collective(op, ranks, bytes) for (op, bytes), many in calls.items())
+
+
+def least_seconds(link: Link, ranks: int, given: float, zero: bool) -> float:
+    """Seconds of so many bytes in however many collectives, of a sharded optimizer those of the way that takes less."""
+    whole = _least_of(link, ALL_REDUCE, ranks, given)
+    if not zero:
+        return whole
+    return min(whole, _least_of(link, REDUCE_SCATTER, ranks, given) + _least_of(link, ALL_GATHER, ranks, given / ranks))
+
+
+def _least_of(link: Link, op: str, ranks: int, given: float) -> float:
+    """Seconds in however many collectives: the speed is greatest at a point of the curve, or at all of it."""
+    curve = link.split.get(op, link.all_reduce)
+    some = [*(amount for amount, _ in curve.points if amount < given), given]
+    return given * min(link.collective(op, ranks, amount) / amount for amount in some) if given else 0.0

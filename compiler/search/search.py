@@ -173,15 +173,24 @@ class Search:
             cut = sum(block.sharding.weights for block, way in some if way is Way.SHARDED)
         return 1 - cut / max(1.0, self.estimates.weights) * (1 - 1 / one.degrees.tp)
 
-    def reductions(self, one: Candidate) -> Calls | None:
-        """The collectives for the gradients of all stages; None where ranks of `tp` have their records, and reduce with those of `dp`."""
-        if self.has_records(one):
-            return None
-        degrees, places = one.degrees, self._sharded(one.degrees.tp)[1].places
-        if one.by_module:
-            some = zip(self._blocks[degrees.tp], self.modules(degrees).ways, strict=True)
-            places = tuple(place for block, way in some if way is Way.SHARDED for place in block.sharding.places)
-        return self.estimates.reductions.calls(places, degrees.tp, degrees.dp, one.zero)
+    def reductions(self, one: Candidate, names: frozenset[str] | None = None) -> Calls:
+        """The collectives over `dp` for the gradients of all parameters, or of these.
+
+        Where ranks of `tp` have their records, these reduce, too, and what is told here is the least of it.
+        """
+        degrees = one.degrees
+        return self.estimates.reductions.calls(self._places(one), degrees.tp, degrees.dp, one.zero, names)
+
+    def _places(self, one: Candidate) -> tuple[tuple[ir.Value, int], ...]:
+        """The dims that a candidate shards over `tp`."""
+        if not one.by_module:
+            return self._sharded(one.degrees.tp)[1].places
+        some = zip(self._blocks[one.degrees.tp], self.modules(one.degrees).ways, strict=True)
+        return tuple(place for block, way in some if way is Way.SHARDED for place in block.sharding.places)
+
+    def is_sharded_alike(self, shards: int, other: int) -> bool:
+        """Whether the same dims are sharded over so many ranks as over others, where all is that can be."""
+        return self._sharded(shards)[1].places == self._sharded(other)[1].places
 
     def whole(self, shards: int) -> set[str]:
         """The paths of the nodes that are not sharded where all is that can be."""

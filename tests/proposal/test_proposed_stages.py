@@ -309,7 +309,7 @@ def test_each_reader_of_a_shared_table_has_a_stage(tp: int) -> None:
 
 def test_a_node_that_must_follow_is_placed_once() -> None:
     stages = [Stage((Unit(("a",)),), ("a", "b"), 0), Stage((Unit(("c",)),), ("c",), 4)]
-    lines = [*_placement(Degrees(stages=2), stages, {"b": 1}, {})]
+    lines = [*_placement(Degrees(stages=2), stages, {"b": 1})]
     assert [line.strip() for line in lines if ":" in line and "#" not in line] == ["a: 0", "c: 1", "b: 1"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from machines import links
-from partc.cli.simulation.least import Leasts
+from partc.cli.simulation.leasts import Leasts
 from partc.cli.simulation.plays import play_program
 from partc.compiler.cost.machine import Machine
 from partc.compiler.proposal.degrees import Degrees

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from machines import curve, machine
-from partc.cli.simulation.least import Leasts
+from partc.cli.simulation.leasts import Leasts
 from partc.cli.simulation.plays import play_program
 from partc.compiler.cost.machine import Curve, Machine
 from partc.compiler.cost.node import PRODUCT
@@ -130,3 +130,62 @@ def test_even_shards_take_no_less_than_their_share() -> None:
     each = [many * cpu.products["matmul"](2e9 / many) for many in (2, 4, 8)]
     assert product.in_even_shards(cpu, 4) == pytest.approx(min(each), rel=1e-9)
     assert math.isclose(product.in_even_shards(cpu, 1), product.seconds(cpu))
+
+
+def wide(bandwidth: float) -> Machine:
+    """A machine on which bytes and operations take long, and calls next to nothing."""
+    one = late(1e-7, 1e-7)
+    link = replace(one.links[0], overlap=0.9, send=curve(bandwidth, 1e-7), all_reduce=curve(bandwidth, 1e-7))
+    cpu = replace(one.processors["cpu"], products={"matmul": Curve(((1e6, 1e-4), (1e12, 1e2)))})
+    return replace(one, links=[link], processors={"cpu": cpu})
+
+
+MACHINES = {
+    "sessions": late(2e-5, 2e-6),
+    "calls": late(1e-7, 2e-5),
+    "slow links": wide(1e7),
+    "links": wide(1e8),
+    "work": wide(1e10),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(
+    "learned", [Candidate(Degrees(2, 2, 2), 2, "1f1b", zero=True), Candidate(Degrees(2, 1, 4))], ids=str
+)
+def test_what_a_plan_in_stages_says_of_layers_holds_for_others(name: str, learned: Candidate, tmp_path: Path) -> None:
+    """Of stages, tp, dp and ZeRO, in one microbatch and in several, on two and four ranks of a layer."""
+    search = trained(tmp_path, 8, MACHINES[name], 4)
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    least.learn(learned, play_program(search, search.proposal(learned).done))
+    every = [one for one in search.candidates if one.degrees.tp > 1 and one.microbatches <= 4 and not one.by_module]
+    some = [one for one in every if one.degrees.stages > 1][::3] + [one for one in every if one.degrees.stages == 1][
+        ::4
+    ]
+    above, ratios = set(), list[float]()
+    for one in some:
+        played = play_program(search, search.proposal(one).done).played.seconds
+        if played < least(one):
+            above.add(str(one))
+        ratios.append(least(one) / played)
+    assert above == set()
+    assert max(ratios) > 0.7
+    assert len(some) > 12
+
+
+def test_sums_of_a_layer_that_a_plan_in_stages_has_are_in_the_bound(tmp_path: Path) -> None:
+    """Links on which they take most of a step, of other stages, ranks of a layer and microbatches than were played."""
+    search = trained(tmp_path, 8, wide(1e7), 4)
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    learned = Candidate(Degrees(2, 2, 2), 2, "1f1b", zero=True)
+    step = play_program(search, search.proposal(learned).done)
+    some = [
+        Candidate(Degrees(2, 1, 2), 4, "1f1b"),
+        Candidate(Degrees(4, 1, 2), 2, "zb_h1"),
+        Candidate(Degrees(tp=4), 2),
+    ]
+    before = [least(one) for one in some]
+    least.learn(learned, step)
+    for one, without in zip(some, before, strict=True):
+        played = play_program(search, search.proposal(one).done).played.seconds
+        assert max(1.5 * without, 0.5 * played) < least(one) <= played, str(one)

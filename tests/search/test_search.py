@@ -15,7 +15,7 @@ from machines import links, machine, shared
 from onnx import helper
 from partc.cli.main import invoke
 from partc.cli.simulation import plays
-from partc.cli.simulation.least import Leasts
+from partc.cli.simulation.leasts import Leasts
 from partc.cli.simulation.plays import play_program, played
 from partc.cli.simulation.search import Found, Options, searched
 from partc.compiler.cost.machine import Curve, Machine
@@ -155,7 +155,7 @@ def test_a_large_model_is_searched_with_fewer_plays(tmp_path: Path, monkeypatch:
     (tmp_path / "train.yaml").write_text(TRAIN)
     base, one = base_of(tmp_path / "train.yaml", source(layers(16, 1)))
     search = Search.of(one, "model.onnx", Request(2, Fixed(), base, links(1e-6, 1e10), {}))
-    every = played(search, None, time.monotonic(), None)
+    every = played(search, None, time.monotonic(), None, wanted=8)
     monkeypatch.setattr(plays, "_LARGE", 0)
     few = played(search, None, time.monotonic(), None)
     assert few.best is not None
@@ -165,7 +165,7 @@ def test_a_large_model_is_searched_with_fewer_plays(tmp_path: Path, monkeypatch:
     assert left
     assert few.least is not None
     for other in left:
-        is_behind = few.likely(other.candidate, other.estimate) >= few.best.seconds
+        is_behind = few.likely(other.candidate, few.expected(other.candidate), few.ratios) >= few.best.seconds
         assert is_behind or few.least(other.candidate) >= few.best.seconds
 
 

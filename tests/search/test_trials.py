@@ -16,7 +16,7 @@ from partc.runtime.errors import RankError
 from perceptrons import TRAIN, layers
 from proposal_case import source
 
-OPTIONS = Options(2, Fixed(), {"batch": 64})
+OPTIONS = Options(2, Fixed(), {"batch": 64}, tries=2)
 
 
 @pytest.mark.parametrize("train", ["", TRAIN])
