@@ -18,23 +18,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from partc.cli.simulation.actions import Pricing, least_of, updated
+from partc.cli.simulation.actions import Pricing, least_of
 from partc.cli.simulation.known_program import Layers, Mask, Program, Seconds
 from partc.cli.simulation.node_sets import Placed, Priced, Sets, Shared
-from partc.cli.simulation.sizes import FileSizes
 from partc.cli.simulation.step import Simulation
+from partc.cli.simulation.update_work import functions_of, parameters_of, reduced
 from partc.compiler.cost.machine import FALLBACK, Machine
 from partc.compiler.cost.price import Operand
 from partc.compiler.search.candidate import SCHEDULES, Candidate
 from partc.compiler.search.reductions import least_seconds, seconds_of
 from partc.compiler.search.search import Search, named_stage
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, CPU
-from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.program.steps import Segment, Update
 from partc.runtime.updates.updater import SHARD
 
@@ -55,13 +54,13 @@ class Least:
         self.work = self.update + sum(
             self.pricing.least(step, sizes) for step in sizes.file.steps if isinstance(step, Segment)
         )
-        self.reduced = sum(_reduced(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
+        self.reduced = sum(reduced(step, sizes) for step in sizes.file.steps if isinstance(step, Update))
         updates = [step for step in sizes.file.steps if isinstance(step, Update)]
-        self.updated = [pair for step in updates for pair in _updated(step, sizes)]
+        self.updated = [pair for step in updates for pair in functions_of(step, sizes)]
         buckets = search.estimates.reductions.calls((), 1, 1, False)
         is_same = sum(bytes * many for (_, bytes), many in buckets.items()) == self.reduced
         self.has_buckets = is_same and not search.request.base.is_sharded
-        self.parameters = [one for step in updates for one in _parameters(step, sizes)]
+        self.parameters = [one for step in updates for one in parameters_of(step, sizes)]
         symbol = next(iter(search.batch.symbols), "")
         scales = search.records is not None and search.request.sizes.get(symbol) == search.records
         self.symbol = symbol if scales and not self.machine.segments else ""
@@ -392,28 +391,3 @@ class Least:
         degrees, links = one.degrees, self.machine.links
         given = self.reduced * self.search.own_share(one) / degrees.stages
         return min(link.overlap * least_seconds(link, degrees.dp, given, one.zero) for link in links)
-
-
-def _reduced(update: Update, sizes: FileSizes) -> float:
-    """The bytes of gradients that ranks of a batch reduce before an update; of rows none."""
-    total = 0.0
-    for _, operands in _updated(update, sizes):
-        most = max(math.prod(one.sizes or ()) for one in operands)
-        total += min(one.bytes for one in operands if math.prod(one.sizes or ()) == most)
-    return total
-
-
-def _updated(update: Update, sizes: FileSizes) -> Iterator[tuple[FunctionProto, list[Operand]]]:
-    """The functions that update parameters, with their operands, those of all that are updated alike as one; of rows none."""
-    functions = {one.name: one for one in sizes.file.model.functions}
-    for name, operands in updated(update, functions, sizes):
-        if ROWS not in functions[name].input:
-            yield functions[name], operands
-
-
-def _parameters(update: Update, sizes: FileSizes) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The elements of each parameter that is updated, and the values that are read then; of rows none."""
-    functions = {one.name: one for one in sizes.file.model.functions}
-    for node in update.nodes:
-        if node.op_type in functions and ROWS not in functions[node.op_type].input:
-            yield max(math.prod(sizes.operand(name).sizes or ()) for name in node.input), tuple(node.input)
