@@ -113,15 +113,18 @@ class Measured:
         self.steps.append(statistics.median(self.side.turn(count)))
 
 
-def search_of(case: Case, folder: Path, machine: Machine, ranks: int) -> Plays:
-    """The search for a plan, with all that it has simulated."""
+def search_of(case: Case, folder: Path, machine: Machine, ranks: int, tries: int) -> Plays:
+    """The search for a plan, with all that it has simulated, and so many of the fastest run."""
     source, base, sizes = case.source(folder), Base(), dict(case.sizes)
     if case.loss:
         plan = folder / "train.yaml"
         plan.write_text(TRAIN.format(loss=case.loss, batch=sizes["batch"]))
         base, source = base_of(plan, source)
     search = Search.of(source, "model.onnx", Request(ranks, Fixed(), base, machine, sizes))
-    return played(search, None, time.monotonic(), None)
+    plays = played(search, None, time.monotonic(), None, max(1, tries))
+    if tries:
+        run_fastest(plays)
+    return plays
 
 
 def compiled(search: Search, name: str, one: Candidate, folder: Path) -> Measured:
@@ -141,8 +144,7 @@ def compare(name: str, case: Case, folder: Path, options: argparse.Namespace) ->
         machine = folder / "machine.yaml"
         command = [sys.executable, "-m", "partc.cli", "measure", "-o", str(machine), "-n", str(options.ranks)]
         subprocess.run(command, check=True, capture_output=True)
-    plays = search_of(case, folder, read_machine(machine), options.ranks)
-    run_fastest(plays, options.tries)
+    plays = search_of(case, folder, read_machine(machine), options.ranks, options.tries)
     assert plays.best is not None
     found = plays.best.candidate
     usual = {**{one: label for label, one in plays.search.baselines.items()}, found: "found"}
