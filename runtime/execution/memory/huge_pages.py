@@ -18,12 +18,12 @@ from ...files.regular import text_of_system
 HUGE = 2 << 20
 """Bytes of a huge page where pages have 4 KB."""
 _COLLAPSE = 25
-_LEAST = 0.75
+_LEAST = 0.9
 """How much of a huge page is there before it is one: between weights in malloc's heap a few pages have been given back."""
 
 
 def use_huge_pages() -> int:
-    """Makes huge pages of the memory of this process that is there but for a quarter at most; gives how many there are.
+    """Makes huge pages of the memory of this process that is there but for a tenth at most; gives how many there are.
 
     None where the system makes none; what is mapped from files stays as it is.
     """
