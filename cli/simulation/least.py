@@ -152,11 +152,12 @@ class Least:
         self, placed: Placed, took: Mapping[str, Seconds], updates: Seconds, after: Seconds, hops: Seconds
     ) -> float:
         """The same of a batch that is not divided: reductions begin once the first gradient of a stage is there."""
-        count, way = placed.count, took["way"]
+        count = placed.count
         reduced, gathered = after.T
         longest = float((took["own"] + np.maximum(updates, gathered)).max())
         if not placed.is_chain:
             return longest
+        way = took["way"]
         first = 0 if placed.trains else count - 1
         longest = max(
             longest,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from machines import curve, machine
 from partc.cli.simulation.leasts import Leasts
+from partc.cli.simulation.node_sets import Placed
 from partc.cli.simulation.plays import play_program
 from partc.cli.simulation.step import Simulation
 from partc.compiler.cost.machine import Curve, Machine
@@ -54,6 +55,17 @@ def test_no_candidate_of_stages_is_below_the_bound(session: float, called: float
         assert {str(one) for one, step in played.items() if step.played.seconds < least(one)} == set()
         tensor = Candidate(Degrees(tp=4))
         least.learn(tensor, play_program(search, search.proposal(tensor).done))
+
+
+def test_stages_that_are_no_chain_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of tables and layers that a later stage reads both: what follows what is not known, and all else counts."""
+    monkeypatch.setattr(Placed, "_follow", lambda placed: False)
+    search = trained(tmp_path, 4, late(2e-5, 2e-6), 2)
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    assert all(0 < least.quick(one) <= least(one) for one in search.candidates)
+    several = [Candidate(Degrees(stages=2)), Candidate(Degrees(1, 2, 2), 2, "1f1b", zero=True)]
+    assert {*several} < {*search.candidates}
+    assert all(least(one) <= play_program(search, search.proposal(one).done).played.seconds for one in several)
 
 
 def test_a_sharded_optimizer_is_reduced_by_collectives_of_its_own(tmp_path: Path) -> None:
