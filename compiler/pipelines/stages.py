@@ -1,4 +1,12 @@
-"""The stages of a placed program: a node's stage is the most changes of group on a way to it, and its group.
+"""The stages of a placed program: each group is one, where no way of the data comes back to a group that it left.
+
+    placement   0    0    1    2        two towers: d reads of a and of b, and b of x alone
+    node        a -> c -> d -> e
+                     b ---^
+    placement        1
+    stage       0    0    1    2
+
+Else a node's stage is the most changes of group on a way to it, and its group.
 
     placement   0    0    1    1    0        a loop: rank 0 is named again
     node        a -> b -> c -> d -> e
@@ -17,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Lowered
@@ -47,7 +56,15 @@ def node_stages(program: Lowered) -> NodeStages:
     if program.stages and program.plan.pipeline is not None:
         groups = tuple(stage.ranks for stage in program.plan.pipeline.stages)
         return NodeStages(groups, {(node, groups[stage]): stage for node, stage in program.stages.items()})
-    depths = _depths(program)
+    levels = _levels(program)
+    depths = (
+        _depths(program)
+        if levels is None
+        else {
+            node: {group: levels[group] for group in program.placement[node].groups if group in levels}
+            for node in program.model.graph
+        }
+    )
     first: dict[tuple[int, Group], int] = {}
     for node, found in depths.items():
         for group, depth in found.items():
@@ -84,6 +101,30 @@ def in_halves(program: Lowered, found: NodeStages, stage: int) -> NodeStages:
         (node, group): at + (at > stage or (at == stage and node in second)) for (node, group), at in found.of.items()
     }
     return NodeStages((*found.groups[: stage + 1], *found.groups[stage:]), of)
+
+
+def _levels(program: Lowered) -> dict[Group, int] | None:
+    """By group the most groups on a way to it; None where a way comes back to a group.
+
+    What runs wherever it is read, and is read by nothing that a stage runs, as the count of all labels, is on no way.
+    """
+    counts = {node for node, placed in program.placement.items() if not placed.follows}
+    before: dict[Group, dict[Group, None]] = {}
+    for node in reversed(list(program.model.graph)):
+        if node not in counts:
+            continue
+        made = [p for value in program.reads[node] if (p := value.producer()) is not None]
+        counts.update(made)
+        sources = [program.placement[producer].groups for producer in made]
+        for group in program.placement[node].groups:
+            before.setdefault(group, {}).update({groups[0]: None for groups in sources if group not in groups})
+    levels: dict[Group, int] = {}
+    try:
+        for group in TopologicalSorter(before).static_order():
+            levels[group] = max((levels[source] + 1 for source in before[group]), default=0)
+    except CycleError:
+        return None
+    return levels
 
 
 def _depths(program: Lowered) -> dict[ir.Node, dict[Group, int]]:

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from partc.compiler.ir.program import Typed
+from partc.compiler.ir.program import Placed, Typed
 from partc.compiler.placement.computed_at_readers import repeatable
+from partc.compiler.proposal.degrees import Degrees
 from partc.runtime.artifact import format as fmt
 
 HEAVY = 1000
@@ -67,6 +68,30 @@ def along(program: Typed, modules: Sequence[tuple[str, list[ir.Node]]]) -> tuple
     place = {path: k for k, group in enumerate(groups) for path in group}
     units = [Unit(tuple(group)) for group in groups] or [Unit()]
     return units, _places(program, {node: place[path] for node, path in of.items()}, floating)
+
+
+def against_the_way(program: Placed, degrees: Degrees) -> dict[str, int]:
+    """By path the nodes that read from a later stage than theirs, with that stage, and those of no one stage, with their first reader's.
+
+    What no line of a placement names follows the producer that has most bytes of its inputs, also where it reads of a later stage, too:
+    a residual's sum.
+
+    A node that `sharding` alone names and that reads inputs alone would run on all ranks.
+    """
+    found: dict[str, int] = {}
+    each = degrees.ranks // degrees.stages
+    own = {node: placed.groups[0] for node, placed in program.placement.items() if not placed.follows}
+    at = {node: group[0] // each for node, group in own.items()}
+    nodes = list(program.model.graph)
+    for node in reversed(nodes):
+        if node in own and len(own[node]) > each:
+            readers = [at[use.node] for out in node.outputs for use in out.uses() if use.node in at]
+            at[node] = found[program.paths[node]] = min(readers, default=0)
+    for node in nodes:
+        before = [at[p] for value in program.reads[node] if (p := value.producer()) in at]
+        if node in at and at[node] < (latest := max(before, default=0)):
+            at[node] = found[program.paths[node]] = latest
+    return found
 
 
 def floats(program: Typed) -> set[ir.Node]:

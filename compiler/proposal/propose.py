@@ -20,11 +20,13 @@ from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.program import Complete, Typed
 from partc.compiler.matching import matched_nodes
 from partc.compiler.pipeline import run_passes, step_program
+from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
 from partc.compiler.proposal.batch import Batch, batch_of
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.proposal.flow import against_the_way
 from partc.compiler.proposal.generation import Generation, are_repeated, repeated_lines
 from partc.compiler.proposal.imports.imported import Imported
 from partc.compiler.proposal.names import patterns
@@ -186,13 +188,15 @@ class Work:
 
             bare = text([])
             try:
+                if 0 < len(stages) <= degrees.stages:
+                    astray = against_the_way(run_passes(start(*parsed(source, bare, name)), place), degrees)
+                    if astray.keys() - moved.keys():
+                        moved |= astray
+                        continue
                 done = step_program(*parsed(source, bare, name))
             except CompileError as error:
                 if cut is None or (cut := _without(cut, bare, error.problems)) is None:
                     raise
-                continue
-            if 0 < len(stages) <= degrees.stages and (astray := _astray(done, degrees)).keys() - moved.keys():
-                moved |= astray
                 continue
             sent = sum(bytes_at(done, event) for event in done.events)
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
@@ -260,27 +264,6 @@ def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) 
         behind = [path for path, at in moved.items() if at == k]
         yield from (f"  {key(pattern)}: {where}" for pattern in patterns(behind, lambda pattern: False))
     yield ""
-
-
-def _astray(done: Complete, degrees: Degrees) -> dict[str, int]:
-    """By path the nodes that read from a later stage than theirs, with that stage, and those of no one stage, with their first reader's.
-
-    A node that `sharding` alone names and that reads inputs alone would run on all ranks.
-    """
-    found: dict[str, int] = {}
-    each = degrees.ranks // degrees.stages
-    own = {node: placed.groups[0] for node, placed in done.placement.items() if not placed.follows}
-    at = {node: group[0] // each for node, group in own.items()}
-    nodes = list(done.model.graph)
-    for node in reversed(nodes):
-        if node in own and len(own[node]) > each:
-            readers = [at[use.node] for out in node.outputs for use in out.uses() if use.node in at]
-            at[node] = found[done.paths[node]] = min(readers, default=0)
-    for node in nodes:
-        before = [at[p] for value in done.reads[node] if (p := value.producer()) in at]
-        if node in at and at[node] < (latest := max(before, default=0)):
-            at[node] = found[done.paths[node]] = latest
-    return found
 
 
 def _sections(

@@ -34,7 +34,7 @@ from partc.compiler.search.reductions import Calls
 from partc.compiler.search.taken_over import Base
 from partc.compiler.search.work import ModelWork
 from partc.compiler.start import start
-from partc.runtime.units import seconds
+from partc.runtime.units import count, seconds
 
 _TWO = Degrees(dp=2)
 """Degrees of a frame in which a model is looked at."""
@@ -208,7 +208,9 @@ class Search:
         degrees = one.degrees
         stages = self._balanced(one.stages)
         if len(stages) < one.stages > 1:
-            raise CompileError(Problem(self.name, f"the model has fewer than {one.stages} stages"))
+            parts = count(len(stages), "part") if stages else "1 part"
+            fact = f"{one.stages} stages: the model has {parts} with weights, one behind the other"
+            raise CompileError(Problem(self.name, fact, help=f"take {count(max(1, len(stages)), 'stage')} or fewer"))
         sharding = self._written(one) if degrees.tp > 1 else None
         over = degrees.dp * (degrees.tp if sharding is not None and sharding.has_records else 1)
         batch = batch_of(self.source, over * one.microbatches)
