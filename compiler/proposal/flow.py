@@ -30,9 +30,10 @@ _SMALL = 0.02
 
 @dataclass
 class Unit:
-    """Modules or nodes that are placed as one, and their shares of all weights and operations."""
+    """Modules or nodes that are placed as one, the places of the units that they read, and their shares of all weights and operations."""
 
     paths: tuple[str, ...] = ()
+    reads: frozenset[int] = frozenset()
     weights: float = 0.0
     work: float = 0.0
 
@@ -41,8 +42,13 @@ class Unit:
         return (self.weights + self.work) / 2
 
 
-def along(program: Typed, modules: Sequence[tuple[str, list[ir.Node]]]) -> tuple[list[Unit], dict[ir.Node, int]]:
-    """The units in order, without shares, and the place of the unit of every node but those that run wherever they are read."""
+def along(
+    program: Typed, modules: Sequence[tuple[str, list[ir.Node]]], order: Sequence[int] = ()
+) -> tuple[list[Unit], dict[ir.Node, int]]:
+    """The units in order, without shares, and the place of the unit of every node but those that run wherever they are read.
+
+    `order`: another order of the units that are given without it, in which each is behind what it reads, too.
+    """
     index = {node: k for k, node in enumerate(program.model.graph)}
     floating = floats(program)
     named = {path: some for path, nodes in modules if (some := [node for node in nodes if node not in floating])}
@@ -65,8 +71,10 @@ def along(program: Typed, modules: Sequence[tuple[str, list[ir.Node]]]) -> tuple
         named = {path: nodes for path, nodes in named.items() if path not in small}
     first = {path: min(map(index.__getitem__, nodes), default=0) for path, nodes in named.items()}
     groups = _in_order([sorted(circle, key=first.__getitem__) for circle in _circles(edges)], edges, first, weights)
+    groups = [groups[k] for k in order] or groups
     place = {path: k for k, group in enumerate(groups) for path in group}
-    units = [Unit(tuple(group)) for group in groups] or [Unit()]
+    reads = [{place[source] for path in group for source in edges[path]} - {k} for k, group in enumerate(groups)]
+    units = [Unit(tuple(group), frozenset(some)) for group, some in zip(groups, reads, strict=True)] or [Unit()]
     return units, _places(program, {node: place[path] for node, path in of.items()}, floating)
 
 

@@ -5,14 +5,16 @@ which stay together while they fit into a stage. Units stand in an order in whic
 does. A unit weighs the mean of its share of the weights and of the operations at typical sizes, or of the seconds on a machine. Where steps
 make tokens these are the weights that are read whole: of a table a step reads one row a token, of all else everything. Stages
 are within a tenth of equal costs where runs of units allow that, else the heaviest is as light as they allow; within that the stages are as
-even as can be (the sum of squares), where fewer bytes that go over a cut count a little. If whole members of lists leave them uneven, a
-member is cut in parts, but only where no more bytes go over than between members. Only modules that read weights are named: the rest
-joins them.
+even as can be (the sum of squares), where fewer bytes that go over a cut count a little. Branches leave several orders: where stages of the
+first are uneven, it is that in which the heaviest stage is the lightest, if that is lighter by a tenth, and no more goes over a cut than
+two branches for one. If whole members of lists leave stages uneven, a member is cut in parts, but only where no more bytes go over than
+between members. Only modules that read weights are named: the rest joins them.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -40,6 +42,9 @@ _FINEST = 4
 _LOOKS_UP = ("Gather", "GatherBlockQuantized")
 _GAIN = 0.01
 """The share of all cost by which the heaviest stage must be lighter for a member of a list to be cut."""
+_FRONTIERS, _MOST_BITS = 1500, 63
+_BRANCHES = 2
+"""How many times the bytes of the first order's largest cut may go over one of another order: of experts all values would."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,14 @@ class Stage:
 def balanced_stages(program: Typed, count: int, machine: Machine | None = None, generates: bool = False) -> list[Stage]:
     """The stages in order; fewer than `count` where the model has fewer units with weights. `generates`: whether steps make tokens."""
     costs = _Costs(program, machine, generates)
-    whole = _Way.of(program, costs, _units(program, costs, count, in_parts=False))
-    stages = whole.stages(_partition(whole.costs, whole.crossing, min(count, len(whole.units))))
+    modules = _units(program, costs, count, in_parts=False)
+    whole, stages = _in_order(program, costs, modules, count)
+    if uneven(stages) and (order := _evenest_order(whole.units, count)):
+        other, others = _in_order(program, costs, modules, count, order)
+        sent = [max(stage.arriving for stage in some) for some in (others, stages)]
+        is_lighter = _heaviest(others) + EVEN / count < _heaviest(stages)
+        if is_lighter and len(others) == len(stages) and sent[0] <= _BRANCHES * sent[1]:
+            whole, stages = other, others
     if not uneven(stages):
         return stages
     parts = _Way.of(program, costs, _units(program, costs, count, in_parts=True))
@@ -83,6 +94,18 @@ def balanced_stages(program: Typed, count: int, machine: Machine | None = None, 
     apart = parts.stages(cuts, members)
     lighter = _heaviest(apart) + _GAIN < _heaviest(stages) and len(apart) >= len(stages)
     return apart if lighter else stages
+
+
+def _in_order(
+    program: Typed,
+    costs: _Costs,
+    modules: Sequence[tuple[str, list[ir.Node]]],
+    count: int,
+    order: Sequence[int] = (),
+) -> tuple[_Way, list[Stage]]:
+    """The units of modules in their order, or in this one, and the best stages of it."""
+    way = _Way.of(program, costs, modules, order)
+    return way, way.stages(_partition(way.costs, way.crossing, min(count, len(way.units))))
 
 
 @dataclass(frozen=True)
@@ -96,8 +119,14 @@ class _Way:
     read: str
 
     @classmethod
-    def of(cls, program: Typed, costs: _Costs, modules: Sequence[tuple[str, list[ir.Node]]]) -> _Way:
-        units, at = along(program, modules)
+    def of(
+        cls,
+        program: Typed,
+        costs: _Costs,
+        modules: Sequence[tuple[str, list[ir.Node]]],
+        order: Sequence[int] = (),
+    ) -> _Way:
+        units, at = along(program, modules, order)
         for node, k in at.items():
             costs.add(units[k], node)
         return cls(units, at, _crossing(program, at, len(units)), costs.weighed, costs.told)
@@ -264,6 +293,37 @@ def _partition(costs: Sequence[float], crossing: Sequence[float], count: int) ->
     for _ in range(count):
         heaviest = np.maximum(heaviest[:n], runs).min(axis=1)
     return _runs(upto, toll, count, (0.0, max(float(heaviest[n]), (1 + EVEN) / count)))
+
+
+def _evenest_order(units: Sequence[Unit], count: int) -> list[int]:
+    """An order of units in which the heaviest of so many stages is as light as in any; none where there are too many orders to try.
+
+    A stage ends at a frontier: a set of units that has all that its units read. The least heaviest stage before each frontier is found
+    of those before the frontiers within it. Where units are one behind the other, there is one frontier behind each.
+    """
+    if len(units) >= _MOST_BITS:
+        return []
+    needs = [sum(1 << source for source in unit.reads) for unit in units]
+    found = reached = {0}
+    for _ in units:
+        reached = {f | 1 << k for f in reached for k, need in enumerate(needs) if not f >> k & 1 and not need & ~f}
+        found = found | reached
+        if len(found) > _FRONTIERS:
+            return []
+    frontiers = np.array(sorted(found), np.int64)
+    costs = np.array([sum(unit.cost for k, unit in enumerate(units) if f >> k & 1) for f in map(int, frontiers)])
+    within = (frontiers[:, None] & ~frontiers[None, :]) == 0
+    stage = np.where(within, costs[None, :] - costs[:, None], math.inf)
+    heaviest, came = np.where(frontiers == 0, 0.0, math.inf), []
+    for _ in range(count):
+        ways = np.maximum(heaviest[:, None], stage)
+        came.append(ways.argmin(axis=0))
+        heaviest = ways.min(axis=0)
+    ends = [len(frontiers) - 1]
+    for step in reversed(came):
+        ends.append(int(step[ends[-1]]))
+    sets = [int(frontiers[end]) for end in reversed(ends)]
+    return [k for a, b in itertools.pairwise(sets) for k in range(len(units)) if (b & ~a) >> k & 1]
 
 
 def _runs(upto: np.ndarray, toll: np.ndarray, count: int, allowed: tuple[float, float]) -> list[int]:
