@@ -187,16 +187,19 @@ class Work:
                 return starting_plan(source.model, paths, name, symbols, given)
 
             bare = text([])
+            placed_here = 0 < len(stages) <= degrees.stages
             try:
-                if 0 < len(stages) <= degrees.stages:
-                    astray = against_the_way(run_passes(start(*parsed(source, bare, name)), place), degrees)
-                    if astray.keys() - moved.keys():
-                        moved |= astray
-                        continue
                 done = step_program(*parsed(source, bare, name))
             except CompileError as error:
-                if cut is None or (cut := _without(cut, bare, error.problems)) is None:
+                if placed_here and (astray := self._astray(bare)).keys() - moved.keys():
+                    moved |= astray  # a schedule refuses stages to which the data comes back
+                elif cut is not None and (less := _without(cut, bare, error.problems)) is not None:
+                    cut = less
+                else:
                     raise
+                continue
+            if placed_here and (astray := against_the_way(done, degrees)).keys() - moved.keys():
+                moved |= astray
                 continue
             sent = sum(bytes_at(done, event) for event in done.events)
             told = f"{dearer}, this plan {sent}, in a step of the largest sizes." if dearer else ""
@@ -221,6 +224,13 @@ class Work:
         raise CompileError(
             Problem(name, "the compiler refuses the proposed plan", help="propose a plan for fewer ranks")
         )
+
+    def _astray(self, text: str) -> dict[str, int]:
+        """What `against_the_way` finds in a plan that the compiler refuses; nothing where it refuses the placement itself."""
+        try:
+            return against_the_way(run_passes(start(*parsed(self.source, text, self.name)), place), self.degrees)
+        except CompileError:
+            return {}
 
 
 def parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:
