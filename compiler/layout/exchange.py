@@ -175,6 +175,7 @@ def _neighbour(layout: Layout, holder: int, index: int) -> int:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
 def _common(shard: Numbers, before: Layout, wanted: Numbers, after: Layout) -> Span:
     found = []
     for dim in range(len(before.cuts)):

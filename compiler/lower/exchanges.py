@@ -26,6 +26,9 @@ Sent: TypeAlias = "tuple[int, Span]"
 def exchange(comm: CommLowering, move: mv.Exchange | mv.Transfer, hop: Hop) -> None:
     """Messages where all that is moved are shards as ranks have them, else one Exchange."""
     parts = move.routes.parts()
+    if isinstance(move, mv.Transfer) and move.routes.before == move.routes.after:  # there are no boxes to work out
+        _messages(comm, parts, hop)
+        return
     given, got = _boxes(move.routes, len(hop.before.layout.cuts))
     full = tuple((Fraction(0), Fraction(1)) for _ in hop.before.layout.cuts)
     if isinstance(move, mv.Transfer) and all(box == full for box in (*given, *got)):
