@@ -19,6 +19,7 @@ import pytest
 
 os.environ.setdefault("PARTC_VERIFY_PASSES", "1")  # every compile of a test verifies after every pass
 os.environ.setdefault("PARTC_FILL_FREED", "1")  # memory that no value has holds no number
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of torch and BLAS in started processes spin on all cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules anew
 Golden: TypeAlias = Callable[[str, str], None]
 _SHOWN = 40
@@ -30,6 +31,7 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         _read_torch_ops_once()
     _compute_with_one_thread()
+    _keep_small_pages()
     if sys.version_info < (3, 12):  # later ones keep the members of a protocol themselves
         typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)  # type: ignore[attr-defined]
     _collect_seldom()
@@ -55,6 +57,16 @@ def _compute_with_one_thread() -> None:
         in_process.core_limit = lambda: 1
     if torch is not None:
         torch.set_num_threads(1)
+
+
+def _keep_small_pages() -> None:
+    """This process keeps the memory of all its tests: a look through it for huge pages takes 20 ms for each rank that makes tokens.
+
+    Processes that tests start have huge pages, and so has the test of them.
+    """
+    rank_program: Any = sys.modules.get("partc.runtime.execution.rank_program")
+    if rank_program is not None:
+        rank_program.use_huge_pages = lambda: 0
 
 
 def _read_torch_ops_once() -> None:
@@ -99,6 +111,12 @@ def _collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000_000, 5, 20)
+
+
+def pytest_sessionfinish() -> None:
+    """One look for what objects in cycles raise when they go; pytest looks five times, at all that there is."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

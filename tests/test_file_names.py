@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
+from source_trees import nodes_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("compiler/README.md", "runtime/README.md", "CONTRIBUTING.md", "README.md")
@@ -34,7 +35,7 @@ def files() -> tuple[str, ...]:
 
 def docstrings(path: Path) -> Iterator[str]:
     """Texts that stand by themselves in a file: of modules, classes, functions, and behind assignments."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 

@@ -10,6 +10,8 @@ from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from source_trees import nodes_of
+
 ROOT = Path(__file__).parent.parent
 FOR_THE_COMPILER = (
     "partc.runtime.artifact",
@@ -44,7 +46,7 @@ def sources() -> list[Path]:
 
 def imports_of(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -56,7 +58,7 @@ def imports_of(path: Path) -> set[str]:
 def test_records_have_few_fields() -> None:
     wrong = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 fields = sum(isinstance(one, ast.AnnAssign) for one in node.body)
                 wrong += [f"{path.relative_to(ROOT)}: {node.name} has {fields} fields"] if fields > MOST_FIELDS else []
@@ -92,7 +94,7 @@ def files_imported_by(name: str, files: dict[str, Path]) -> set[str]:
     """The files of a file's imports, wherever in it these stand: at the top, for types alone, in a function."""
     package = name if files[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(files[name].read_text())):
+    for node in nodes_of(files[name]):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -232,10 +234,7 @@ def test_calls_of_mpi_that_may_block_stand_in_one_file() -> None:
         for path in sources()
         if "mpi4py" in path.read_text()
         and any(name.split(".")[0] == "mpi4py" for name in imports_of(path))
-        and (
-            names := BLOCKING
-            & {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-        )
+        and (names := BLOCKING & {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)})
     }
     assert list(found) == ["runtime/communication/mpi_calls.py"]
     assert {"Dup", "Create_group", "Free", "Allreduce", "Recv", "Abort"} <= set(

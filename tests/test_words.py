@@ -9,8 +9,9 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+
+from source_trees import nodes_of
 
 ROOT = Path(__file__).parent.parent
 BEFORE = Path(__file__).with_name("words.txt")
@@ -60,17 +61,17 @@ def words(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)}
 
 
-@cache
-def trees() -> dict[Path, ast.Module]:
+def trees() -> dict[Path, tuple[ast.AST, ...]]:
+    """By file the nodes of its tree."""
     files = (path for folder in ("compiler", "runtime", "cli") for path in sorted((ROOT / folder).rglob("*.py")))
-    return {path: ast.parse(path.read_text()) for path in files}
+    return {path: nodes_of(path) for path in files}
 
 
 def names() -> Iterator[str]:
     """The names of modules, classes and functions."""
-    for path, tree in trees().items():
+    for path, nodes in trees().items():
         yield path.stem
-        yield from (one.name for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.ClassDef))
+        yield from (one.name for one in nodes if isinstance(one, ast.FunctionDef | ast.ClassDef))
 
 
 def unclear() -> set[str]:
@@ -92,8 +93,8 @@ def test_a_name_is_taken_apart() -> None:
 def test_phrases_get_fewer() -> None:
     texts = [
         one.value
-        for tree in trees().values()
-        for one in ast.walk(tree)
+        for nodes in trees().values()
+        for one in nodes
         if isinstance(one, ast.Constant) and isinstance(one.value, str)
     ]
     found = Counter(

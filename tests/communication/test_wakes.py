@@ -15,6 +15,8 @@ from simulation.wakes import Memory, SimulatedCell, SimulatedCount, SimulatedTur
 Actions = tuple[rounds.Action, rounds.Action, rounds.Action]
 """What puts, closes and gets a round."""
 RUNS, TRIES = 300, 12_000
+FOUND_LATE = {"_a_single_round_is_closed_without_a_fence": 9_054}
+"""The seed that finds a fault which most do not: its test begins there, and goes on to all others."""
 
 
 def test_no_interleaving_is_wrong() -> None:
@@ -169,7 +171,8 @@ def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None]) -
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         schedulers: dict[int, Scheduler] = {}
-        assert any(run(seed, schedulers) for seed in range(TRIES)), f"{TRIES} runs did not find it"
+        first = FOUND_LATE.get(plant.__name__, 0)
+        assert any(run((first + k) % TRIES, schedulers) for k in range(TRIES)), f"{TRIES} runs did not find it"
 
 
 def test_a_round_that_an_interrupted_rank_has_left_open_is_over_for_the_others() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
+import brief_ranks
 import numpy as np
 import pytest
+from partc.cli.machine import measure
+from partc.cli.machine.job import found_by
 from partc.cli.main import invoke
 from partc.cli.simulation.step import simulated
 from partc.compiler.cost.machine_file import machine_text, read_machine
@@ -19,7 +24,17 @@ from partc.runtime.artifact.tensors.tensor import Tensor
 SAMPLES = Path(__file__).parents[2] / "samples"
 
 
-def test_a_measured_machine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def by_brief_ranks(module: str, folder: Path, ranks: int) -> dict[str, Any]:
+    """What the ranks find whose measurements are brief."""
+    assert module == "partc.cli.machine.ranks"
+    return found_by(brief_ranks.__name__, folder, ranks)
+
+
+def test_a_measured_machine_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "found_by", by_brief_ranks)
+    monkeypatch.setenv("PYTHONPATH", str(Path(brief_ranks.__file__).parent), prepend=os.pathsep)
     compile_model(SAMPLES / "gpt/model.py", SAMPLES / "gpt/plan.yaml", tmp_path / "build")
     out = tmp_path / "machine.yaml"
     sizes = ["--set", "batch=2", "--set", "seq=16"]
@@ -72,9 +87,7 @@ def test_segments_are_measured_on_ids_as_large_as_the_inputs() -> None:
 
 
 def test_links_along_the_axes_of_a_mesh() -> None:
-    from partc.cli.machine.measure import links_of
-
-    (tp, dp) = links_of(4, {"dp": 2, "tp": 2})
+    (tp, dp) = measure.links_of(4, {"dp": 2, "tp": 2})
     assert (tp["name"], tp["stride"], tp["lists"]) == ("tp", 1, [[0, 1], [2, 3]])
     assert (dp["name"], dp["stride"], dp["lists"]) == ("dp", 2, [[0, 2], [1, 3]])
 

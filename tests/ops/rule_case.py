@@ -123,9 +123,20 @@ def node_of(this: Case, dynamic: bool = False, feeds: Mapping[str, Array] | None
 
         onnx_shape_inference.infer_symbolic_shapes(ir.Model(graph, ir_version=10), warn_on_missing=False)
     else:
-        for value, array in zip(outputs, run([node], arrays, {}, this), strict=True):
+        made = _outputs_of(this, node) if feeds is None else run([node], arrays, {}, this)
+        for value, array in zip(outputs, made, strict=True):
             value.shape, value.type = ir.Shape(array.shape), ir.TensorType(ir.DataType.from_numpy(array.dtype))
     return node
+
+
+_known: dict[int, tuple[Case, list[Array]]] = {}
+"""By its id a case, which is kept so that no other one has the id, and the outputs of its node by its own operands."""
+
+
+def _outputs_of(this: Case, node: ir.Node) -> list[Array]:
+    if id(this) not in _known:
+        _known[id(this)] = this, run([node], feeds_of(this), {}, this)
+    return _known[id(this)][1]
 
 
 def feeds_of(this: Case) -> dict[str, Array]:
@@ -140,36 +151,53 @@ def feeds_of(this: Case) -> dict[str, Array]:
     return found
 
 
-_sessions: dict[bytes, Any] = {}
+_sessions: dict[tuple[Any, ...], Any] = {}
 
 
 def run(
     nodes: Sequence[ir.Node], feeds: Mapping[str, Array], constants: Mapping[str, Array], this: Case
 ) -> list[Array]:
     """The outputs of nodes that make `y0`, `y1`, ... of the operands `x0`, ... and of constants."""
+    session, names = session_of(nodes, feeds, constants, this)
+    return list(session.run(None, {name: feeds[name] for name in names}))
+
+
+def session_of(
+    nodes: Sequence[ir.Node], feeds: Mapping[str, Array], constants: Mapping[str, Array], this: Case
+) -> tuple[Any, list[str]]:
+    """A session of the nodes for operands of these dtypes, whatever their shapes, and the names of those that it is given."""
     fixed = {name: array for name, array in feeds.items() if int(name[1:]) in this.constants} | dict(constants)
-    given = {name: array for name, array in feeds.items() if name not in fixed}
     used = {value.name for node in nodes for value in node.inputs if value is not None}
-    graph = onnx.helper.make_graph(
-        [ir.serde.serialize_node(node) for node in nodes],
-        "case",
-        [
-            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), None)
-            for name, array in given.items()
-            if name in used
-        ],
-        [onnx.ValueInfoProto(name=f"y{k}") for k in range(this.outputs)],
-        [onnx.numpy_helper.from_array(np.asarray(array), name) for name, array in fixed.items() if name in used],
+    given = {name: array.dtype for name, array in feeds.items() if name not in fixed and name in used}
+    known = {name: np.asarray(array) for name, array in fixed.items() if name in used}
+    protos = [ir.serde.serialize_node(node) for node in nodes]
+    key = (
+        *(proto.SerializeToString(deterministic=True) for proto in protos),
+        *given.items(),
+        *((name, array.dtype, array.shape, array.tobytes()) for name, array in known.items()),
+        (this.outputs, this.opset),
     )
-    opsets = [onnx.helper.make_opsetid("", this.opset), onnx.helper.make_opsetid("com.microsoft", CONTRIB_OPSET)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
-    if model not in _sessions:
+    if key not in _sessions:
+        graph = onnx.helper.make_graph(
+            protos,
+            "case",
+            [
+                onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(dtype), None)
+                for name, dtype in given.items()
+            ],
+            [onnx.ValueInfoProto(name=f"y{k}") for k in range(this.outputs)],
+            [onnx.numpy_helper.from_array(array, name) for name, array in known.items()],
+        )
+        opsets = [onnx.helper.make_opsetid("", this.opset), onnx.helper.make_opsetid("com.microsoft", CONTRIB_OPSET)]
+        model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        _sessions[model] = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return list(_sessions[model].run(None, {name: array for name, array in given.items() if name in used}))
+        _sessions[key] = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+    return _sessions[key], [*given]
 
 
 def _numbers(

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE, Local, Rule
-from rule_case import Array, Case, case, eighths, feeds_of, node_of, run
+from rule_case import Array, Case, case, eighths, feeds_of, node_of, run, session_of
 
 __all__ = ["Case", "case", "claimed_rows", "divides", "local_of", "node_of", "text_of", "unclaimed", "violations"]
 
@@ -60,8 +61,9 @@ def claimed_rows(this: Case, rules: Rules = rule_of) -> set[tuple[str, ...]]:
 def unclaimed(this: Case, rules: Rules = rule_of) -> set[str]:
     """Rows that hold on 2 ranks with the plain node and that the rule does not claim, as `S(0),R->S(0)`."""
     feeds = feeds_of(this)
-    node = node_of(this, feeds=feeds)
-    want = run([node], feeds, {}, this)
+    session, names = session_of([node_of(this, feeds=feeds)], feeds, {}, this)
+    want = session.run(None, {name: feeds[name] for name in names})
+    placed = cache(lambda name, placement, at: _placed(feeds[name], placement, at))
     choices = [_choices(this, k, feeds) for k in range(len(this.operands))]
     assert math.prod(map(len, choices)) <= MOST_ROWS, f"{this}: too many placements to try"
     claimed = claimed_rows(this, rules)
@@ -70,10 +72,7 @@ def unclaimed(this: Case, rules: Rules = rule_of) -> set[str]:
         if row in claimed or all(placement == "R" for placement in row):
             continue
         try:
-            ranks = [
-                run([node], {name: _placed(feeds[name], row[int(name[1:])], at) for name in feeds}, {}, this)
-                for at in (0, 1)
-            ]
+            ranks = [session.run(None, {name: placed(name, row[int(name[1:])], at) for name in names}) for at in (0, 1)]
         except Exception:
             continue
         fits = [_fits([rank[k] for rank in ranks], whole, this.close) for k, whole in enumerate(want)]
@@ -143,7 +142,7 @@ def _fault(
         local = local_of(node, rule, shards, shard)
         try:
             (rule.local or Local.same)(local)
-            programs.add("\n".join(str(ir.to_proto(emitted)) for emitted in local.nodes))
+            programs.add(tuple(ir.to_proto(one).SerializeToString(deterministic=True) for one in local.nodes))
             ranks[at] = run(local.nodes, local_feeds, local.constants, this)
         except Exception as error:
             return f"rank {at} fails: {str(error).splitlines()[0]}"
