@@ -57,3 +57,11 @@ def importing() -> Iterator[None]:
         yield
         if len(sys.modules) > known:
             gc.freeze()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """A block of a command that ends soon behind it: what it makes is kept from the collector for good."""
+    with uncollected():
+        yield
+        gc.freeze()

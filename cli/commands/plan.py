@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from partc.cli.commands.run import byte_count, parse_sizes
 from partc.cli.output import console
+from partc.runtime.garbage_collection import kept
 from partc.runtime.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -215,7 +216,8 @@ def command(
 
         fixed = Fixed(tp, dp, stages)
         request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
-        found = searched(load(model), name, request, run_fastest)
+        with kept():
+            found = searched(load(model), name, request, run_fastest)
         _warn(found.warnings)
         console.echo(found.report, err=out is None)
         return _written(found.text, out)

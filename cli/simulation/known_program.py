@@ -149,6 +149,11 @@ class Program:
         """The file for one of so many parts of the batch."""
         return self.sizes.at({**self.sizes.sizes, self.symbol: self.records // parts})
 
+    def bytes(self, name: str, parts: int) -> float:
+        """The bytes of a value of one of so many parts of the batch; 0 where its size is not known."""
+        found = self.at(parts).operand(name)
+        return 0.0 if found.sizes is None else found.bytes
+
     def seconds(self, parts: int, shards: int = 1) -> tuple[Seconds, Seconds]:
         """By node its seconds for one of so many parts of the batch, and those of one of so many shards of it at least."""
         key = parts, shards
@@ -169,19 +174,23 @@ class Program:
         """
         key = parts, shards
         if key not in self._adding:
-            found, here, processor = np.zeros(len(self.nodes)), self.at(parts), self.pricing.machine.processor(CPU)
-            kernel = processor.kernel(FALLBACK)
-            for at in {self.maker[name] for name in self.updated if name in self.maker}:
-                node, segment = self.nodes[at]
-                if not self.repeated[at] or node.op_type not in ("Gemm", "MatMul", "ReduceSum"):
+            here, processor = self.at(parts), self.pricing.machine.processor(CPU)
+            kernel, of_kind = processor.kernel(FALLBACK), np.zeros(len(self.kinds))
+            makers = np.array([self.maker[name] for name in self.updated if name in self.maker], dtype=np.intp)
+            makers = makers[self.repeated[makers]]
+            for kind in {*self.kind[makers].tolist()}:
+                node, segment = self.kinds[kind]
+                if node.op_type not in ("Gemm", "MatMul", "ReduceSum"):
                     continue
                 given, made = here.of_node(node, segment)
                 bytes = 0.0 if made[0] is None or made[0].sizes is None else made[0].bytes
-                found[at] = kernel(3 * bytes / shards)
+                of_kind[kind] = kernel(3 * bytes / shards)
                 if node.op_type == "Gemm":
                     cost = self.pricing.node(node, given, made)
                     more = replace(cost, moved=cost.moved + bytes)
-                    found[at] = more.in_even_shards(processor, shards) - cost.in_even_shards(processor, shards)
+                    of_kind[kind] = more.in_even_shards(processor, shards) - cost.in_even_shards(processor, shards)
+            found = np.zeros(len(self.nodes))
+            found[makers] = of_kind[self.kind[makers]]
             self._adding[key] = found
         return self._adding[key]
 
@@ -253,7 +262,8 @@ def bits_of(mask: Mask) -> int:
 
 def rising(bits: int) -> list[int]:
     """The places of bits, the first one first."""
-    return [at for at, one in enumerate(reversed(f"{bits:b}")) if one == "1"]
+    some = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+    return np.flatnonzero(np.unpackbits(some, bitorder="little")).tolist()
 
 
 def _nodes(steps: Sequence[Step]) -> Iterator[tuple[NodeProto, Segment]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from partc.cli.simulation.least import Least
 from partc.cli.simulation.step import Simulation
 from partc.compiler.search.candidate import Candidate
@@ -32,17 +34,26 @@ class Leasts:
         for found in self._of.values():
             found.learn(one, simulation)
 
+    @property
+    def levels(self) -> tuple[Callable[[Candidate], float], ...]:
+        """What gives seconds that no step of a candidate is below: each is nearer than the one before, and takes longer."""
+        return self.quick, self.ways, self
+
     def quick(self, one: Candidate) -> float:
-        """Seconds that no step of a candidate is below, by its work alone."""
+        """As `Least.quick`."""
         return self.on(one.degrees.ranks).quick(one)
+
+    def ways(self, one: Candidate) -> float:
+        """As `Least.ways`."""
+        return self.on(one.degrees.ranks).ways(one)
 
     def __call__(self, one: Candidate) -> float:
         """Seconds that no step of a candidate is below."""
         return self.on(one.degrees.ranks)(one)
 
     def updating(self, ranks: int, share: float) -> float:
-        """As `Least.updating`, on a rank of so many."""
-        return self.on(ranks).updating(share)
+        """As `Updating.played`, on a rank of so many."""
+        return self.on(ranks).updating.played(share)
 
     def computed(self, one: Candidate) -> float | None:
         """As `Least.computed`."""

@@ -32,10 +32,14 @@ class Placed:
         """By stage those of the task forward."""
         self.back, self.early = list[Mask](), list[Mask]()
         """By stage those of the task back behind a later stage, and those of them before an earlier one; of the first all."""
+        self.late = list[Mask]()
+        """By stage those of the task back before no earlier one; of the first none."""
         self.way = list[Mask]()
         """What is between values that follow each other on the way: of stages forward, of the last, and of stages back."""
         self.first = list[Mask]()
         """By stage those on which all gradients of its parameters depend."""
+        self.crossing = list[tuple[Sequence[str], Sequence[str]]]()
+        """By stage but the last one the values of which the next one reads, and those of the next one that it reads itself."""
         self.waits = list[Mask]()
         """By stage what depends on what a later stage sends back; of the last on what the stage before it sends."""
         self.is_chain = self._follow()
@@ -66,6 +70,10 @@ class Placed:
         waits.setdefault(last, behind)
         self.way.append(program.mask(own[0 if self.trains else last] & behind))
         self.waits = [program.mask(waits.get(stage, 0)) for stage in range(self.count)]
+        for stage in range(last):
+            pairs = (stage, stage + 1, forward), (stage + 1, stage, back)
+            sent, returned = (self._crossing(own[a] & side, own[b] & side) for a, b, side in pairs)
+            self.crossing.append((sent, returned))
         for stage, makers in enumerate(self.gradients):
             common = own[stage] if makers else 0
             for at in makers:
@@ -75,9 +83,15 @@ class Placed:
             bits = own[stage] & back & waits.get(stage, 0)
             earlier = own[stage - 1] & back if stage else 0
             early = sum(1 << at for at in rising(bits) if program.behind[at] & earlier) if stage else bits
-            self.back.append(program.mask(bits))
-            self.early.append(program.mask(early))
+            late = sum(1 << at for at in rising(own[stage] & back) if not program.behind[at] & earlier) if stage else 0
+            for found, nodes in ((self.back, bits), (self.early, early), (self.late, late)):
+                found.append(program.mask(nodes))
         return True
+
+    def _crossing(self, makers: int, readers: int) -> list[str]:
+        """The values that some nodes make and others read."""
+        read = {name for at in rising(readers) for name in self.program.reads[at]}
+        return [name for at in rising(makers) for name in self.program.makes[at] if name in read]
 
     @cached_property
     def of_weights(self) -> Mask:

@@ -41,7 +41,7 @@ _NODES, _FEWEST, _MOST = 4000, 2, 8
 """Candidates are played until they have so many nodes of the model together, but so many at least and at most."""
 _OF_TRAINING = 2.5
 """How many nodes a training has for one of its model."""
-_LARGE, _TASKS = 500, 64
+_LARGE, _TASKS = 500, 256
 """The most tasks, microbatches of stages, of what is played of a candidate for a model of so many nodes."""
 _ERROR = 0.05
 """By how much of itself an estimate may be too high against those of candidates of other degrees."""
@@ -87,16 +87,17 @@ class Plays:
     def bound(self) -> float:
         """Seconds that no candidate takes less than, of those that are within the memory: what was played takes as long as it does."""
         known = {*self.refused, *(one.candidate for one in self.played)}
-        least = self.least
-        if least is None:
+        if self.least is None:
             return 0.0
-        best = self.fitting[0].seconds if self.fitting else math.inf
-        for quick, one in sorted(
-            ((least.quick(one), one) for one in self.search.candidates if one not in known), key=lambda pair: pair[0]
-        ):
-            if quick >= best:
-                break
-            best = min(best, least(one))
+        best, levels = self.fitting[0].seconds if self.fitting else math.inf, self.least.levels
+        rest = enumerate(one for one in self.search.candidates if one not in known)
+        waiting = [(levels[0](one), number, 0, one) for number, one in rest]
+        heapq.heapify(waiting)
+        while waiting and waiting[0][0] < best:
+            least, number, level, one = heapq.heappop(waiting)
+            if level + 1 == len(levels):
+                return least
+            heapq.heappush(waiting, (max(least, levels[level + 1](one)), number, level + 1, one))
         return best
 
     @property
@@ -216,7 +217,7 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
             return False
         enough = found.enough
         is_slower = is_large and found.likely(one, estimate, found.ratios) >= enough
-        return is_slower or found.least.quick(one) >= enough or found.least(one) >= enough
+        return is_slower or any(level(one) >= enough for level in found.least.levels)
 
     def rank(pair: tuple[Candidate, Estimate], surplus: float) -> tuple[bool, bool, float, float]:
         one, estimate = pair
@@ -237,7 +238,10 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
         ]
         heapq.heapify(some)
         while some:
-            first, number, candidate, _ = heapq.heappop(some)
+            first, number, candidate, estimate = heapq.heappop(some)
+            if is_behind(candidate, estimate):
+                del waiting[candidate]
+                continue
             expected = found.expected(candidate)
             later = rank((candidate, expected), surplus)
             if later > first:  # what it takes at least is worked out where it matters

@@ -39,6 +39,7 @@ class FileSizes:
         """By what rows are merged to, of which there are at most as many, what they were."""
         self.unknown = set[str]()
         self._known: dict[str, Operand] = {}
+        self._bound: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
         self._names: dict[int, dict[str, str]] = {}
         self._fixed: dict[int, frozenset[str]] = {}
 
@@ -50,7 +51,7 @@ class FileSizes:
     def at(self, sizes: Mapping[str, int]) -> FileSizes:
         """The same file at other sizes of its symbols."""
         other = copy.copy(self)
-        other.sizes, other.unknown, other._known = sizes, set(), {}
+        other.sizes, other.unknown, other._known, other._bound = sizes, set(), {}, {}
         return other
 
     def operand(self, name: str) -> Operand:
@@ -59,14 +60,20 @@ class FileSizes:
             return self.operand(self.merged[name])
         if name not in self._known:
             shape, dtype = self.shapes.get(name), dense(self.types.get(name, ""))
-            try:
-                found = None if shape is None else at_sizes(shape, self.file.manifest.symbols, self.sizes)
-            except ValueError:
-                found = None
+            found = None if shape is None else self._at_sizes(tuple(shape))
             if found is None:
                 self.unknown.add(name)
             self._known[name] = Operand(found, _SOME if dtype is None else dtype.bits / 8)
         return self._known[name]
+
+    def _at_sizes(self, shape: tuple[int | str, ...]) -> tuple[int, ...] | None:
+        """A shape with the symbols bound; None where they do not allow it."""
+        if shape not in self._bound:
+            try:
+                self._bound[shape] = at_sizes([*shape], self.file.manifest.symbols, self.sizes)
+            except ValueError:
+                self._bound[shape] = None
+        return self._bound[shape]
 
     def of_node(self, node: NodeProto, segment: Segment) -> tuple[list[Operand | None], list[Operand | None]]:
         """The operands of a node of a segment, and what it makes."""

@@ -7,8 +7,8 @@
     hops        2(p - 1) messages of the first microbatch, and (p - 1)/p of two for each other one, which waits for its way back
     bubble      (stages - 1) tasks, of zb_h1 less twice the gradients of weights, which fill it; with v stages on each of p groups
                 (p - 1)/v tasks in a loop, and (p - 1)/2 less those gradients there and back, more of fewer microbatches than fill it
-    gradients   AllReduces over dp of a rank's gradients; of ZeRO ReduceScatters, and AllGathers of parameters: what of the former does
-                not go on beside the backward pass of the last microbatch, of zb_h1 its gradients of weights
+    gradients   AllReduces over dp of a rank's gradients; of ZeRO ReduceScatters, and AllGathers of parameters: of several microbatches
+                behind all tasks, else what of the former does not go on beside the backward pass
     update      of all that a rank has; of ZeRO of its shards, and of what is not divided
 
 It ranks candidates: the best of them are compiled, and played as they are.
@@ -40,6 +40,8 @@ _OPERANDS, _AT_ONCE = 3, 1 << 19
 """How many tensors a node of an update reads and makes, and about the bytes of each that an update goes through at a time."""
 
 
+_BESIDE_SUMS = 0.4
+"""About the share of reductions that goes on beside a backward pass in which ranks wait for sums of layers: these stand behind them."""
 _SPLIT = ("zb_h1", "zbv")
 """Schedules whose gradients of weights fill what would be idle."""
 
@@ -121,11 +123,9 @@ class Estimates:
             sessions + self._apart(sharding, one) / groups
         ) * processor.session
         task = work + sums / groups
-        late = backward / groups
         filled = message = 0.0
         if one.schedule in _SPLIT:
-            late = min(backward, self._of_weights(sharding, one)) / groups
-            filled = min(2 * late, task)
+            filled = min(2 * min(backward, self._of_weights(sharding, one)) / groups, task)
         if degrees.stages > 1:
             crossing, link = self.crossing / degrees.dp / count, self.link(degrees.tp * degrees.dp, 2)
             message = link.send(crossing) + link.wake
@@ -136,11 +136,12 @@ class Estimates:
         step = processor.step + agreed + max(count * heaviest * task + bubble, least)
         update = self._updated(one, sharding)
         reduced, gathered = self._reduced(one, sharding)
-        overlap, beside = self.link(degrees.tp, degrees.dp).overlap, shared * late
-        if count == 1:  # what is reduced first is updated, and gathered, meanwhile
-            beside += update
-            gathered -= min(overlap * gathered, update)
-        return step + update + reduced - min(overlap * reduced, beside) + gathered
+        overlap = self.link(degrees.tp, degrees.dp).overlap
+        if count > 1:  # behind the last task: shards are updated while others are reduced or gathered
+            return step + reduced + gathered + update - min(overlap * (reduced + gathered), update)
+        # what is reduced first is updated, and gathered, meanwhile
+        hidden = min(overlap * reduced * (_BESIDE_SUMS if degrees.tp > 1 else 1.0), shared * backward / groups + update)
+        return step + update + reduced - hidden + gathered - min(overlap * gathered, update)
 
     def _updated(self, one: Candidate, sharding: Sharding) -> float:
         """Seconds of a stage's update; of ZeRO each rank updates its shards, and all of what is not divided by dp."""

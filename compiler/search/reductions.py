@@ -10,14 +10,19 @@ Parameters are reduced in the order in which a backward pass comes to them, the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
+from typing import TypeAlias
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from partc.compiler.cost.machine import Link
 from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
+_Kind: TypeAlias = tuple[int | None, tuple[int, ...], float]
+"""The dim of a parameter that is sharded, its shape and the bytes of an element."""
 Calls = Counter[tuple[str, float]]
 """How many collectives there are of an op and the bytes that a rank gives."""
 
@@ -31,11 +36,13 @@ class Reductions:
         names = frozenset(trainable_names(model))
         tensors = {value: value.const_value for value in read if value.const_value is not None}
         self.parameters = [
-            (value, tuple(tensor.shape.numpy()), tensor.dtype.itemsize)
+            (value, tuple(tensor.shape.numpy()), float(tensor.dtype.itemsize))
             for value, tensor in reversed(tensors.items())
             if value.name in names
         ]
         self._calls: dict[Hashable, Calls] = {}
+        self._among: dict[frozenset[str] | None, NDArray[np.intp]] = {None: np.arange(len(self.parameters))}
+        self._kinds: dict[Hashable, tuple[NDArray[np.intp], list[_Kind]]] = {}
 
     @cached_property
     def mean(self) -> float:
@@ -55,12 +62,28 @@ class Reductions:
 
         `names`: those of the parameters that are reduced, if not all are.
         """
-        key = tuple(places) if tp > 1 else (), tp, dp if zero else 1, names
+        cut, over = tuple(places) if tp > 1 else (), dp if zero else 1
+        if names not in self._among:
+            some = (k for k, (value, _, _) in enumerate(self.parameters) if value.name in (names or ()))
+            self._among[names] = np.fromiter(some, dtype=np.intp)
+        numbers, kinds = self._by_kind(cut)
+        own = numbers[self._among[names]]
+        key = cut, tp, over, own.tobytes()
         if key not in self._calls:
-            self._calls[key] = self._counted(dict(places) if tp > 1 else {}, tp, dp if zero else 1, names)
+            self._calls[key] = self._counted([kinds[k] for k in own], tp, over)
         return self._calls[key]
 
-    def _counted(self, cut: Mapping[ir.Value, int], tp: int, over: int, names: frozenset[str] | None) -> Calls:
+    def _by_kind(self, cut: tuple[tuple[ir.Value, int], ...]) -> tuple[NDArray[np.intp], list[_Kind]]:
+        """By parameter the number of its kind, and the kinds."""
+        if cut not in self._kinds:
+            at, numbers = dict(cut), dict[_Kind, int]()
+            some = [
+                numbers.setdefault((at.get(value), shape, item), len(numbers)) for value, shape, item in self.parameters
+            ]
+            self._kinds[cut] = np.array(some, dtype=np.intp), [*numbers]
+        return self._kinds[cut]
+
+    def _counted(self, kinds: Sequence[_Kind], tp: int, over: int) -> Calls:
         found, filled = Calls(), dict[str, float]()
 
         def fill(op: str, bytes: float) -> None:
@@ -68,12 +91,9 @@ class Reductions:
             if filled[op] >= self.limit:
                 found[op, filled.pop(op)] += 1
 
-        for value, shape, item in self.parameters:
-            if names is not None and value.name not in names:
-                continue
-            at = cut.get(value)
+        for at, shape, item in kinds:
             sizes = [size // tp if dim == at else size for dim, size in enumerate(shape)]
-            bytes = float(item)
+            bytes = item
             for size in sizes:
                 bytes *= size
             dim = next((k for k, size in enumerate(sizes) if over > 1 and size % over == 0 and size), None)

@@ -7,7 +7,7 @@ search.proposal(candidate)             # its plan, compiled
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -65,7 +65,7 @@ class Search:
     batch: Batch
     estimates: Estimates
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
-    _stages_of: dict[int, dict[str, range]] = field(default_factory=dict)
+    _stages_of: dict[tuple[int, bool], dict[str, range]] = field(default_factory=dict)
     _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
@@ -181,6 +181,14 @@ class Search:
         degrees = one.degrees
         return self.estimates.reductions.calls(self._places(one), degrees.tp, degrees.dp, one.zero, names)
 
+    def chained_sums(self, one: Candidate, seconds: Callable[[float], float]) -> float:
+        """Seconds of the sums of a step over the ranks of a layer that wait for each other, by those of the bytes of a whole batch's."""
+        return self.estimates.work.chained_sums([value for value, _ in self._places(one)], seconds)
+
+    def sharded_names(self, one: Candidate) -> set[str]:
+        """The names of the values that a candidate shards over `tp`."""
+        return {value.name for value, _ in self._places(one) if value.name}
+
     def _places(self, one: Candidate) -> tuple[tuple[ir.Value, int], ...]:
         """The dims that a candidate shards over `tp`."""
         if not one.by_module:
@@ -192,10 +200,14 @@ class Search:
         """Whether the same dims are sharded over so many ranks as over others, where all is that can be."""
         return self._sharded(shards)[1].places == self._sharded(other)[1].places
 
-    def whole(self, shards: int) -> set[str]:
-        """The paths of the nodes that are not sharded where all is that can be."""
-        cut = self._sharded(shards)[1].nodes
-        return {self.apart.paths[node] for node in self.estimates.work.of} - {self.apart.paths[node] for node in cut}
+    def whole(self, one: Candidate) -> set[str]:
+        """The paths of the nodes that every rank of `tp` computes as one rank has them."""
+        cut = self._sharded(one.degrees.tp)[1].nodes
+        if one.by_module:
+            some = zip(self._blocks[one.degrees.tp], self.modules(one.degrees).ways, strict=True)
+            cut = frozenset[ir.Node]().union(*(block.sharding.nodes for block, way in some if way is Way.SHARDED))
+        paths = {self.apart.paths[node] for node in self.estimates.work.of} - {self.apart.paths[node] for node in cut}
+        return paths - self.with_records(one.degrees) if one.by_module else paths
 
     def with_records(self, degrees: Degrees) -> set[str]:
         """The paths of the nodes of which each rank of `tp` has its records, by the fastest ways of the modules."""
@@ -255,25 +267,33 @@ class Search:
         """By module, or node, that a plan of so many stages places by name, its stage."""
         return {path: k for k, stage in enumerate(self._balanced(count)) for path in stage.paths}
 
-    def stages_of(self, count: int) -> dict[str, range]:
-        """By path of a node the stages of so many that may have it: none before what it reads, nor behind its readers."""
-        if count not in self._stages_of:
+    def stages_of(self, count: int, are_named: bool = False) -> dict[str, range]:
+        """By path of a node the stages of so many that may have it: none before what it reads, nor behind its readers.
+
+        Where the plan names stages a node that reads from some is in the latest of these (`placement/node_stages.py`), but for arithmetic
+        of shapes.
+        """
+        if (count, are_named) not in self._stages_of:
             stage_of, graph, paths = self.stage_of(count), self.program.model.graph, self.program.paths
             first, last = dict[ir.Node, int](), dict[ir.Node, int]()
+            follows = set[ir.Node]()
             for node in graph:
                 named = named_stage(stage_of, paths[node])
-                makers = (value.producer() for value in node.inputs if value is not None)
-                before = (first[maker] for maker in makers if maker in first)
-                first[node] = max(before, default=0) if named is None else named
+                makers = [maker for value in node.inputs if value is not None and (maker := value.producer()) in first]
+                first[node] = max((first[maker] for maker in makers), default=0) if named is None else named
+                if named is not None or not follows.isdisjoint(makers):
+                    follows.add(node)
             for node in reversed(graph):
                 named = named_stage(stage_of, paths[node])
                 behind = (last[use.node] for value in node.outputs for use in value.uses() if use.node in last)
                 last[node] = min(behind, default=count - 1) if named is None else named
-            found = self._stages_of[count] = dict[str, range]()
+                if are_named and node in follows and not all(map(_is_size, node.outputs)):
+                    last[node] = first[node]
+            found = self._stages_of[count, are_named] = dict[str, range]()
             for node in graph:
                 known = found.get(paths[node], range(first[node], last[node] + 1))
                 found[paths[node]] = range(min(known.start, first[node]), max(known.stop, last[node] + 1))
-        return self._stages_of[count]
+        return self._stages_of[count, are_named]
 
     def _heaviest(self, one: Candidate) -> float:
         """The seconds of the group with the heaviest stages for the mean of all."""
@@ -314,6 +334,11 @@ def named_stage(stage_of: Mapping[str, int], path: str) -> int | None:
     parts = path.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((stage_of[one] for one in around if one in stage_of), None)
+
+
+def _is_size(value: ir.Value) -> bool:
+    """Whether a value is an integer, or a list of such."""
+    return value.dtype is not None and value.dtype.is_integer() and (value.shape is None or value.shape.rank() <= 1)
 
 
 def _batch(source: Source) -> Batch:

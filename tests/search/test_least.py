@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from late import late, trained
 from machines import curve, machine
 from partc.cli.simulation.leasts import Leasts
 from partc.cli.simulation.node_sets import Placed
@@ -18,6 +20,7 @@ from partc.compiler.cost.play import Compute
 from partc.compiler.cost.price import NodeCost
 from partc.compiler.ir.program import Complete
 from partc.compiler.proposal.degrees import Degrees
+from partc.compiler.search.blocks import Way
 from partc.compiler.search.candidate import SCHEDULES, Candidate, Fixed
 from partc.compiler.search.search import Request, Search, named_stage
 from partc.compiler.search.taken_over import base_of
@@ -26,35 +29,39 @@ from perceptrons import TRAIN, layers
 from proposal_case import source
 
 
-def late(session: float, called: float) -> Machine:
-    """A machine on which sessions, nodes and messages take long, whatever they compute and send."""
-    one = machine()
-    link = replace(one.links[0], overlap=1.0, send=curve(1e11, called), all_reduce=curve(1e11, called))
-    kernels = {"elementwise": Curve(((4096.0, called), (float(1 << 30), 1e-3)))}
-    products = {"matmul": Curve(((1e6, called), (1e12, 2e-2)))}
-    cpu = replace(one.processors["cpu"], session=session, products=products, kernels=kernels)
-    return replace(one, cores=0, links=[link], processors={"cpu": cpu})
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[int, Candidate], Complete]:
+    """The programs of candidates on so many ranks, which are the same on each of the machines."""
+    return {}
 
 
-def trained(folder: Path, ranks: int, on: Machine, depth: int, more: str = "") -> Search:
-    """A search of how the layers are trained."""
-    (folder / "train.yaml").write_text(TRAIN + more)
-    base, model = base_of(folder / "train.yaml", source(layers(depth=depth)))
-    return Search.of(model, "model.onnx", Request(ranks, Fixed(), base, on, {}))
+def compiled_once(search: Search, compiled: dict[tuple[int, Candidate], Complete]) -> Callable[[Candidate], Simulation]:
+    """What plays a candidate of the search, of four layers, which is compiled once."""
+
+    def step(one: Candidate) -> Simulation:
+        key = search.request.ranks, one
+        if key not in compiled:
+            compiled[key] = search.proposal(one).done
+        return play_program(search, compiled[key])
+
+    return step
 
 
 @pytest.mark.parametrize(("session", "called"), [(2e-5, 2e-6), (1e-7, 2e-5)])
-def test_no_candidate_of_stages_is_below_the_bound(session: float, called: float, tmp_path: Path) -> None:
+def test_no_candidate_of_stages_is_below_the_bound(
+    session: float, called: float, compiled: dict[tuple[int, Candidate], Complete], tmp_path: Path
+) -> None:
     """Each in thirty-two of all on 4 ranks, and all of two stages and few microbatches, before and behind what is learned of tp."""
     search = trained(tmp_path, 4, late(session, called), 4)
-    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    step = compiled_once(search, compiled)
+    least = Leasts(search, step(Candidate(Degrees())))
     halves = [one for one in search.candidates if one.degrees.stages == 2 and one.microbatches < 4]
-    played = {one: play_program(search, search.proposal(one).done) for one in {*search.candidates[::32], *halves}}
+    played = {one: step(one) for one in {*search.candidates[::32], *halves}}
     assert {one.schedule for one in played} == {"", *(name for name, _ in SCHEDULES)}
     for _ in range(2):
         assert {str(one) for one, step in played.items() if step.played.seconds < least(one)} == set()
         tensor = Candidate(Degrees(tp=4))
-        least.learn(tensor, play_program(search, search.proposal(tensor).done))
+        least.learn(tensor, step(tensor))
 
 
 def test_stages_that_are_no_chain_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +107,17 @@ def test_a_pipeline_fills_before_it_computes(tmp_path: Path) -> None:
     assert 1.1 * least.quick(one) < least(one) <= play_program(search, search.proposal(one).done).played.seconds
 
 
-def test_stages_that_may_have_a_node_hold_where_the_compiler_placed_it(tmp_path: Path) -> None:
-    """What no line of the plan names is on a stage behind what it reads and before its readers; so is its gradient."""
+@pytest.mark.parametrize(
+    "one", [Candidate(Degrees(stages=4), 2, "1f1b"), Candidate(Degrees(stages=2), 2, "interleaved", stages_each=2)]
+)
+def test_stages_that_may_have_a_node_hold_where_the_compiler_placed_it(one: Candidate, tmp_path: Path) -> None:
+    """What no line of the plan names is on a stage behind what it reads and before its readers; so is its gradient.
+
+    Where the plan names stages, it is known on which.
+    """
     search = trained(tmp_path, 4, machine(), 2)
-    some, stage_of = search.stages_of(4), search.stage_of(4)
-    played = play_program(search, search.proposal(Candidate(Degrees(stages=4), 2, "1f1b")).done).played
+    some, stage_of = search.stages_of(*one.staging), search.stage_of(4)
+    played = play_program(search, search.proposal(one).done).played
     seen = 0
     for action in (action for one in played.classes for action in one.actions if isinstance(action, Compute)):
         for path in action.modules if action.task else ():
@@ -113,6 +126,8 @@ def test_stages_that_may_have_a_node_hold_where_the_compiler_placed_it(tmp_path:
             assert int(action.task[0]) in may_have, (path, action.task)
             seen += named is None and len(may_have) < 4
     assert seen > 4
+    sizes = [len(may_have) for path, may_have in some.items() if named_stage(stage_of, path) is None]
+    assert max(sizes) == (1 if one.stages_each > 1 else 2)
 
 
 def test_sessions_and_the_agreement_of_ranks_count(tmp_path: Path) -> None:
@@ -166,24 +181,13 @@ MACHINES = {
 LEARNED = (Candidate(Degrees(2, 2, 2), 2, "1f1b", zero=True), Candidate(Degrees(2, 1, 4)))
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[Candidate, Complete]:
-    """The programs of candidates, which are the same on each of the machines."""
-    return {}
-
-
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_a_plan_in_stages_says_of_layers_holds_for_others(
-    name: str, compiled: dict[Candidate, Complete], tmp_path: Path
+    name: str, compiled: dict[tuple[int, Candidate], Complete], tmp_path: Path
 ) -> None:
-    """Of stages, tp, dp and ZeRO, in one microbatch and in several, on two and four ranks of a layer."""
+    """Stages, tp, dp and ZeRO, in one microbatch and in several, on two and four ranks of a layer."""
     search = trained(tmp_path, 8, MACHINES[name], 4)
-
-    def step(one: Candidate) -> Simulation:
-        if one not in compiled:
-            compiled[one] = search.proposal(one).done
-        return play_program(search, compiled[one])
-
+    step = compiled_once(search, compiled)
     every = [one for one in search.candidates if one.degrees.tp > 1 and one.microbatches <= 4 and not one.by_module]
     some = [one for one in every if one.degrees.stages > 1][::3]
     some += [one for one in every if one.degrees.stages == 1][::4]
@@ -213,3 +217,22 @@ def test_sums_of_a_layer_that_a_plan_in_stages_has_are_in_the_bound(tmp_path: Pa
     for one, without in zip(some, before, strict=True):
         played = play_program(search, search.proposal(one).done).played.seconds
         assert max(1.5 * without, 0.5 * played) < least(one) <= played, str(one)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("zero", [False, True])
+def test_no_candidate_by_module_is_below_the_bound(name: str, zero: bool, tmp_path: Path) -> None:
+    """Modules that are sharded, whole or have their records; what ranks have whole, and sums that wait for each other, count."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    base, model = base_of(tmp_path / "train.yaml", source(layers(depth=3)))
+    search = Search.of(model, "model.onnx", Request(4, Fixed(), base, MACHINES[name], {}))
+    least = Leasts(search, play_program(search, search.proposal(Candidate(Degrees())).done))
+    one = Candidate(Degrees(tp=2, dp=2), zero=zero, by_module=True)
+    modules, bounds = search.modules(one.degrees), list[float]()
+    for ways in ("WWSWS", "WSWSW", "RRRSS", "RRSSS"):
+        own = tuple({"W": Way.WHOLE, "S": Way.SHARDED, "R": Way.RECORDS}[way] for way in ways[: len(modules.ways)])
+        search._modules[one.degrees] = replace(modules, ways=own)
+        fresh = Leasts(search, least.whole)
+        bounds.append(fresh(one) / play_program(search, search.proposal(one).done).played.seconds)
+    assert max(bounds) <= 1
+    assert min(bounds) > 0.2
