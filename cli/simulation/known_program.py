@@ -100,12 +100,17 @@ class Program:
         return found
 
     @cached_property
+    def makers(self) -> Sequence[Sequence[int]]:
+        """By node those that make what it reads."""
+        return [[*{self.maker[name] for name in read if name in self.maker}] for read in self.reads]
+
+    @cached_property
     def before(self) -> Sequence[int]:
         """By node, as bits, the nodes on which it depends."""
         found = list[int]()
-        for read in self.reads:
+        for makers in self.makers:
             bits = 0
-            for maker in {self.maker[name] for name in read if name in self.maker}:
+            for maker in makers:
                 bits |= found[maker] | 1 << maker
             found.append(bits)
         return found
@@ -115,7 +120,7 @@ class Program:
         """By node, as bits, the nodes that depend on it."""
         found = [0] * len(self.nodes)
         for at in reversed(range(len(self.nodes))):
-            for maker in {self.maker[name] for name in self.reads[at] if name in self.maker}:
+            for maker in self.makers[at]:
                 found[maker] |= found[at] | 1 << at
         return found
 
@@ -166,6 +171,13 @@ class Program:
                 least = np.array([one.in_even_shards(processor, shards) for one in costs])[self.kind]
             self._costs[key] = exact, least
         return self._costs[key]
+
+    def longest(self, seconds: Seconds) -> float:
+        """Seconds of the nodes of which each depends on the one before, and that take longest together: however many ranks have them."""
+        ends = list[float]()
+        for own, makers in zip(seconds.tolist(), self.makers, strict=True):
+            ends.append(own + max((ends[maker] for maker in makers), default=0.0))
+        return max(ends, default=0.0)
 
     def adding(self, parts: int, shards: int) -> Seconds:
         """By node what a rank takes more for one microbatch of several at least: a gradient is added to the sum of those before.

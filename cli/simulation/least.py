@@ -1,24 +1,25 @@
 """What a candidate of a search takes at least: the nodes of the unsharded program, at the sizes of a rank of it.
 
-    step       the longest of ways and work, beside what any step takes
+    step       the longest of these, beside what any step takes
     work       microbatches * task / stages + update: the mean of all ranks, which the slowest is not below
-    ways       of each stage: the tasks forward of those before it, its own of all microbatches, and what is behind them: the tasks back
-               of the stages before, and on the first one the reductions, gathers and updates of what it has; or its own of these
+    ways       of a group of stages: the tasks forward of the stages before its first one, its own of all microbatches, and what is behind
+               the last of its tasks: collectives for its gradients, and updates
+    longest    the nodes of one microbatch that follow one another, on whichever ranks
+    rows       ways by the rows of a schedule over a chain of stages, whose tasks wait for each other and for messages (`rows.py`)
     task       of nodes and sums of layers, as `Sets.took`; several microbatches add up gradients, and transpose weights in each task
     undivided  a batch of one microbatch has no tasks: what is between values that stages hand on follows one another, reductions begin
                behind the first gradient of a stage, and gathers behind all that is computed there
 
 How layers are shared is learned of the first candidate over `tp` that was played, in however many stages and microbatches: which nodes
 ranks have whole, and the sums. Others over as many, or over others that shard the same dims, have the same sums, less those that a message
-between stages may take along. What is not known to be whole takes an even shard at least (`NodeCost.in_even_shards`). Modules that are
-sharded in several ways have no sums here. A node that several stages may have counts in the mean of all. No wait is counted.
+between stages may take along. Of all others it is known which sums wait for each other (`ModelWork.chained_sums`). What is not known to be
+whole takes an even shard at least (`NodeCost.in_even_shards`). A node that several stages may have counts in the mean of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from partc.cli.simulation.actions import Pricing
@@ -32,9 +33,6 @@ from partc.compiler.search.candidate import SCHEDULES, Candidate
 from partc.compiler.search.search import Search, named_stage
 from partc.runtime.artifact.format import ALL_REDUCE, CPU, REDUCE_SCATTER
 from partc.runtime.program.steps import Segment
-
-if TYPE_CHECKING:
-    pass
 
 _MOST_ITEM = 8
 """The most bytes of an element of a gradient."""
@@ -65,13 +63,14 @@ class Least:
         self._rows: dict[Hashable, float] = {}
         self._sent: dict[Hashable, Seconds] = {}
         self._chained: dict[Hashable, float] = {}
+        self._follow: dict[Hashable, float] = {}
 
     def learn(self, one: Candidate, simulation: Simulation) -> None:
         """Takes how layers are shared from a candidate over `tp` that was played."""
         tp = one.degrees.tp
         if self.program is not None and tp > 1 and not (one.by_module or one.recompute) and tp not in self._layers:
             self._layers[tp] = self.program.layers(one, simulation.files.values())
-            for kept in (self._costs, self._total, self._ways, self._rows, self._tasks):
+            for kept in (self._costs, self._total, self._ways, self._rows, self._tasks, self._follow):
                 kept.clear()
 
     def shared(self, ranks: int) -> float:
@@ -99,7 +98,7 @@ class Least:
             return self.quick(one)
         key = self._way_key(one)
         if key not in self._ways:
-            self._ways[key] = max(self._way(one), self._chained_sums(one))
+            self._ways[key] = max(self._way(one), self._chained_sums(one), self._longest(one))
         return max(self.quick(one), self._beside(one.degrees.ranks) + self._ways[key])
 
     def _way_key(self, one: Candidate) -> Hashable:
@@ -126,6 +125,15 @@ class Least:
         if not placed.trains:
             return float((heads + ways + forward.sum() - np.cumsum(forward)).max())
         return float((heads[:groups] + ways).max())
+
+    def _longest(self, one: Candidate) -> float:
+        """Seconds of the nodes of a microbatch that follow one another, on whichever stages; of one stage it has all in any case."""
+        if one.stages == 1 or self.program is None:
+            return 0.0
+        key = self._key(one)
+        if key not in self._follow:
+            self._follow[key] = self.program.longest(self._seconds(one)[0])
+        return self._follow[key]
 
     def _chained_sums(self, one: Candidate) -> float:
         """Seconds of sums over the ranks of a layer of which each waits for the one before, where no plan says which there are.

@@ -20,8 +20,6 @@ class Placed:
         self.stage = np.array(
             [some[0] if len(some := of_path[path]) == 1 else -1 for path in program.paths], dtype=np.intp
         )
-        self.loose = program.repeated & np.array([len(of_path[path]) > 1 for path in program.paths], dtype=bool)
-        """The nodes that several stages may have."""
         self._bits = [bits_of(program.repeated & (self.stage == one)) for one in range(count)]
         self.own = [program.mask(bits) for bits in self._bits]
         """By stage its nodes."""

@@ -65,7 +65,7 @@ def _order(schedule: str, homes: tuple[int, ...], microbatches: int) -> _Order:
     rows = NAMED[schedule].make(chain(homes), microbatches).rows
     tasks, at, ends = list[tuple[int, Kind, int, int]](), [0] * len(rows), [-1] * len(rows)
     number, last, count = dict[Task, int](), [0] * len(homes), sum(map(len, rows))
-    while len(tasks) < count:
+    while (begun := len(tasks)) < count:
         for home, row in enumerate(rows):
             while at[home] < len(row):
                 stage, kind, microbatch = task = row[at[home]]
@@ -78,4 +78,5 @@ def _order(schedule: str, homes: tuple[int, ...], microbatches: int) -> _Order:
                 tasks.append((stage, kind, ends[home], read))
                 number[task] = ends[home] = last[stage] = len(tasks) - 1
                 at[home] += 1
+        assert len(tasks) > begun, f"the tasks of {schedule} wait for each other"
     return _Order(tasks, last)

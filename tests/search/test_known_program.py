@@ -99,6 +99,12 @@ def test_a_way_goes_through_all_stages_and_back() -> None:
     assert not on.of_weights[4]
 
 
+def test_the_longest_of_what_follows_one_another() -> None:
+    """Two branches that meet, of which the second takes longer."""
+    graph: Graph = [([], 0), ([0], 0), ([0], 1), ([1, 2], 1), ([], 0)]
+    assert program(graph, 5, []).longest(np.array([1.0, 2.0, 4.0, 8.0, 3.0])) == 1.0 + 4.0 + 8.0
+
+
 @pytest.mark.parametrize("stages", [(0, 1, 0, 1), (1, 0, 1, 0)])
 def test_there_is_no_way_where_values_go_back(stages: Sequence[int]) -> None:
     """A stage that reads forward of a later one."""
