@@ -116,7 +116,6 @@ class Least:
             return max(self.updating.reduction(one), self._undivided(one, placed, took, hops))
         forward, rest = took["forward"], took["rest"]
         groups, homes = one.degrees.stages, [*one.homes]
-
         ways = self.updating.behind_tasks(one).copy()
         np.add.at(ways, homes, many * (forward + rest))
         if not placed.is_chain or count == 1:

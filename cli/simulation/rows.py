@@ -5,6 +5,7 @@
     W    where it is apart, begins behind the task before it
 
 A message is under way for a time of its own, and holds up no other.
+A search bounds hundreds of candidates, so orders of tasks are kept as numbers.
 """
 
 from __future__ import annotations

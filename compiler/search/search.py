@@ -202,11 +202,10 @@ class Search:
 
     def whole(self, one: Candidate) -> set[str]:
         """The paths of the nodes that every rank of `tp` computes as one rank has them."""
-        cut = self._sharded(one.degrees.tp)[1].nodes
-        if one.by_module:
-            some = zip(self._blocks[one.degrees.tp], self.modules(one.degrees).ways, strict=True)
-            cut = frozenset[ir.Node]().union(*(block.sharding.nodes for block, way in some if way is Way.SHARDED))
-        paths = {self.apart.paths[node] for node in self.estimates.work.of} - {self.apart.paths[node] for node in cut}
+        cut = self.estimates.work.around([value for value, _ in self._places(one)])
+        paths = {self.apart.paths[node] for node in self.estimates.work.of} - {
+            self.apart.paths[node] for node, _ in cut
+        }
         return paths - self.with_records(one.degrees) if one.by_module else paths
 
     def with_records(self, degrees: Degrees) -> set[str]:
