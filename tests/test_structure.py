@@ -1,5 +1,5 @@
-"""Structure: packages match folders, imports point one way and in no circle, files, folders and records are small, heavy libraries are
-imported only where needed."""
+"""Structure: packages match folders, imports point one way and in no circle, files and classes are small, heavy libraries are imported
+only where needed."""
 
 import ast
 import re
@@ -28,16 +28,19 @@ FOR_THE_COMPILER = (
 """What the compiler knows of the runtime: the contract, the checker of what was written, how
 files are opened and replaced, models of keys, and when garbage is collected."""
 SUBSYSTEMS = ("compiler", "runtime", "cli")
-MOST_LINES, MOST_FILES, MOST_FIELDS = 400, 16, 12
+MOST_LINES, MOST_ATTRIBUTES = 800, 16
 LARGER = {
-    "cli/commands": "a file for each command",
-    "compiler/rewrite": "a file for each rewrite",
-    "tests/benchmarks": "a file for each benchmark",
-    "tests/checker": "a file for each check",
-    "tests/fuzz": "a file for each kind of random case",
-    "tests/ops": "a file for the cases of each family of ops",
+    "cli/simulation/least.py:Least": 19,
+    "compiler/cost/play.py:_Player": 18,
+    "compiler/pipelines/microbatches.py:_Rows": 18,
+    "compiler/search/estimate.py:Estimates": 17,
+    "runtime/checker/training/value_numbering.py:Numbering": 17,
+    "runtime/communication/mpi.py:MpiTransport": 29,
+    "runtime/execution/program.py:Program": 17,
+    "runtime/execution/step_plan.py:StepPlan": 35,
+    "runtime/training/trainer.py:Trainer": 20,
 }
-"""Folders with more files, and why."""
+"""Classes with more attributes, and how many: a number may only become smaller."""
 
 
 def sources() -> list[Path]:
@@ -55,14 +58,22 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_records_have_few_fields() -> None:
-    wrong = []
-    for path in sources():
-        for node in nodes_of(path):
-            if isinstance(node, ast.ClassDef):
-                fields = sum(isinstance(one, ast.AnnAssign) for one in node.body)
-                wrong += [f"{path.relative_to(ROOT)}: {node.name} has {fields} fields"] if fields > MOST_FIELDS else []
-    assert not wrong, "\n".join(wrong)
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """The attributes of a class's instances, wherever they are assigned: fields, and what methods assign to `self`."""
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    return fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
+
+
+def test_classes_have_few_attributes() -> None:
+    counts = {
+        f"{path.relative_to(ROOT)}:{node.name}": len(attributes_of(node))
+        for path in sources()
+        for node in nodes_of(path)
+        if isinstance(node, ast.ClassDef)
+    }
+    large = {name: count for name, count in counts.items() if count > MOST_ATTRIBUTES}
+    assert large == LARGER
 
 
 def test_packages_are_the_folders() -> None:
@@ -142,10 +153,9 @@ def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path) -> None:
     assert circle(graph | {"partc.a.types": set()}) == []
 
 
-def test_files_are_one_idea_and_folders_one_room() -> None:
+def test_files_are_one_idea() -> None:
     files = [*sources(), *sorted((ROOT / "tests").rglob("*.py"))]
-    rooms = Counter(path.parent.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py")
-    wrong = [f"{room}: {number} files" for room, number in rooms.items() if number > MOST_FILES and room not in LARGER]
+    wrong = []
     for path in files:
         lines = path.read_text().splitlines()
         if len(lines) > MOST_LINES:

@@ -189,7 +189,8 @@ def _arriving(program: Placed, given: Pinned) -> list[Problem]:
     for value, key, said in found:
         try:
             for group, layout in _layouts(value, key, said):
-                given.arriving[ValueOnGroup(value, group)] = (layout, program.name)
+                pinned = given.arriving if key == keys.ARRIVES else given.stored
+                pinned[ValueOnGroup(value, group)] = (layout, program.name)
         except ValueError as error:
             kind = "input" if key == keys.ARRIVES else "weight"
             problems.append(Problem(program.name, f"{kind} '{value.name}': {error}", help=help))

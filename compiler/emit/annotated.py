@@ -208,7 +208,7 @@ def _terms(layout: Layout, group: Group) -> dict[str, list[list[int]]]:
 
 
 def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]:
-    for there, (layout, _) in program.given.arriving.items():
+    for there, (layout, _) in (program.given.arriving | program.given.stored).items():
         if there.value is value:
             yield {"ranks": there.group, "mesh": layout.mesh, "cuts": layout.cuts}
 
@@ -216,7 +216,7 @@ def _arrivals(program: Complete, value: ir.Value) -> Iterator[dict[str, object]]
 def _kept(program: Complete) -> dict[str, list[dict[str, object]]]:
     """How weights are kept that are read in another layout somewhere, by name."""
     found: dict[str, list[dict[str, object]]] = {}
-    for there, (layout, _) in program.given.arriving.items():
+    for there, (layout, _) in (program.given.arriving | program.given.stored).items():
         value = there.value
         if value.is_initializer() and any(
             (read := program.choices[instance].input(k)) is None or normal(read) != normal(layout)

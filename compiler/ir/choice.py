@@ -169,8 +169,12 @@ Operand = tuple[NodeOnGroup, int]
 
 @dataclass
 class Pinned:
-    """Layouts that the plan or the model gives: of operands inside of a region, of what arrives in a group, of outputs that are wanted."""
+    """Layouts that the plan or the model gives: of operands inside of a region, of inputs and weights that arrive in a group, of outputs.
+
+    `stored` is the layout in which a group keeps a weight, whichever layouts its readers take: they take it where nothing else shards them.
+    """
 
     inputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
     outputs: dict[Operand, tuple[Layout, str]] = field(default_factory=dict)
     arriving: dict[ValueOnGroup, tuple[Layout, str]] = field(default_factory=dict)
+    stored: dict[ValueOnGroup, tuple[Layout, str]] = field(default_factory=dict)

@@ -29,7 +29,7 @@ def replicate_cheap_values(program: Placed, done: Propagation) -> None:
             continue
         if any(why not in program.derived_paths for why in choice.why.values()):
             continue
-        size = sum(done.weigh(value) for value in node.outputs)
+        size = sum(done.weigh(value)[1] for value in node.outputs)
         if heavy.get(node, 0.0) > size:
             continue
         for letter in _disputed(instance, choice, done):
@@ -68,7 +68,9 @@ def _slices(made: Layout, wanted: Layout | None, dim: int) -> bool:
 def _sharded_input_bytes(program: Placed, done: Propagation, among: set[ir.Node]) -> dict[ir.Node, float]:
     """By node the bytes of the inputs it depends on that arrive sharded."""
     cut = {
-        value: done.weigh(value) for value in (there.value for there in done.given.arriving) if value.is_graph_input()
+        value: done.weigh(value)[1]
+        for value in (there.value for there in done.given.arriving)
+        if value.is_graph_input()
     }
     below: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset({value}) for value in cut}
     found: dict[ir.Node, float] = {}

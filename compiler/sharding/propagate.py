@@ -2,13 +2,16 @@
 
 A node first hears what is given of its own operands and results. Then it takes the cut of an operand that arrives cut, or that its
 reader wants cut, wherever its rule allows it: the factor of that dim gets those axes. What the plan gave is never changed; what was
-derived first stays; where two neighbours ask for different cuts, the one with more bytes is heard first, at a tie the earlier
-operand. Inputs are heard before outputs in every round. A cut that the dims are not proven to be divisible by is not derived: the
+derived first stays. Where two neighbours ask for different cuts, the one whose size grows faster with a symbol is heard first (attention
+scores, `[batch, heads, seq, seq]`, before values), then the one with more bytes at typical sizes, at a tie the earlier operand. Inputs
+are heard before outputs in every round. A cut that the dims are not proven to be divisible by is not derived: the
 value is resharded there instead. An axis cuts one factor of a node; only rows that are looked up may have those of ids that arrive cut: to
 pull n ids' rows moves (P-1)/P n (8 + row) bytes a rank at most, and to gather ids and reduce terms P times as many.
 
 A value that goes to another group of as many ranks is asked for, and offered, as on its own: data parallel stages stay so. But for a
-parameter that other ranks serve: how it is cut there says nothing of how they compute.
+parameter that other ranks serve: how it is cut there says nothing of how they compute. The layout in which a plan stores
+a parameter is heard last, when no other wish can be taken: what is stored in shards over data parallel ranks is gathered by its
+readers, whose records these ranks share, and what is stored in shards over ranks that would compute alike is computed in shards.
 
 The result depends on the graph and on the given cuts alone, not on the order in which rules are listed. What a node has refused it would
 refuse again, so it is asked anew only where a neighbour has changed; one that looks rows up also where it has changed itself.
@@ -31,12 +34,12 @@ from partc.compiler.ops.rule import WHOLE
 
 @dataclass(frozen=True)
 class Vote:
-    """A neighbour's wish: a factor cut by axes of a mesh, its weight in bytes, and who wishes it."""
+    """A neighbour's wish: a factor cut by axes of a mesh, the weight of its value (see `Propagation.weigh`), and who wishes it."""
 
     letter: str
     mesh: Mesh
     axes: Axes
-    weight: float
+    weight: tuple[int, float]
     why: str
     arrives: bool = False
     """Whether the operand arrives in this sharding, or was given it: only then may looked-up rows share the axes and be pulled."""
@@ -46,19 +49,22 @@ class Vote:
 class Propagation:
     """The graph's instances in order with their choices, and what is needed to hear their neighbours.
 
-    `weigh` gives a value's bytes; `divides` says whether a factor of an instance is proven to be divisible by so many shards.
+    `weigh` gives how fast a value's size grows with a symbol, and its bytes at typical sizes; `divides` says whether a factor of an
+    instance is proven to be divisible by so many shards.
     """
 
     instances: Sequence[NodeOnGroup]
     choices: Mapping[NodeOnGroup, NodeSharding]
     given: Pinned
     paths: Mapping[ir.Node, str]
-    weigh: Callable[[ir.Value], float]
+    weigh: Callable[[ir.Value], tuple[int, int]]
     divides: Callable[[NodeOnGroup, str, int], bool]
     readers: dict[tuple[ir.Value, int], list[Operand]] = field(default_factory=dict)
     """Per value and size of group the operands that read it."""
     places: dict[ir.Node, list[int]] = field(default_factory=dict)
     """Per node the places of its instances among `instances`."""
+    hears_stored: bool = False
+    """Whether the layouts in which parameters are stored are heard."""
 
     def __post_init__(self) -> None:
         for place, instance in enumerate(self.instances):
@@ -74,7 +80,17 @@ class Propagation:
         count = len(self.instances)
         by_inputs, by_outputs = bytearray(b"1" * count), bytearray(b"1" * count)
         """Whether an instance is to be asked for the wishes of its inputs, or of its outputs."""
-        changed = True
+        self._settle(by_inputs, by_outputs)
+        if readers := [use.node for there in self.given.stored for use in there.value.uses()]:
+            self.hears_stored = True
+            for node in readers:
+                for place in self.places.get(node, ()):
+                    by_inputs[place] = True
+            self._settle(by_inputs, by_outputs)
+
+    def _settle(self, by_inputs: bytearray, by_outputs: bytearray) -> None:
+        """Sweeps until no instance that is flagged takes a wish."""
+        count, changed = len(self.instances), True
         while changed:
             changed = self._sweep(range(count), by_inputs, (by_inputs, by_outputs), self._from_inputs)
             if not changed:
@@ -117,7 +133,8 @@ class Propagation:
         Beside it what decided so: a line without its folder, which differs by machine, or a neighbour's path.
         """
         producer = value.producer()
-        if arriving := self.given.arriving.get(ValueOnGroup(value, group)):
+        there = ValueOnGroup(value, group)
+        if arriving := self.given.arriving.get(there) or (self.given.stored.get(there) if self.hears_stored else None):
             return arriving[0], PurePath(arriving[1]).name
         made = [self.instances[place] for place in self.places.get(producer, ())] if producer is not None else []
         instance = next((one for one in made if one.group == group), None)
@@ -137,7 +154,7 @@ class Propagation:
         choice = self.choices[instance]
         if not choice.open:
             return False
-        votes = sorted(neighbours(instance), key=lambda vote: -vote.weight)
+        votes = sorted(neighbours(instance), key=lambda vote: vote.weight, reverse=True)
         taken = [self._take(instance, choice, vote) for vote in votes]
         return any(taken)
 
@@ -160,7 +177,7 @@ class Propagation:
         for letters, given in ((rule.inputs, self.given.inputs), (rule.outputs, self.given.outputs)):
             for k, operand in enumerate(letters):
                 if (found := given.get((instance, k))) and any(found[0].cuts):
-                    yield from self._votes(operand, found, float("inf"), arrives=True)
+                    yield from self._votes(operand, found, (1, math.inf), arrives=True)
 
     def _from_inputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         for k, value in enumerate(instance.node.inputs):
@@ -168,7 +185,10 @@ class Propagation:
                 continue
             found = self.layout_of(value, instance.group)
             if found is not None and any(found[0].cuts):
-                yield from self._votes(self.choices[instance].rule.inputs[k], found, self.weigh(value), arrives=True)
+                weight, is_stored = self.weigh(value), ValueOnGroup(value, instance.group) in self.given.stored
+                # rows of a stored table are pulled where they are fewer bytes than the table, which is gathered else
+                arrives = not is_stored or weight[1] > sum(self.weigh(output)[1] for output in instance.node.outputs)
+                yield from self._votes(self.choices[instance].rule.inputs[k], found, weight, arrives=arrives)
 
     def _from_outputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule
@@ -181,7 +201,7 @@ class Propagation:
 
     @staticmethod
     def _votes(
-        letters: str | None, found: tuple[Layout, str], weight: float, *, arrives: bool = False
+        letters: str | None, found: tuple[Layout, str], weight: tuple[int, float], *, arrives: bool = False
     ) -> Iterator[Vote]:
         layout, why = found
         if letters is None or len(letters) != len(layout.cuts):

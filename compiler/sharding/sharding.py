@@ -7,6 +7,7 @@ into shards that are proven to be equal, for all sizes that its symbols may have
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import PurePath
@@ -15,6 +16,7 @@ import onnx_ir as ir
 from partc.compiler.analysis.lost import dim_of, how_lost
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.facts import Facts
+from partc.compiler.dims.reading import names_in, read
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import SERVED
@@ -22,6 +24,7 @@ from partc.compiler.ir.program import Placed, Sharded
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
+from partc.compiler.placement.typical_sizes import TypicalSizes
 from partc.compiler.plan.generate import multiples_beside
 from partc.compiler.sharding.avoidable_gathers import gathered_dims, gathers_of_uneven_sizes, gathers_of_unknown_sizes
 from partc.compiler.sharding.cheap_values import replicate_cheap_values
@@ -58,7 +61,7 @@ def shard(program: Placed) -> Sharded:
     given, problems = seed(program, choices, rules)
     problems += seed_local_maps(program, choices)
     if not problems:
-        derived = Propagation(instances, choices, given, program.paths, laws.bytes_of, laws.divides_in(choices))
+        derived = Propagation(instances, choices, given, program.paths, laws.weigh, laws.divides_in(choices))
         derived.run()
         levels = prefer(rules, derived)
         replicate_cheap_values(program, derived)
@@ -69,7 +72,7 @@ def shard(program: Placed) -> Sharded:
         gathered = list(gathered_dims(choices, derived))
         told += gathers_of_unknown_sizes(program, gathered)
         wheres = [rule.where for rule in (*program.declared.sharding, *program.plan.sharding)]
-        wheres += [where for _, where in (*given.arriving.values(), *given.outputs.values())]
+        wheres += [where for _, where in (*given.arriving.values(), *given.stored.values(), *given.outputs.values())]
         lines = {PurePath(where).name: where for where in wheres}
         uneven = gathers_of_uneven_sizes(program, choices, gathered, laws.uneven)
         found = [*problems, *(uneven if program.strict else ())]
@@ -97,12 +100,14 @@ def _rule(node: ir.Node, strings: Container[ir.Value | None]) -> Rule:
 
 
 class _Laws:
-    """Divisibility and bytes, from what is known of the symbols."""
+    """Divisibility and weights, from what is known of the symbols."""
 
     def __init__(self, program: Placed) -> None:
         self.program = program
         self.known = {name: info.facts for name, info in program.symbols.items()}
         self.memo: dict[str, Facts] = {}
+        self.sizes = TypicalSizes(program)
+        self.weights: dict[ir.Value, tuple[int, int]] = {}
 
     def facts(self, dim: str) -> Facts:
         if dim not in self.memo:
@@ -115,12 +120,13 @@ class _Laws:
             return size % shards == 0
         return size is not None and self.facts(size).divisible_by(shards)
 
-    def bytes_of(self, value: ir.Value) -> float:
-        info = self.program.values[value]
-        size = float(info.item_bytes or 1)
-        for dim in info.shape or ():
-            size *= max(1, dim if isinstance(dim, int) else self.facts(dim).min or 1)
-        return size
+    def weigh(self, value: ir.Value) -> tuple[int, int]:
+        """In how many dims of a value one symbol occurs, at least 1, and the value's bytes at typical sizes."""
+        if value not in self.weights:
+            dims = [read(dim) for dim in self.program.values[value].shape or () if isinstance(dim, str)]
+            counts = Counter(name for dim in dims if dim is not None for name in names_in(dim))
+            self.weights[value] = max(counts.values(), default=1), self.sizes.bytes_of(value)
+        return self.weights[value]
 
     def dims(
         self, instance: NodeOnGroup, choice: NodeSharding, letter: str
@@ -174,7 +180,8 @@ class _Laws:
                 where = choice.why.get(letter, "").split(" ")[0]
                 if refusal := self.refusal(instance, choice, letter, shards, where):
                     yield refusal
-        lying = [(there.value, there.group, layout, where) for there, (layout, where) in given.arriving.items()]
+        weights_and_inputs = (given.arriving | given.stored).items()
+        lying = [(there.value, there.group, layout, where) for there, (layout, where) in weights_and_inputs]
         lying += [(i.node.outputs[k], i.group, layout, where) for (i, k), (layout, where) in given.outputs.items()]
         for value, group, layout, where in lying:
             for dim in range(len(layout.cuts)):

@@ -114,8 +114,8 @@ class RegionShardings:
                 weights = [(value, cut) for value, cut in entering if value.is_initializer()]
                 if not alone:
                     self._entering(region, instances, joint, [one for one in entering if one not in weights])
-                    self._arriving(region, group, joint, weights)
-                self._arriving(region, group, joint, parameters)
+                    self.given.arriving |= self._layouts(region, group, joint, weights)
+                self.given.stored |= self._layouts(region, group, joint, parameters)
                 self._leaving(region, instances, joint, leaving)
 
     def _calls(self, region: RegionMatch) -> Iterator[RegionCall]:
@@ -288,12 +288,14 @@ class RegionShardings:
                 for reader in readers:
                     self.given.inputs[reader] = (layout, line_of(region.rule))
 
-    def _arriving(
-        self, region: RegionMatch, group: Group, joint: Joint, parameters: Sequence[tuple[ir.Value, ShardSpec]]
-    ) -> None:
-        for value, cut in parameters:
-            if layout := self._layout(region, joint, cut, value, group):
-                self.given.arriving[ValueOnGroup(value, group)] = (layout, region.rule.where)
+    def _layouts(
+        self, region: RegionMatch, group: Group, joint: Joint, weights: Sequence[tuple[ir.Value, ShardSpec]]
+    ) -> dict[ValueOnGroup, tuple[Layout, str]]:
+        return {
+            ValueOnGroup(value, group): (layout, region.rule.where)
+            for value, cut in weights
+            if (layout := self._layout(region, joint, cut, value, group))
+        }
 
     def _leaving(
         self,

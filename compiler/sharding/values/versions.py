@@ -103,8 +103,9 @@ def _arrivals(
 
 def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
     """How a weight is kept on the ranks that read `version` of it: in the layout that a rule gives it there, else as it is read."""
-    said = program.given.arriving.get(ValueOnGroup(version.value, version.group))
-    return ShardedValue(version.value, version.group, normal(said[0])) if said else version
+    there = ValueOnGroup(version.value, version.group)
+    rule = program.given.stored.get(there) or program.given.arriving.get(there)
+    return ShardedValue(version.value, version.group, normal(rule[0])) if rule else version
 
 
 def _as_begun(program: Sharded, versions: ValueVersions) -> None:
