@@ -35,6 +35,7 @@ sys.path.extend([str(path) for path in Path(__file__).parents[1].iterdir() if pa
 
 from equivalence import compiled, same, whole_outputs
 from random_losses import LOSS, train, with_loss
+from random_placement_case import delivered
 from risky_graphs import CALLING, FLOAT, RECORDS, Case, Risky, twice
 
 EQUAL, REFUSED = "equal", "refused by the compile"
@@ -75,8 +76,7 @@ def _plan(draw: st.DrawFn, graph: Risky) -> list[str]:
     lines.append(
         f"dataset: {draw(st.sampled_from(['full_batch', 'data_parallel', 'data_parallel', *(['{x: [2, 1]}'] if ranks % 2 == 0 else [])]))}"
     )
-    outputs = ["", "outputs: cut", "outputs: producer", f"outputs: {ranks - 1}", f"outputs: [{ranks - 1}, 0]"]
-    lines.append(draw(st.sampled_from(outputs)))
+    lines.append(delivered(draw, ranks))
     groups = {node.name: _group(draw, ranks) for node in graph.nodes if draw(st.integers(0, 3)) == 0}
     lines += ["placement:", *(f"  {name}: {group}" for name, group in groups.items())] if groups else []
     cut = []

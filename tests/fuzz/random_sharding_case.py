@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from random_placement_case import delivered
 
 WIDTH = 12
 UNARY = ("Relu", "Neg", "Tanh", "Abs", "Identity")
@@ -153,5 +154,5 @@ def cases(draw: st.DrawFn) -> tuple[onnx.ModelProto, str]:
         placed = draw(st.sampled_from([node for node, _ in graph.ops]))
         if f"  {placed}:" not in "\n".join(lines):
             lines += ["placement:", f"  {placed}: {some}"]
-    lines.append(draw(st.sampled_from(["", "outputs: cut", f"outputs: {ranks - 1}"])))
+    lines.append(delivered(draw, ranks))
     return model, "\n".join([*lines, ""])

@@ -112,6 +112,8 @@ class Risky(Builder):
                 self._maybe_output(made, 2)
                 (turned,) = self.add("Transpose", [made], perm=[1, 0])
                 (square,) = self.add("MatMul", [made, turned])
+                if self.draw(st.booleans()):
+                    (square,) = self.add("Trilu", [square])
                 (out,) = self.add("MatMul", [name, square])
             case "zero":
                 bounds = [self.constant(np.array([k], np.int64)) for k in (0, 0, 1)]

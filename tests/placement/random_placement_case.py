@@ -39,7 +39,7 @@ class Builder:
 
     def grow(self) -> None:
         kind = self.draw(
-            st.sampled_from(["unary", "binary", "matmul", "split", "concat", "shape", "expand", "if", "batch"])
+            st.sampled_from(["unary", "binary", "matmul", "split", "concat", "shape", "expand", "if", "batch", "mask"])
         )
         name, width = self.pick()
         match kind:
@@ -73,6 +73,9 @@ class Builder:
                 out = self.add(
                     "If", [flag], then_branch=branch("Add", name, other), else_branch=branch("Sub", name, other)
                 )
+            case "mask":
+                (square,) = self.add("MatMul", [name, *self.add("Transpose", [self.pick(width)[0]], perm=[1, 0])])
+                out = self.add("MatMul", [*self.add("Trilu", [square], upper=self.draw(st.integers(0, 1))), name])
             case "batch":
                 (mean,) = self.add("ReduceMean", [name, self.constant(np.array([0], np.int64))], keepdims=1)
                 out = self.add("Sub", [name, mean])
@@ -111,5 +114,12 @@ def cases(draw: st.DrawFn) -> tuple[onnx.ModelProto, str]:
         for node in builder.nodes
         if draw(st.integers(1, share)) == 1
     ]
-    deliver = draw(st.sampled_from(["", "outputs: producer\n", f"outputs: {ranks - 1}\n", "outputs: [0, 1]\n"]))
-    return model, "\n".join([f"ranks: {ranks}", "placement:", *rules, deliver])
+    return model, "\n".join([f"ranks: {ranks}", "placement:", *rules, delivered(draw, ranks), ""])
+
+
+def delivered(draw: st.DrawFn, ranks: int) -> str:
+    """The line of a plan that says where outputs are delivered: nowhere, on one rank, or on ranks in any order."""
+    order = draw(st.permutations(range(ranks)))[: draw(st.integers(1, ranks))]
+    return draw(
+        st.sampled_from(["", "outputs: cut", "outputs: producer", f"outputs: {ranks - 1}", f"outputs: {[*order]}"])
+    )
