@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import click
@@ -14,7 +15,10 @@ _SHOWN = 100
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("build"))
-def command(folder: Path) -> int:
+@click.option(
+    "--memory", is_flag=True, help="Also load all ranks here, and prove that values of a step do not overlap in memory."
+)
+def command(folder: Path, memory: bool) -> int:
     """Check an artifact from its files alone; nothing is run.
 
     Checked are hashes, schemas, types and shapes, external data, the matching and order of communication between all ranks, and the
@@ -24,12 +28,15 @@ def command(folder: Path) -> int:
 
     \b
     partc check build/
+    partc check build/ --memory
     """
     from partc.runtime.checker.check import check
 
     checked = check(folder)
     counts = {key: getattr(checked, key) for key in ("ranks", "files", "nodes", "transfers", "collectives")}
     found = [str(violation) for violation in checked.violations]
+    if memory and not found:
+        found = _overlaps(folder)
     named = [str(one) for one in checked.named]
     document = {"ok": not found, "folder": str(folder), "violations": found, **counts, "named": named}
     if checked.microbatches:
@@ -39,8 +46,8 @@ def command(folder: Path) -> int:
         console.echo(text, err=True)
     if len(found) > _SHOWN:
         console.echo(f"... and {len(found) - _SHOWN:,} more, which --json lists", err=True)
-    if checked.violations:
-        console.echo(f"{folder}: {count(len(checked.violations), 'violation')}", err=True)
+    if found:
+        console.echo(f"{folder}: {count(len(found), 'violation')}", err=True)
         return 1
     parts = [
         count(checked.ranks, "rank"),
@@ -51,6 +58,8 @@ def command(folder: Path) -> int:
     if checked.collectives:
         parts.append(count(checked.collectives, "collective"))
     console.echo(f"{folder}: ok, {', '.join(parts)}")
+    if memory:
+        console.echo("memory: no two values of a step overlap while both are needed, at typical sizes")
     for name in checked.named:
         console.echo(f"used only with --plan or --trust-code: {name}")
     if checked.state.in_place + checked.state.copied:
@@ -70,3 +79,23 @@ def command(folder: Path) -> int:
         kept = f"{one.microbatches:.6g} {'microbatch' if one.microbatches == 1 else 'microbatches'}"
         console.echo(f"  {ranks}: at most {kept} kept for backward passes, {one.bytes} bytes{unknown}")
     return 0
+
+
+def _overlaps(folder: Path) -> list[str]:
+    """What the proofs of the memory of each rank's step find, of every program, at typical sizes."""
+    from partc.cli.output.stats import typical_sizes
+    from partc.runtime import load_local
+    from partc.runtime.artifact.manifest import open_artifact
+    from partc.runtime.errors import RankError
+    from partc.runtime.execution.memory.freed import VARIABLE
+
+    os.environ[VARIABLE] = "1"
+    found: list[str] = []
+    for name in open_artifact(folder).programs:
+        with load_local(folder, program=name) as ranks:
+            for rank in ranks.ranks:
+                try:
+                    rank.prepare(typical_sizes(ranks.manifest))
+                except RankError as error:
+                    found.append(f"program '{name}': {error}")
+    return found

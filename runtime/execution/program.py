@@ -105,6 +105,13 @@ class Program:
         """Measure every task of every step from the next one on, which has this number, until it is stopped; `beside` another program."""
         return self._schedules.measured_by(beside or Profiler(self.rank, number, bool(self._settings.profile)))
 
+    @one_at_a_time(PROGRAM, local=True)
+    def prepare(self, bindings: Bindings) -> None:
+        """Makes the plan of a step of these sizes, without running it. Where freed memory is filled (`memory/freed.py`) it is proven,
+        and RankError names two values that share bytes while both are needed.
+        """
+        self._schedules.of(bindings)
+
     @property
     def inputs(self) -> list[Port]:
         """The model inputs that this rank reads."""

@@ -42,7 +42,6 @@ from ..program.value_table import Storage
 from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
 from .memory.freed import Freed, fill, fills_freed
 from .memory.layout import arenas, at_sizes
-from .memory.proof import refuse_meeting
 from .memory.roles import ActionKind, Role
 from .moves.at_large import AtLarge
 from .moves.message_calls import MessageCalls
@@ -119,7 +118,10 @@ class StepPlan:
         self._plan(waits, accesses)
         if accesses is not None:
             self.lanes = Lanes(program, transport, self.actions, [accesses.of(role) for role in self.roles], len(lanes))
-        refuse_meeting(self)
+        if self.freed is not None:
+            from .memory.proof import refuse_meeting
+
+            refuse_meeting(self)
 
     def take(self, inputs: Mapping[str, Value]) -> None:
         """Bind the inputs of a step, and the rows of caches that it has."""

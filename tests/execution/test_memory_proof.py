@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from partc.cli.main import invoke
 from partc.runtime import load_local
 from partc.runtime.errors import RankError
-from partc.runtime.execution import step_plan
-from partc.runtime.execution.memory import layout
+from partc.runtime.execution.memory import layout, proof
 from partc.runtime.execution.memory.freed import VARIABLE, Freed, pattern
 from partc.runtime.execution.memory.proof import meetings
 from partc.runtime.execution.program import Program
@@ -59,7 +59,7 @@ class Planned:
         self.lives: list[Sequence[Lifetime]] = []
         self.moved: tuple[str, str] | None = None
         monkeypatch.setattr(layout, "assign", self._assigned)
-        monkeypatch.setattr(step_plan, "refuse_meeting", lambda plan: None)
+        monkeypatch.setattr(proof, "refuse_meeting", lambda plan: None)
 
     def _assigned(self, lives: Sequence[Lifetime]) -> Arena:
         self.lives.append(lives)
@@ -161,6 +161,20 @@ def test_no_step_runs_with_a_plan_that_fails(tmp_path: Path, monkeypatch: pytest
     assert re.match(r"rank [01]: the memory of a step is planned wrongly: '.+' and '.+' share bytes", lines[0]), lines
     assert lines[-2].strip().startswith("values that are needed at the same time have bytes of their own, and ")
     assert lines[-1].startswith("  help: ")
+
+
+def test_check_proves_the_memory_of_every_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, "0")
+    built = str(compiled(tmp_path / "build", PERCEPTRON, DATA_PARALLEL, MOMENTUM))
+    assert invoke(["check", built, "--memory"]) == 0
+    assert "memory: no two values of a step overlap while both are needed" in capsys.readouterr().out
+    monkeypatch.setattr(
+        layout, "assign", lambda lives: replace((arena := assign(lives)), offsets=dict.fromkeys(arena.offsets, 0))
+    )
+    assert invoke(["check", built, "--memory"]) == 1
+    assert re.search(r"program 'train': rank 1: .+ '.+' and '.+' share bytes", capsys.readouterr().err)
 
 
 def test_lanes_that_do_not_wait_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
