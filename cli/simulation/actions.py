@@ -18,7 +18,7 @@ from partc.cli.simulation.sizes import FileSizes
 from partc.compiler.cost import play
 from partc.compiler.cost.machine import FALLBACK, Machine, Processor
 from partc.compiler.cost.play import Action
-from partc.compiler.cost.price import LAYOUT, NodeCost, Operand, cost_of, function_costs, function_seconds
+from partc.compiler.cost.price import LAYOUT, NodeCost, Operand, cost_of, function_seconds
 from partc.runtime.artifact.format import CPU, OPTIMIZER
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.row_function import NEXT, ROWS, is_rowwise
@@ -109,31 +109,6 @@ class Pricing:
         if key not in self._functions:
             self._functions[key] = function_seconds(function, given, processor, shard)
         return self._functions[key]
-
-    def least(self, step: Segment | Update, sizes: FileSizes) -> float:
-        """Seconds that ranks take together at least for what a segment or an update of the unsharded model computes."""
-        processor = self.machine.processor(step.target or CPU)
-        functions = {one.name: one for one in sizes.file.model.functions}
-        if isinstance(step, Update):
-            found = updated(step, functions, sizes)
-            return sum(least_of(functions[name], operands, processor) for name, operands in found)
-        total = 0.0
-        for node in step.formal.nodes:
-            given, made = sizes.of_node(node, step)
-            if node.domain == OPTIMIZER and node.op_type in functions:
-                total += sum(one.least(processor) for one in function_costs(functions[node.op_type], given))
-            else:
-                total += self.node(node, given, made).least(processor)
-        return total
-
-
-def least_of(function: FunctionProto, operands: Sequence[Operand], processor: Processor) -> float:
-    """Seconds of an update at least, on however many ranks: of flat operands no run of a session takes more than a shard of elements."""
-    many = max((math.prod(one.sizes or ()) for one in operands), default=0) / SHARD
-    if many <= 1 or is_rowwise(function):
-        return sum(cost.least(processor) for cost in function_costs(function, operands))
-    shard = [one if math.prod(one.sizes or ()) == 1 else Operand((SHARD,), one.item) for one in operands]
-    return many * (processor.session + sum(cost.least(processor) for cost in function_costs(function, shard)))
 
 
 def updated(

@@ -1,284 +1,159 @@
-"""The program of one rank, and what ranks of other plans take at least for parts of it: for what a stage has of a microbatch.
+"""What a rank computes in a step of a candidate, by the programs of a search that were simulated.
 
-    way        of stages: values that one makes and the next one reads, from the first stage forward to the last, and back
-    task       of a stage: all of its nodes that are on ways forward, or back; `late` is what of these only feeds gradients of weights
-    sum        of a layer, over the ranks that share it: as a plan that was played has it, by the value that it makes
-    idle       a rank waits for a sum, unless it has nodes of the same stage that neither make what is summed up nor depend on the sum
-
-A rank computes one node at a time, and has one collective under way at a time, so of a set of nodes that follow a message and are followed
-by another one it takes their seconds, and those in which it is idle; each sum of a chain ends a session.
+The unsharded program gives each node's seconds at the sizes of a part of the batch. Which nodes each rank of a layer has whole is
+learned of the first candidate over `tp` that was simulated without recomputing; others over as many ranks, or over others that shard
+the same dims, have it alike.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from partc.cli.simulation.actions import Pricing
+from partc.cli.simulation.actions import Pricing, updated
 from partc.cli.simulation.sizes import FileSizes
-from partc.compiler.cost.machine import FALLBACK
-from partc.compiler.pipelines.bodies import PRODUCTS
+from partc.cli.simulation.step import Simulation
+from partc.compiler.cost.machine import Machine
+from partc.compiler.cost.price import Operand
 from partc.compiler.search.candidate import Candidate
-from partc.runtime.artifact.format import ALL_REDUCE, CPU, OPTIMIZER
-from partc.runtime.artifact.graph.onnx_graph import path_of
+from partc.compiler.search.search import Search
+from partc.runtime.artifact.format import CPU, OPTIMIZER
+from partc.runtime.artifact.graph.row_function import ROWS
 from partc.runtime.artifact.tasks.task import parse
-from partc.runtime.artifact.tensors.dtypes import dense
-from partc.runtime.execution.memory.layout import at_sizes
-from partc.runtime.program.steps import Segment, StartCollective, Step, Update
+from partc.runtime.program.steps import Segment, Step, Update
+from partc.runtime.updates.updater import SHARD
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
-
-Mask: TypeAlias = NDArray[np.bool_]
-"""A set of nodes of a program."""
-Seconds: TypeAlias = NDArray[np.float64]
-"""By node its seconds."""
+    from onnx import FunctionProto, NodeProto
 
 
-@dataclass(frozen=True)
-class Sum:
-    """A sum over the ranks of a layer: the node that makes what is summed up, and the bytes of one of so many parts of the batch."""
+class KnownProgram:
+    """The simulated programs of a search; `whole` is the unsharded one."""
 
-    node: int
-    bytes: Callable[[int], float]
-
-
-@dataclass(frozen=True)
-class Layers:
-    """How a plan that was played shares layers: `is_whole`, which nodes each rank of a layer has as one rank has them, and the sums."""
-
-    is_whole: Mask
-    sums: Sequence[Sum]
-
-
-class Program:
-    """The nodes of the unsharded program, those that cost the same as one kind; `symbol` is what counts records."""
-
-    def __init__(self, sizes: FileSizes, pricing: Pricing, symbol: str) -> None:
-        self.sizes, self.pricing, self.symbol = sizes, pricing, symbol
-        self.records = sizes.sizes[symbol]
+    def __init__(self, search: Search, whole: Simulation) -> None:
+        self.search = search
+        (self.sizes,) = whole.files.values()
+        symbol = next(iter(search.batch.symbols), "")
+        self.symbol = (
+            symbol if search.records is not None and search.request.sizes.get(symbol) == search.records else ""
+        )
         self.kinds: list[tuple[NodeProto, Segment]] = []
-        self.nodes: list[tuple[NodeProto, Segment]] = []
-        self.paths, self.reads, self.makes = list[str](), list[list[str]](), list[list[str]]()
-        of_node, numbers = list[int](), dict[object, int]()
-        for node, segment in _nodes(sizes.file.steps):
+        """A node of each kind: those of one kind cost the same."""
+        self.nodes, self.kind = self._read()
+        steps = self.sizes.file.steps
+        self.functions = [
+            pair for step in steps if isinstance(step, Update) for pair in _functions_of(step, self.sizes)
+        ]
+        self._replicated: dict[int, NDArray[np.bool_]] = {}
+        self._machines: dict[int, tuple[Machine, Pricing]] = {}
+        self._computed: dict[tuple[int, int, int], float] = {}
+        self._updates: dict[tuple[int, float], float] = {}
+
+    def learn(self, one: Candidate, simulation: Simulation) -> None:
+        """Takes how layers are sharded from a candidate over `tp` that was simulated."""
+        tp = one.degrees.tp
+        if self.symbol and tp > 1 and not (one.by_module or one.recompute) and tp not in self._replicated:
+            self._replicated[tp] = self._on_all_ranks(one, simulation.files.values())
+            self._computed.clear()
+
+    def computed(self, one: Candidate) -> float | None:
+        """Seconds of a microbatch on a rank, of all stages; None where it is not known how layers are sharded, or nodes have no price."""
+        busy, tp, parts = self._busy(one.degrees.ranks), one.degrees.tp, one.degrees.dp * one.microbatches
+        machine, pricing = self._machines[busy]
+        if not self.symbol or machine.segments or (tp > 1 and (one.by_module or not self._alike(tp))):
+            return None
+        if (key := (busy, parts, tp)) not in self._computed:
+            sizes = self._at(parts)
+            costs = [pricing.node(node, *sizes.of_node(node, segment)) for node, segment in self.kinds]
+            processor = machine.processor(CPU)
+            seconds = np.array([cost.seconds(processor) for cost in costs])[self.kind]
+            if tp > 1:
+                shards = np.array([cost.in_shards(tp).seconds(processor) for cost in costs])[self.kind]
+                seconds = np.where(self._replicated[self._alike(tp)], seconds, shards)
+            self._computed[key] = float(seconds.sum())
+        return self._computed[key]
+
+    def updating(self, ranks: int, share: float) -> float:
+        """Seconds of the update of a share of all parameters on a rank of so many, as it is simulated."""
+        if (key := (self._busy(ranks), share)) not in self._updates:
+            machine, pricing = self._machines[key[0]]
+            total = 0.0
+            for function, operands in self.functions:
+                sizes = (math.prod(one.sizes or ()) for one in operands)
+                given = tuple(
+                    one if many == 1 else Operand((max(2, round(share * many)),), one.item)
+                    for one, many in zip(operands, sizes, strict=True)
+                )
+                total += pricing.function(function, given, machine.processor(CPU), SHARD)
+            self._updates[key] = total
+        return self._updates[key]
+
+    def _busy(self, ranks: int) -> int:
+        """How many ranks of a host work at the same time, of so many in all."""
+        request = self.search.request
+        busy = request.machine.busy(ranks, request.hosts)
+        if busy not in self._machines:
+            machine = request.machine.among(busy)
+            self._machines[busy] = machine, Pricing(machine)
+        return busy
+
+    def _alike(self, tp: int) -> int:
+        """Over how many ranks a simulated candidate shards the same dims as one over `tp`; 0 where none does."""
+        some = [known for known in self._replicated if known == tp or self.search.is_sharded_alike(known, tp)]
+        return tp if tp in some else min(some, default=0)
+
+    def _at(self, parts: int) -> FileSizes:
+        """The unsharded program for one of so many parts of the batch."""
+        records = self.sizes.sizes[self.symbol] // parts
+        return self.sizes.at({**self.sizes.sizes, self.symbol: records})
+
+    def _read(self) -> tuple[list[tuple[NodeProto, Segment]], NDArray[np.intp]]:
+        """The nodes of the unsharded program, and the number of each node's kind."""
+        sizes, nodes, numbers = self.sizes, [*_nodes(self.sizes.file.steps)], dict[object, int]()
+        kinds = list[int]()
+        for node, segment in nodes:
             names = sizes.names(segment)
-            read, made = ([names.get(name, name) for name in some] for some in (node.input, node.output))
+            operands = [(names.get(name, name), name) for name in (*node.input, *node.output)]
             attributes = tuple(sorted(one.SerializeToString() for one in node.attribute))
             shapes = tuple(
                 (str(sizes.shapes.get(name)), sizes.types.get(name), inner in sizes.fixed(segment))
-                for name, inner in zip((*read, *made), (*node.input, *node.output), strict=True)
+                for name, inner in operands
             )
-            kind = numbers.setdefault((node.domain, node.op_type, attributes, len(read), shapes), len(numbers))
+            kind = numbers.setdefault((node.domain, node.op_type, attributes, len(node.input), shapes), len(numbers))
             if kind == len(self.kinds):
                 self.kinds.append((node, segment))
-            of_node.append(kind)
-            self.nodes.append((node, segment))
-            self.paths.append(path_of(node))
-            self.reads.append([*filter(None, read)])
-            self.makes.append([*filter(None, made)])
-        self.kind = np.array(of_node, dtype=np.intp)
-        self.maker = {name: at for at, made in enumerate(self.makes) for name in made}
-        updates = [node for step in sizes.file.steps if isinstance(step, Update) for node in step.nodes]
-        self.updated = {name for node in updates for name in node.input}
-        self._costs: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
-        self._adding: dict[tuple[int, int], Seconds] = {}
-        self._in_tasks: dict[bytes, Mask] = {}
+            kinds.append(kind)
+        return nodes, np.array(kinds, dtype=np.intp)
 
-    @cached_property
-    def readers(self) -> Mapping[str, Sequence[int]]:
-        """By value the nodes that read it."""
-        found = defaultdict[str, list[int]](list)
-        for at, read in enumerate(self.reads):
-            for name in read:
-                found[name].append(at)
-        return found
-
-    @cached_property
-    def makers(self) -> Sequence[Sequence[int]]:
-        """By node those that make what it reads."""
-        return [[*{self.maker[name] for name in read if name in self.maker}] for read in self.reads]
-
-    @cached_property
-    def before(self) -> Sequence[int]:
-        """By node, as bits, the nodes on which it depends."""
-        found = list[int]()
-        for makers in self.makers:
-            bits = 0
-            for maker in makers:
-                bits |= found[maker] | 1 << maker
-            found.append(bits)
-        return found
-
-    @cached_property
-    def behind(self) -> Sequence[int]:
-        """By node, as bits, the nodes that depend on it."""
-        found = [0] * len(self.nodes)
-        for at in reversed(range(len(self.nodes))):
-            for maker in self.makers[at]:
-                found[maker] |= found[at] | 1 << at
-        return found
-
-    @cached_property
-    def forward(self) -> int:
-        """As bits, the nodes on which the outputs of the program depend, such as its loss."""
-        bits = 0
-        for maker in {self.maker[one.name] for one in self.sizes.file.manifest.outputs if one.name in self.maker}:
-            bits |= self.before[maker] | 1 << maker
-        return bits
-
-    @cached_property
-    def backward(self) -> int:
-        """As bits, nodes of the backward pass, which no node of the forward pass stands behind."""
-        named = [any(".grad" in name for name in made) for made in self.makes]
-        return bits_of(np.array(named, dtype=bool)) & ~self.forward
-
-    @cached_property
-    def repeated(self) -> Mask:
-        """The nodes that depend on the batch, in their sizes or by what they read: each microbatch has them."""
-        here, other = self.at(1), self.sizes.at({**self.sizes.sizes, self.symbol: 2 * self.records})
-        return np.array([here.of_node(*one) != other.of_node(*one) for one in self.kinds], dtype=bool)[self.kind]
-
-    def mask(self, bits: int) -> Mask:
-        """A set of nodes that is given as bits."""
-        count = len(self.nodes)
-        text = np.frombuffer(bits.to_bytes((count + 7) // 8, "little"), dtype=np.uint8)
-        return np.unpackbits(text, bitorder="little")[:count].astype(bool)
-
-    def at(self, parts: int) -> FileSizes:
-        """The file for one of so many parts of the batch."""
-        return self.sizes.at({**self.sizes.sizes, self.symbol: self.records // parts})
-
-    def bytes(self, name: str, parts: int) -> float:
-        """The bytes of a value of one of so many parts of the batch; 0 where its size is not known."""
-        found = self.at(parts).operand(name)
-        return 0.0 if found.sizes is None else found.bytes
-
-    def seconds(self, parts: int, shards: int = 1) -> tuple[Seconds, Seconds]:
-        """By node its seconds for one of so many parts of the batch, and those of one of so many shards of it at least."""
-        key = parts, shards
-        if key not in self._costs:
-            here, processor = self.at(parts), self.pricing.machine.processor(CPU)
-            costs = [self.pricing.node(node, *here.of_node(node, segment)) for node, segment in self.kinds]
-            exact = np.array([one.seconds(processor) for one in costs])[self.kind]
-            least = exact
-            if shards > 1:
-                least = np.array([one.in_even_shards(processor, shards) for one in costs])[self.kind]
-            self._costs[key] = exact, least
-        return self._costs[key]
-
-    def longest(self, seconds: Seconds) -> float:
-        """Seconds of the nodes of which each depends on the one before, and that take longest together: however many ranks have them."""
-        ends = list[float]()
-        for own, makers in zip(seconds.tolist(), self.makers, strict=True):
-            ends.append(own + max((ends[maker] for maker in makers), default=0.0))
-        return max(ends, default=0.0)
-
-    def adding(self, parts: int, shards: int) -> Seconds:
-        """By node what a rank takes more for one microbatch of several at least: a gradient is added to the sum of those before.
-
-        A Gemm does that itself; behind other nodes one more does.
-        """
-        key = parts, shards
-        if key not in self._adding:
-            here, processor = self.at(parts), self.pricing.machine.processor(CPU)
-            kernel, of_kind = processor.kernel(FALLBACK), np.zeros(len(self.kinds))
-            makers = np.array([self.maker[name] for name in self.updated if name in self.maker], dtype=np.intp)
-            makers = makers[self.repeated[makers]]
-            for kind in {*self.kind[makers].tolist()}:
-                node, segment = self.kinds[kind]
-                if node.op_type not in ("Gemm", "MatMul", "ReduceSum"):
-                    continue
-                given, made = here.of_node(node, segment)
-                bytes = 0.0 if made[0] is None or made[0].sizes is None else made[0].bytes
-                of_kind[kind] = kernel(3 * bytes / shards)
-                if node.op_type == "Gemm":
-                    cost = self.pricing.node(node, given, made)
-                    more = replace(cost, moved=cost.moved + bytes)
-                    of_kind[kind] = more.in_even_shards(processor, shards) - cost.in_even_shards(processor, shards)
-            found = np.zeros(len(self.nodes))
-            found[makers] = of_kind[self.kind[makers]]
-            self._adding[key] = found
-        return self._adding[key]
-
-    def in_task(self, nodes: Mask) -> Mask:
-        """The transposes that do not depend on the batch, and stand in a task with these nodes, of which products read them."""
-        key = nodes.tobytes()
-        if key not in self._in_tasks:
-            found = self._in_tasks[key] = np.zeros(len(self.nodes), dtype=bool)
-            for at in np.flatnonzero(nodes):
-                waiting = list(self.reads[at]) if self.nodes[at][0].op_type in PRODUCTS else []
-                while waiting:
-                    maker = self.maker.get(waiting.pop())
-                    if maker is None or self.repeated[maker] or self.nodes[maker][0].op_type != "Transpose":
-                        continue
-                    found[maker] = True
-                    waiting += self.reads[maker]
-        return self._in_tasks[key]
-
-    def layers(self, one: Candidate, files: Iterable[FileSizes]) -> Layers:
-        """What the rank files of a candidate that was played say of how its layers are shared."""
-        degrees, alike = one.degrees, dict[object, Callable[[int], float]]()
-        parts, each = degrees.dp * one.microbatches, degrees.dp * degrees.tp
-        shown, sums = dict[tuple[str, str], set[object]](), dict[int, Sum]()
-        first = {file.file.rank // each: file for file in reversed([*files])}
-        for file in first.values():
-            for step in file.file.steps:
-                if isinstance(step, StartCollective) and (found := self._sum(step, file, one, alike)) is not None:
-                    sums[found.node] = found
+    def _on_all_ranks(self, one: Candidate, files: Iterable[FileSizes]) -> NDArray[np.bool_]:
+        """Which nodes each rank of a layer has at the sizes that one rank alone has."""
+        each, shown = one.degrees.dp * one.degrees.tp, dict[tuple[str, str], set[object]]()
+        for file in {file.file.rank // each: file for file in reversed([*files])}.values():
             for step in file.file.steps:
                 if isinstance(step, Segment) and (not step.task or parse(step.task).microbatch == 0):
                     for node, segment in _nodes([step]):
                         sized = tuple(map(tuple, file.of_node(node, segment)))
                         shown.setdefault((node.name, node.op_type), set()).add(sized)
-        here = self.at(parts)
-        is_whole = [
+        here = self._at(one.degrees.dp * one.microbatches)
+        known = (
             shown.get((node.name, node.op_type)) == {tuple(map(tuple, here.of_node(node, segment)))}
             for node, segment in self.nodes
-        ]
-        return Layers(np.array(is_whole, dtype=bool), [sums[node] for node in sorted(sums)])
-
-    def _sum(
-        self, step: StartCollective, sizes: FileSizes, one: Candidate, alike: dict[object, Callable[[int], float]]
-    ) -> Sum | None:
-        """A collective that is a sum over the ranks of a layer, which are next to each other, of what the unsharded program makes."""
-        first, call, tp = min(step.ranks, default=0), step.call, one.degrees.tp
-        if call.op != ALL_REDUCE or [*step.ranks] != [*range(first, first + tp)] or not call.result:
-            return None
-        task = parse(step.task) if step.task else None
-        if task is not None and task.microbatch:
-            return None
-        value = call.result.removesuffix(".0") if task is not None else call.result
-        record = sizes.file.collectives[call.tag]
-        dtype = dense(record.type)
-        if value not in self.maker or value in self.updated or record.shape is None or dtype is None:
-            return None
-        shape, symbols, given = record.shape, sizes.file.manifest.symbols, sizes.sizes
-        whole = given[self.symbol] * one.degrees.dp * one.microbatches
-
-        def bytes(parts: int) -> float:
-            return float(dtype.bytes_of(at_sizes(shape, symbols, {**given, self.symbol: whole // parts})))
-
-        return Sum(self.maker[value], alike.setdefault((str(shape), record.type), bytes))
-
-
-def bits_of(mask: Mask) -> int:
-    """A set of nodes as bits."""
-    return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
-
-
-def rising(bits: int) -> list[int]:
-    """The places of bits, the first one first."""
-    some = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
-    return np.flatnonzero(np.unpackbits(some, bitorder="little")).tolist()
+        )
+        return np.fromiter(known, dtype=bool)
 
 
 def _nodes(steps: Sequence[Step]) -> Iterator[tuple[NodeProto, Segment]]:
     """The nodes of all segments, less those of an optimizer."""
     segments = (step for step in steps if isinstance(step, Segment))
     return ((node, one) for one in segments for node in one.formal.nodes if node.domain != OPTIMIZER)
+
+
+def _functions_of(update: Update, sizes: FileSizes) -> Iterator[tuple[FunctionProto, list[Operand]]]:
+    """The functions that update parameters, with their operands, those of all that are updated alike as one; of rows none."""
+    functions = {one.name: one for one in sizes.file.model.functions}
+    for name, operands in updated(update, functions, sizes):
+        if ROWS not in functions[name].input:
+            yield functions[name], operands

@@ -1,17 +1,13 @@
-"""The candidates of a search that are compiled, and played as by `partc simulate`: the best by what is expected, and baselines.
+"""The candidates of a search that are compiled and simulated, as by `partc simulate`: those with the best estimates, and baselines.
 
-First of all the model is compiled for one rank: what its nodes take at the sizes of a candidate's ranks that candidate takes at least
-(`Leasts`), and its estimate begins with it. Expected is its estimate, or what it takes at least, if that is more. The least of what was
-played, and of what all others take at least, is the bound.
-
-A candidate that cannot be faster than what is found is not played; nor is one of a large model whose estimate is above what is found, as
-far as the estimates of what was played, of the same degrees or else of the same kind, were off. How many are played does not depend on
-how fast this process is, so that the same input gives the same plan; a limit of time ends the search before, and more are played in it.
+First of all the model is compiled for one rank: what its nodes take is what estimates begin with (`KnownProgram`). Of a large model a
+candidate is not simulated whose estimate is above what was found, as far as the estimates of what was simulated, of the same degrees or
+else of the same kind, were off. How many are simulated does not depend on how fast this process is, so that the same input gives the same
+plan; a limit of time ends the search before, and more are simulated in it.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import tempfile
@@ -22,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from partc.cli.simulation.leasts import Leasts
+from partc.cli.simulation.known_program import KnownProgram
 from partc.cli.simulation.step import Simulation, simulated
 from partc.compiler.emit.emit import emit
 from partc.compiler.errors import CompileError
@@ -80,25 +76,8 @@ class Plays:
     played: list[Play] = field(default_factory=list)
     refused: dict[Candidate, str] = field(default_factory=dict)
     cut_short: bool = False
-    least: Leasts | None = None
     measured: dict[Candidate, float] = field(default_factory=dict)
     failed: dict[Candidate, str] = field(default_factory=dict)
-
-    def bound(self) -> float:
-        """Seconds that no candidate takes less than, of those that are within the memory: what was played takes as long as it does."""
-        known = {*self.refused, *(one.candidate for one in self.played)}
-        if self.least is None:
-            return 0.0
-        best, levels = self.fitting[0].seconds if self.fitting else math.inf, self.least.levels
-        rest = enumerate(one for one in self.search.candidates if one not in known)
-        waiting = [(levels[0](one), number, 0, one) for number, one in rest]
-        heapq.heapify(waiting)
-        while waiting and waiting[0][0] < best:
-            least, number, level, one = heapq.heappop(waiting)
-            if level + 1 == len(levels):
-                return least
-            heapq.heappush(waiting, (max(least, levels[level + 1](one)), number, level + 1, one))
-        return best
 
     @property
     def best(self) -> Play | None:
@@ -123,15 +102,10 @@ class Plays:
         """The bytes by which peaks are above their estimates, in the median of what was played: sessions, inputs, code."""
         return median(one.peak - one.estimate.bytes for one in self.played) if self.played else 0.0
 
-    def expected(self, one: Candidate) -> Estimate:
-        """The estimate of a candidate, whose seconds are at least what it takes at least."""
-        estimate = self.search.estimate(one)
-        return estimate if self.least is None else replace(estimate, seconds=max(estimate.seconds, self.least(one)))
-
     @property
     def ratios(self) -> list[tuple[Candidate, float]]:
-        """What was played, and its seconds for each that was expected."""
-        return [(one.candidate, one.seconds / self.expected(one.candidate).seconds) for one in self.played]
+        """What was simulated, and its seconds for each of its estimate."""
+        return [(one.candidate, one.seconds / self.search.estimate(one.candidate).seconds) for one in self.played]
 
     def likely(self, one: Candidate, estimate: Estimate, rows: Sequence[tuple[Candidate, float]]) -> float:
         """The seconds that a candidate hardly takes less than, by its estimate and by `rows`, how far those of what was played were off.
@@ -157,7 +131,7 @@ class Plays:
 @uncollected()
 def played(search: Search, memory: int | None, began: float, limit: float | None, wanted: int = 1) -> Plays:
     """Plays candidates, to find so many; UsageError where the limit of time, in seconds since it `began`, is over before one is found."""
-    found = Plays(search, memory, wanted)
+    found, known = Plays(search, memory, wanted), None
     nodes, longest = len(search.program.model.graph) * (_OF_TRAINING if search.request.base.trains else 1.0), 0.0
     most = max(_FEWEST, wanted, min(_MOST, int(_NODES / max(1.0, nodes)))) if limit is None else max(_MOST, wanted)
     for candidate in itertools.chain([_WHOLE], _in_turn(found, most)):
@@ -172,12 +146,12 @@ def played(search: Search, memory: int | None, began: float, limit: float | None
             continue
         step = play_program(search, proposal.done)
         if candidate == _WHOLE:
-            found.least = Leasts(search, step)
-            search.estimates.updates = found.least.updating
+            known = KnownProgram(search, step)
+            search.estimates.updates = known.updating
             search.estimates.calibrate(step.played.busy[0])
-            search.estimates.computed = found.least.computed
-        elif found.least is not None:
-            found.least.learn(candidate, step)
+            search.estimates.computed = known.computed
+        elif known is not None:
+            known.learn(candidate, step)
         if candidate != _WHOLE or search.request.fixed.allows(candidate.degrees):
             peak = max(one.peak for one in step.memory.values())
             given = sum(len(one.ranks) * bytes for one, bytes in zip(step.played.classes, step.bytes, strict=True))
@@ -212,44 +186,25 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
     waiting = {one: search.estimate(one) for one in few}
 
     def is_behind(one: Candidate, estimate: Estimate) -> bool:
-        """Whether it cannot be faster than what was found; of a large model whether it is not, by its estimate and the error of others."""
-        if found.best is None or found.least is None:
-            return False
-        enough = found.enough
-        is_slower = is_large and found.likely(one, estimate, found.ratios) >= enough
-        return is_slower or any(level(one) >= enough for level in found.least.levels)
+        """Whether a candidate of a large model is slower than what was found, by its estimate and the error of others."""
+        return is_large and found.best is not None and found.likely(one, estimate, found.ratios) >= found.enough
 
-    def rank(pair: tuple[Candidate, Estimate], surplus: float) -> tuple[bool, bool, float, float]:
-        one, estimate = pair
+    def rank(one: Candidate, estimate: Estimate, surplus: float) -> tuple[bool, bool, float, float]:
         bytes = estimate.bytes + surplus
         over = found.memory is not None and bytes > found.memory
         return over, turns[one.degrees] >= _ALIKE and not over, bytes if over else estimate.seconds, bytes
 
     def following() -> Candidate | None:
-        """The next one to play; those before it are behind what was found, and wait no more."""
-        surplus, rows, numbers = found.surplus, found.ratios, {one: number for number, one in enumerate(waiting)}
+        """The next one to simulate; those before it are behind what was found, and wait no more."""
+        surplus, rows = found.surplus, found.ratios
 
         def likely(one: Candidate, estimate: Estimate) -> Estimate:
             return replace(estimate, seconds=found.likely(one, estimate, rows)) if is_large else estimate
 
-        some = [
-            (rank((one, likely(one, estimate)), surplus), numbers[one], one, estimate)
-            for one, estimate in waiting.items()
-        ]
-        heapq.heapify(some)
-        while some:
-            first, number, candidate, estimate = heapq.heappop(some)
-            if is_behind(candidate, estimate):
-                del waiting[candidate]
-                continue
-            expected = found.expected(candidate)
-            later = rank((candidate, expected), surplus)
-            if later > first:  # what it takes at least is worked out where it matters
-                heapq.heappush(some, (later, number, candidate, expected))
-                continue
-            del waiting[candidate]
-            if not is_behind(candidate, expected) and not _is_refused(found, candidate):
-                return candidate
+        for one in sorted(waiting, key=lambda one: rank(one, likely(one, waiting[one]), surplus)):
+            estimate = waiting.pop(one)
+            if not is_behind(one, estimate) and not _is_refused(found, one):
+                return one
         return None
 
     while len(found.played) - begun < (most if found.best is not None else 2 * most):
@@ -259,7 +214,7 @@ def _in_turn(found: Plays, most: int) -> Iterator[Candidate]:
         tried.add(candidate)
         turns[candidate.degrees] += 1
         yield candidate
-    near = [(found.expected(one), one) for one in search.baselines.values() if one not in tried]
+    near = [(search.estimate(one), one) for one in search.baselines.values() if one not in tried]
     for estimate, candidate in sorted(near, key=lambda pair: pair[0].seconds):
         if is_behind(candidate, estimate):
             continue

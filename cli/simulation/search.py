@@ -1,4 +1,4 @@
-"""`partc plan --ranks`: searches for a plan, and says how its step compares with baselines and with what no plan is below."""
+"""`partc plan --ranks`: searches for a plan, and says how its step compares with baselines."""
 
 from __future__ import annotations
 
@@ -81,9 +81,8 @@ def searched(source: Source, name: str, options: Options, run: Callable[[Plays],
         run(plays)
     best = plays.best
     assert best is not None
-    gap = _gap(plays, best)
-    text = best.with_head(tuple(_head(plays, best, gap, options)))
-    return Found(text, "\n".join(_report(plays, best, gap, options)), tuple(_warnings(plays, best, options)))
+    text = best.with_head(tuple(_head(plays, best, options)))
+    return Found(text, "\n".join(_report(plays, best, options)), tuple(_warnings(plays, best, options)))
 
 
 def _sizes(source: Source, options: Options, base: Base) -> dict[str, int]:
@@ -114,20 +113,14 @@ def _at(plays: Plays) -> str:
     return f"on {where if '(' in where else PurePath(where).name}" + (f" at {sizes}" if sizes else "")
 
 
-def _gap(plays: Plays, best: Play) -> str:
-    bound, many = plays.bound(), len(plays.search.candidates)
-    less = f"{100 * (best.seconds - bound) / best.seconds:.0f} % less"
-    return f"no candidate of {many:,} takes less than {seconds(bound)}, which is {less}"
-
-
-def _head(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[str]:
-    """Comment lines at the head of the plan: its cost, the bound, the baselines, and what each of its choices saves."""
+def _head(plays: Plays, best: Play, options: Options) -> Iterator[str]:
+    """Comment lines at the head of the plan: its cost, the baselines, and what each of its choices saves."""
     own = f"{seconds(best.seconds)} {_at(plays)}"
     if (measured := plays.measured.get(best.candidate)) is not None:
         own = f"{seconds(measured)} on this host, and by simulation {own}"
     tries = f" --try {options.tries}" if options.tries else ""
-    yield f"# Found by `partc plan --ranks {options.ranks}{tries}`: a step takes {own};"
-    yield f"# {gap}. Peak memory of a rank: {size_text(best.peak, at_least=True)}."
+    yield f"# Found by `partc plan --ranks {options.ranks}{tries}` among {count(len(plays.search.candidates), 'candidate')}:"
+    yield f"# a step takes {own}. Peak memory of a rank: {size_text(best.peak, at_least=True)}."
     for name, candidate in plays.search.baselines.items():
         yield f"#   {name}: {_told(plays, candidate)}"
     yield from (f"# {line}" for line in _savings(plays, best))
@@ -180,7 +173,7 @@ def _idle(best: Play, options: Options) -> str | None:
     return f"it uses {used} of {count(options.ranks, 'rank')}: every plan that was played on more takes longer, for what they send"
 
 
-def _report(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[str]:
+def _report(plays: Plays, best: Play, options: Options) -> Iterator[str]:
     search = plays.search
     known = f"{count(len(search.candidates), 'candidate')}, {len(plays.played)} played"
     known += f", {len(plays.refused)} refused" if plays.refused else ""
@@ -205,7 +198,7 @@ def _report(plays: Plays, best: Play, gap: str, options: Options) -> Iterator[st
             table.add(candidate, *([""] if ran else []), told[0], "", told[1], name)
     yield table.plain()
     own = seconds(best.seconds)
-    yield f"found {f'{_measured(plays, best.candidate)}, by simulation {own}' if ran else own}; {gap}"
+    yield f"found {f'{_measured(plays, best.candidate)}, by simulation {own}' if ran else own}"
 
 
 def _measured(plays: Plays, candidate: Candidate) -> str:

@@ -61,13 +61,6 @@ class Curve:
         """Seconds at the smallest amount."""
         return self.points[0][1]
 
-    def in_shards(self, amount: float) -> float:
-        """Seconds of an amount in whatever shards take least together: the speed is greatest at a point of the curve, or at all of it."""
-        if amount <= 0:
-            return 0.0
-        some = [one for one, _ in self.points if one < amount]
-        return amount * min(self(one) / one for one in (*some, amount))
-
     def towards(self, other: Curve, share: float) -> Curve:
         """The curve between this one, at a share of 0, and another one, at 1."""
         amounts = sorted({amount for one in (self, other) for amount, _ in one.points})

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from partc.compiler.cost.machine import FALLBACK, MATMUL, Curve, Processor
+from partc.compiler.cost.machine import FALLBACK, MATMUL, Processor
 from partc.compiler.cost.node import PRODUCT, VIEW, Known, multiply_adds
 from partc.compiler.ops.registry import Entry, entry_of
 from partc.compiler.ops.work import Dims
@@ -103,54 +103,16 @@ class NodeCost:
         beside = layout(self.laid_out) if layout is not None and self.laid_out else 0.0
         return max(computed, copy(self.moved)) + beside
 
-    def least(self, processor: Processor) -> float:
-        """Seconds that ranks take together at least, in whatever shards: their operations and bytes at the greatest speed.
-
-        A normalization that is sharded along its own axis is computed in parts, so of one the bytes alone count.
-        """
-        copy = processor.kernel(FALLBACK)
-        if self.kernel == VIEW:
-            return 0.0
-        if not self.is_product:
-            moved = copy.in_shards(self.moved)
-            own = moved if self.kernel == NORMALIZATION else processor.kernel(self.kernel).in_shards(self.moved)
-            return max(own, moved) + copy.in_shards(self.copied)
-        curve = processor.products.get(self.kernel) or processor.products[MATMUL]
-        computed = self.matrices * curve.in_shards(self.operations / self.matrices)
-        if self.is_batch:  # a shard may be of one matrix, of several, or of vectors
-            batch, vectors = processor.products.get(BATCH, curve), processor.kernels.get(VECTORS)
-            computed = min(computed, self.matrices * batch.in_shards(self.operations / self.matrices))
-            computed = computed if vectors is None else min(computed, vectors.in_shards(self.moved))
-            return max(computed, copy.in_shards(self.moved))
-        layout = processor.kernels.get(UNFOLD if self.kernel == CONVOLUTION else PACK)
-        beside = layout.in_shards(self.laid_out) if layout is not None else 0.0
-        return max(computed, copy.in_shards(self.moved)) + beside
-
-    def in_even_shards(self, processor: Processor, shards: int) -> float:
-        """Seconds that each of so many ranks takes at least, which have shards of the same size: a share of the operations and bytes each.
-
-        A shard of a batch may have fewer matrices, smaller ones, or both.
-        """
-        copy = processor.kernel(FALLBACK)
-        if self.kernel == VIEW:
-            return 0.0
-        moved = _upward(copy, self.moved / shards)
-        if not self.is_product:
-            own = moved if self.kernel == NORMALIZATION else _upward(processor.kernel(self.kernel), self.moved / shards)
-            return max(own, moved)
-        curve, each = processor.products.get(self.kernel) or processor.products[MATMUL], self.operations / self.matrices
-        curves = [curve, *filter(None, [processor.products.get(BATCH) if self.is_batch else None])]
-        counts = {max(1, self.matrices // parts) for parts in range(1, shards + 1) if shards % parts == 0}
-        computed = min(
-            many * _upward(one, min(each, self.operations / shards / many)) for one in curves for many in counts
+    def in_shards(self, shards: int) -> NodeCost:
+        """What each of so many ranks has that share the node evenly."""
+        return replace(
+            self,
+            operations=self.operations / shards,
+            matrices=max(1, self.matrices // shards),
+            moved=self.moved / shards,
+            laid_out=self.laid_out / shards,
+            copied=self.copied / shards,
         )
-        vectors = processor.kernels.get(VECTORS) if self.is_batch else None
-        return max(computed if vectors is None else min(computed, _upward(vectors, self.moved / shards)), moved)
-
-
-def _upward(curve: Curve, amount: float) -> float:
-    """Seconds of so much or more, at least."""
-    return min(curve(amount), *(seconds for one, seconds in curve.points if one >= amount), math.inf)
 
 
 def cost_of(node: ir.Node, inputs: Sequence[Operand | None], outputs: Sequence[Operand | None]) -> NodeCost:

@@ -14,9 +14,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 from partc.compiler.cost.machine import Link
 from partc.compiler.training.trainable import trainable_names
 from partc.runtime.artifact.format import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -41,8 +39,6 @@ class Reductions:
             if value.name in names
         ]
         self._calls: dict[Hashable, Calls] = {}
-        self._among: dict[frozenset[str] | None, NDArray[np.intp]] = {None: np.arange(len(self.parameters))}
-        self._kinds: dict[Hashable, tuple[NDArray[np.intp], list[_Kind]]] = {}
 
     @cached_property
     def mean(self) -> float:
@@ -50,38 +46,15 @@ class Reductions:
         calls = self.calls((), 1, 1, False)
         return max(1.0, sum(bytes * many for (_, bytes), many in calls.items()) / max(1, calls.total()))
 
-    def calls(
-        self,
-        places: Sequence[tuple[ir.Value, int]],
-        tp: int,
-        dp: int,
-        zero: bool,
-        names: frozenset[str] | None = None,
-    ) -> Calls:
-        """All of a step, where the dims at these places are sharded over `tp`, and the optimizer over `dp` if it is `zero`.
-
-        `names`: those of the parameters that are reduced, if not all are.
-        """
+    def calls(self, places: Sequence[tuple[ir.Value, int]], tp: int, dp: int, zero: bool) -> Calls:
+        """All of a step, where the dims at these places are sharded over `tp`, and the optimizer over `dp` if it is `zero`."""
         cut, over = tuple(places) if tp > 1 else (), dp if zero else 1
-        if names not in self._among:
-            some = (k for k, (value, _, _) in enumerate(self.parameters) if value.name in (names or ()))
-            self._among[names] = np.fromiter(some, dtype=np.intp)
-        numbers, kinds = self._by_kind(cut)
-        own = numbers[self._among[names]]
-        key = cut, tp, over, own.tobytes()
-        if key not in self._calls:
-            self._calls[key] = self._counted([kinds[k] for k in own], tp, over)
+        if (key := (cut, tp, over)) not in self._calls:
+            at = dict(cut)
+            self._calls[key] = self._counted(
+                [(at.get(value), shape, item) for value, shape, item in self.parameters], tp, over
+            )
         return self._calls[key]
-
-    def _by_kind(self, cut: tuple[tuple[ir.Value, int], ...]) -> tuple[NDArray[np.intp], list[_Kind]]:
-        """By parameter the number of its kind, and the kinds."""
-        if cut not in self._kinds:
-            at, numbers = dict(cut), dict[_Kind, int]()
-            some = [
-                numbers.setdefault((at.get(value), shape, item), len(numbers)) for value, shape, item in self.parameters
-            ]
-            self._kinds[cut] = np.array(some, dtype=np.intp), [*numbers]
-        return self._kinds[cut]
 
     def _counted(self, kinds: Sequence[_Kind], tp: int, over: int) -> Calls:
         found, filled = Calls(), dict[str, float]()
@@ -112,18 +85,3 @@ class Reductions:
 def seconds_of(calls: Calls, link: Link, ranks: int) -> float:
     """The seconds of these collectives, one behind another."""
     return sum(many * link.collective(op, ranks, bytes) for (op, bytes), many in calls.items())
-
-
-def least_seconds(link: Link, ranks: int, given: float, zero: bool) -> float:
-    """Seconds of so many bytes in however many collectives, of a sharded optimizer those of the way that takes less."""
-    whole = _least_of(link, ALL_REDUCE, ranks, given)
-    if not zero:
-        return whole
-    return min(whole, _least_of(link, REDUCE_SCATTER, ranks, given) + _least_of(link, ALL_GATHER, ranks, given / ranks))
-
-
-def _least_of(link: Link, op: str, ranks: int, given: float) -> float:
-    """Seconds in however many collectives: the speed is greatest at a point of the curve, or at all of it."""
-    curve = link.split.get(op, link.all_reduce)
-    some = [*(amount for amount, _ in curve.points if amount < given), given]
-    return given * min(link.collective(op, ranks, amount) / amount for amount in some) if given else 0.0

@@ -7,11 +7,10 @@ search.proposal(candidate)             # its plan, compiled
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import onnx_ir as ir
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.cost.machine import Machine
 from partc.compiler.errors import CompileError, Problem
@@ -30,7 +29,6 @@ from partc.compiler.search.blocks import Block, Way, blocks_of
 from partc.compiler.search.candidate import SCHEDULES, Candidate, Fixed, baselines, candidates, degrees_of
 from partc.compiler.search.estimate import Estimate, Estimates, Sharding
 from partc.compiler.search.modules import Modules
-from partc.compiler.search.reductions import Calls
 from partc.compiler.search.taken_over import Base
 from partc.compiler.search.work import ModelWork
 from partc.compiler.start import start
@@ -65,7 +63,6 @@ class Search:
     batch: Batch
     estimates: Estimates
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
-    _stages_of: dict[tuple[int, bool], dict[str, range]] = field(default_factory=dict)
     _blocks: dict[int, list[Block]] = field(default_factory=dict)
     _modules: dict[Degrees, Modules] = field(default_factory=dict)
     _shardings: dict[int, tuple[TensorParallel, Sharding]] = field(default_factory=dict)
@@ -164,55 +161,9 @@ class Search:
         """Whether the batch of a candidate is cut over `tp`, too."""
         return one.by_module and self.modules(one.degrees).has_records
 
-    def own_share(self, one: Candidate) -> float:
-        """The share of all weights that the ranks of one of `tp` have, in all stages together."""
-        cut = self._sharded(one.degrees.tp)[1].weights
-        if one.by_module:
-            ways = self.modules(one.degrees).ways
-            some = zip(self._blocks[one.degrees.tp], ways, strict=True)
-            cut = sum(block.sharding.weights for block, way in some if way is Way.SHARDED)
-        return 1 - cut / max(1.0, self.estimates.weights) * (1 - 1 / one.degrees.tp)
-
-    def reductions(self, one: Candidate, names: frozenset[str] | None = None) -> Calls:
-        """The collectives over `dp` for the gradients of all parameters, or of these.
-
-        Where ranks of `tp` have their records, these reduce, too, and what is told here is the least of it.
-        """
-        degrees = one.degrees
-        return self.estimates.reductions.calls(self._places(one), degrees.tp, degrees.dp, one.zero, names)
-
-    def chained_sums(self, one: Candidate, seconds: Callable[[float], float]) -> float:
-        """Seconds of the sums of a step over the ranks of a layer that wait for each other, by those of the bytes of a whole batch's."""
-        return self.estimates.work.chained_sums([value for value, _ in self._places(one)], seconds)
-
-    def sharded_names(self, one: Candidate) -> set[str]:
-        """The names of the values that a candidate shards over `tp`."""
-        return {value.name for value, _ in self._places(one) if value.name}
-
-    def _places(self, one: Candidate) -> tuple[tuple[ir.Value, int], ...]:
-        """The dims that a candidate shards over `tp`."""
-        if not one.by_module:
-            return self._sharded(one.degrees.tp)[1].places
-        some = zip(self._blocks[one.degrees.tp], self.modules(one.degrees).ways, strict=True)
-        return tuple(place for block, way in some if way is Way.SHARDED for place in block.sharding.places)
-
     def is_sharded_alike(self, shards: int, other: int) -> bool:
         """Whether the same dims are sharded over so many ranks as over others, where all is that can be."""
         return self._sharded(shards)[1].places == self._sharded(other)[1].places
-
-    def whole(self, one: Candidate) -> set[str]:
-        """The paths of the nodes that every rank of `tp` computes as one rank has them."""
-        cut = self.estimates.work.around([value for value, _ in self._places(one)])
-        paths = {self.apart.paths[node] for node in self.estimates.work.of} - {
-            self.apart.paths[node] for node, _ in cut
-        }
-        return paths - self.with_records(one.degrees) if one.by_module else paths
-
-    def with_records(self, degrees: Degrees) -> set[str]:
-        """The paths of the nodes of which each rank of `tp` has its records, by the fastest ways of the modules."""
-        ways, blocks = self.modules(degrees).ways, self._blocks[degrees.tp]
-        some = (block for block, way in zip(blocks, ways, strict=True) if way is Way.RECORDS)
-        return {self.apart.paths[node] for block in some for node in block.nodes}
 
     def proposal(self, one: Candidate) -> Proposal:
         """The plan of a candidate; CompileError where the compiler refuses it."""
@@ -262,38 +213,6 @@ class Search:
             lines.append(f"    - [{', '.join(map(key, stage.lines()))}]")
         return (*lines, "")
 
-    def stage_of(self, count: int) -> dict[str, int]:
-        """By module, or node, that a plan of so many stages places by name, its stage."""
-        return {path: k for k, stage in enumerate(self._balanced(count)) for path in stage.paths}
-
-    def stages_of(self, count: int, are_named: bool = False) -> dict[str, range]:
-        """By path of a node the stages of so many that may have it: none before what it reads, nor behind its readers.
-
-        Where the plan names stages a node that reads from some is in the latest of these (`placement/node_stages.py`), but for arithmetic
-        of shapes.
-        """
-        if (count, are_named) not in self._stages_of:
-            stage_of, graph, paths = self.stage_of(count), self.program.model.graph, self.program.paths
-            first, last = dict[ir.Node, int](), dict[ir.Node, int]()
-            follows = set[ir.Node]()
-            for node in graph:
-                named = named_stage(stage_of, paths[node])
-                makers = [maker for value in node.inputs if value is not None and (maker := value.producer()) in first]
-                first[node] = max((first[maker] for maker in makers), default=0) if named is None else named
-                if named is not None or not follows.isdisjoint(makers):
-                    follows.add(node)
-            for node in reversed(graph):
-                named = named_stage(stage_of, paths[node])
-                behind = (last[use.node] for value in node.outputs for use in value.uses() if use.node in last)
-                last[node] = min(behind, default=count - 1) if named is None else named
-                if are_named and node in follows and not all(map(_is_size, node.outputs)):
-                    last[node] = first[node]
-            found = self._stages_of[count, are_named] = dict[str, range]()
-            for node in graph:
-                known = found.get(paths[node], range(first[node], last[node] + 1))
-                found[paths[node]] = range(min(known.start, first[node]), max(known.stop, last[node] + 1))
-        return self._stages_of[count, are_named]
-
     def _heaviest(self, one: Candidate) -> float:
         """The seconds of the group with the heaviest stages for the mean of all."""
         work = [0.0] * one.degrees.stages
@@ -326,18 +245,6 @@ class Search:
     def _is_possible(self, degrees: Degrees) -> bool:
         """Whether a layer can be shared by so many ranks, and there are units for so many stages."""
         return self._can_share(degrees.tp) and degrees.stages in (1, len(self._balanced(degrees.stages)))
-
-
-def named_stage(stage_of: Mapping[str, int], path: str) -> int | None:
-    """The stage of the innermost module around a path that a plan places by name."""
-    parts = path.split(".")
-    around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((stage_of[one] for one in around if one in stage_of), None)
-
-
-def _is_size(value: ir.Value) -> bool:
-    """Whether a value is an integer, or a list of such."""
-    return value.dtype is not None and value.dtype.is_integer() and (value.shape is None or value.shape.rank() <= 1)
 
 
 def _batch(source: Source) -> Batch:

@@ -8,7 +8,7 @@ twice, for both operands, and any other node once more.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -82,27 +82,6 @@ class ModelWork:
         found = {node for value in values for node in (value.producer(), *(use.node for use in value.uses()))}
         own = [node for node in found if node is not None and node in self.of and self.of[node].cost.kernel != VIEW]
         return [(node, self.of[node]) for node in sorted(own, key=self._order.__getitem__)]
-
-    def chained_sums(self, cut: Collection[ir.Value], seconds: Callable[[float], float]) -> float:
-        """Seconds of sums over the ranks of a layer of which each waits for the one before, of a step forward, and back if it trains.
-
-        `cut`: what is sharded; a node that reads some of it and makes none is summed over, and so is the cotangent of what a product reads
-        to make some. `seconds`: those of so many bytes.
-        """
-        some = set(cut)
-        ways: dict[ir.Node, tuple[float, float]] = {}
-        for node, own in self.of.items():
-            made = (value.producer() for value in node.inputs if value is not None)
-            before = [ways[one] for one in made if one in ways]
-            forward, backward = (max((pair[k] for pair in before), default=0.0) for k in range(2))
-            makes = not some.isdisjoint(node.outputs)
-            if not makes and not some.isdisjoint(node.inputs):
-                forward += seconds(self.bytes(node.outputs[0]))
-            elif makes and own.cost.is_product and self.trains:
-                given = [one for one in node.inputs if one is not None and one not in some and not one.is_initializer()]
-                backward += max((seconds(self.bytes(one)) for one in given), default=0.0)
-            ways[node] = forward, backward
-        return sum(max((pair[k] for pair in ways.values()), default=0.0) for k in range(2))
 
     def nodes(self) -> Iterator[tuple[ir.Node, Work]]:
         """The nodes that compute or move anything, in order."""

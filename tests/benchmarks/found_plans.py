@@ -164,7 +164,7 @@ def compare(name: str, case: Case, folder: Path, options: argparse.Namespace) ->
         for plan in plans:
             plan.turn(counts[plan.name])
     sizes = ", ".join(f"{symbol}={size}" for symbol, size in case.sizes.items())
-    print(f"{name} at {sizes}, load {os.getloadavg()[0]:.1f}; the bound is {1e3 * plays.bound():.2f} ms")
+    print(f"{name} at {sizes}, load {os.getloadavg()[0]:.1f}")
     ratios = {}
     for plan in plans:
         ratio = statistics.median(one / own for one, own in zip(plan.steps, plans[0].steps, strict=True))
