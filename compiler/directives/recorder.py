@@ -14,9 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from partc.compiler.directives.calls import PlaceCall, ShardCall
+from partc.compiler.directives.calls import PlaceCall, ShardCall, TracedCall
 
 _COMPILER = Path(__file__).parents[1]
+
+
+@dataclass
+class TorchCall:
+    """A call, by a torch model that is exported, of a function that `calls` speak of; of its tensors in and out the shapes."""
+
+    calls: tuple[TracedCall, ...]
+    name: str
+    arguments: list[tuple[object, ...]] = field(default_factory=list)
+    results: list[tuple[object, ...]] = field(default_factory=list)
 
 
 @dataclass
@@ -26,6 +36,11 @@ class Recorder:
     folder: Path
     calls: list[PlaceCall] = field(default_factory=list)
     shards: list[ShardCall] = field(default_factory=list)
+    torch_calls: list[TorchCall] = field(default_factory=list)
+    under_way: list[TorchCall] = field(default_factory=list)
+    """The calls in a torch model that have not returned, the outermost first."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Maps the path of each module that such a call calls to its path below the function."""
 
     def line(self, file: str, number: int) -> str:
         """`model.py:12`: the file's path within the model's folder, or its bare name where it lies elsewhere."""

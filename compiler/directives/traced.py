@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 from partc.compiler.directives.calls import Region, TracedCall, bound_op
 from partc.compiler.directives.recorder import Recorder, recorder
+from partc.compiler.directives.torch_calls import call_in_torch, has_tensors
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.target import is_default_device, named_target
 from partc.runtime.spellings import first_free, numbered
@@ -52,11 +53,13 @@ def traced(call: TracedCall, target: Callable[..., object]) -> Callable[..., obj
     bound = bound_op(fn)
 
     def call_traced(*arguments: object, **named: object) -> object:
+        if not bound and has_tensors(arguments, named):
+            return call_in_torch(calls, fn, arguments, named, recorder())
         op = bound[0] if bound else arguments[0] if arguments else None
         if not isinstance(op, OpBuilder):
             fact = f"'{call.name}' is called without the op builder"
-            law = "the region of a function is what it emits: its first argument is the op builder of forward"
-            help = f"call it with op first; of a torch model {call.verb} a module"
+            law = "the region of a function is what it emits: its first argument is the op builder of forward, or tensors of torch"
+            help = "call it with op first"
             raise CompileError(Problem(call.where, fact, law, help))
         builder, record = op.builder, recorder()
         if record and builder.parent is not None:

@@ -101,9 +101,10 @@ def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> S
             told += (f"{_where_inputs(file)}: the input '{name}' is {one.shape}, {said}; {remedy}",)
         model = _model(built, inputs, names, file, recorder, cache)
         _use_named_symbols(model, names, file)
-        placed = placements(recorder, _modules(built), model)
-        sharding = shardings(recorder, _modules(built), model)
-        devices = targets(recorder, _modules(built), model)
+        modules = [(recorder.moved.get(path, path), module) for path, module in _modules(built)]
+        placed = placements(recorder, modules, model)
+        sharding = shardings(recorder, modules, model)
+        devices = targets(recorder, modules, model)
         dataset = declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
         plan = tp_plan(built) if _is_torch_module(built) else ()
         start = start_tokens(built) if _is_torch_module(built) and is_of_transformers(built) else ()

@@ -1,4 +1,4 @@
-"""The table of benchmarks in README.md of this folder, with the figures of this machine: runs one after the other, and prints the rows at the end.
+"""The table of benchmarks in README.md of this folder, with the figures of this machine: one after the other, rows at the end.
 
     python tests/benchmarks/readme_table.py --jax-python VENV/bin/python --cache exports
     python tests/benchmarks/readme_table.py --quick                  # small sizes, to see that all run; the figures mean nothing

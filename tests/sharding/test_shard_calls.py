@@ -12,7 +12,7 @@ from partc.compiler.directives.shard_calls import shard
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.plan.rules import RegionCall, ShardingRule
-from shard_call_models import DENSE_RELU, INPUTS, NET, line, load, refused
+from shard_call_models import DENSE_RELU, INPUTS, NET, line, load
 
 
 def test_net1_shards_a_module_by_its_method(tmp_path: Path) -> None:
@@ -301,10 +301,16 @@ inputs = {"x": Input(["batch", 8])}
     ]
     assert "block1_graph.up.weight" in source.model.graph.initializers
     assert {path.partition(".")[0] for path in node_paths(source.model).values()} == {"block1_graph", "block2"}
-    said = refused(tmp_path, text.replace("FORWARD", "shard(torch.relu, ((2, 1),))(self.block1(x))"))
-    where = line(tmp_path, "shard(torch.relu")
-    assert said.startswith(f"model.py:{where}: 'relu' is called without the op builder\n")
-    assert said.endswith("help: call it with op first; of a torch model shard a module")
+    text = text.replace(
+        "self.block1_graph = shard(self.block1, ", "self.block1_graph = (lambda *_, **__: None)(self.block1, "
+    )
+    source = load(
+        tmp_path,
+        text.replace("FORWARD", "shard(torch.relu, ((2, 1),))(self.block1(x))").replace(
+            "shard(Block(), ((2, 1),))", "None"
+        ),
+    )
+    assert [(rule.pattern, rule.inputs) for rule in source.declared.sharding] == [("relu", ((2, 1),))]
 
 
 def test_the_default_of_mindspores_device_is_the_jobs_device(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.frontend.torch.function_regions import keep_marks, take_regions
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
@@ -94,7 +95,9 @@ def export(
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
     with marks_preserved(model):
         _clean_up(model, weights)
+    keep_marks(model)
     model = checked(model, where)
+    take_regions(model, recorder)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
     return model
