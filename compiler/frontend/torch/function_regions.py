@@ -61,7 +61,7 @@ def take_regions(model: ir.Model, recorder: Recorder) -> None:
     known = {(one.where, one.name) for call in recorder.torch_calls for one in call.calls if one.regions}
 
     def counts(one: TracedCall) -> bool:
-        """Whether a call is none that forward has made again, since it was traced more than once."""
+        """Whether a call stands for itself: a tracing of forward that was repeated makes it again, without a region."""
         return bool(one.regions) or is_module(one.target) or (one.where, one.name) not in known
 
     recorder.shards[:] = filter(counts, recorder.shards)
