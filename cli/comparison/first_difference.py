@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from onnx import ModelProto, helper
-from partc.cli.comparison.compare import compare, spread
-from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
+from partc.compiler.comparison.compare import compare, spread
+from partc.compiler.comparison.rounding import perturb
 from partc.runtime.artifact.format import TARGET, Manifest, Port
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.targets import output_target, target_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, numpy_helper
 from partc.cli.comparison.first_difference import Compiled
-from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
+from partc.compiler.comparison.rounding import perturb
 from partc.runtime.artifact.format import Law, Manifest
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.artifact.tensors.law import full_tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partc.cli.comparison.compare import Compared
+from partc.compiler.comparison.compare import Compared
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.units import first_of
 

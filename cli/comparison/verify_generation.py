@@ -37,7 +37,7 @@ class Reference:
 
 def verdict(case: Case, seed: int) -> Verdict:
     """Every token of random prompts; as many prompts as make slots change hands."""
-    from partc.cli.comparison.compare import compare
+    from partc.compiler.comparison.compare import compare
 
     record = case.report.manifest.generation
     assert record is not None

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     """Every output of the unsharded model against the compiled one's; what rounding does is measured where they are not close."""
-    from partc.cli.comparison.compare import compare, spread
     from partc.cli.comparison.first_difference import Compiled, first_difference
     from partc.cli.comparison.reference import DRAWS, compile_alone, merged, perturbed
     from partc.cli.job.outputs import flatten
+    from partc.compiler.comparison.compare import compare, spread
     from partc.runtime import load_local
 
     def run(folder: Path) -> dict[str, Array]:

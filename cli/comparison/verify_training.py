@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from partc.cli.comparison.compare import Compared, compare
 from partc.cli.comparison.verdict import Case, Verdict, measured
 from partc.cli.job.job import Job, Reporting, TrainingJob
+from partc.compiler.comparison.compare import Compared, compare
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.artifact.training.scalars import scalars
@@ -46,9 +46,9 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
 
     Of a sum over ranks the unsharded model's gradients are those of the sum of the parts' means.
     """
-    from partc.cli.comparison.compare import spread
     from partc.cli.comparison.first_difference import Compiled, first_difference, gradients
     from partc.cli.comparison.reference import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
+    from partc.compiler.comparison.compare import spread
 
     report, scratch, plan = case.report, case.scratch, case.report.program.plan
     assert plan.train is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     files = stored_tensors(folder)
     architecture = _architecture(config, folder)
     with recording(folder) as recorder:
+        from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
         from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
 
         module, buffers, widened = _built(architecture, config, folder)
@@ -58,6 +60,8 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
             value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
         elif getattr(getattr(value.const_value, "raw", None), "is_meta", False):
             lost.append(name)
+    stored = {**weights.tensors, **{name: ir.Tensor(one.numpy(), name=name) for name, one in buffers.items()}}
+    model.meta[TORCH_MODEL] = replace(model.meta[TORCH_MODEL], stored=stored)
     if lost:
         kind = type(module).__name__
         fact = (

@@ -27,6 +27,7 @@ from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.torch_file import FOLDED
+from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
@@ -87,9 +88,12 @@ def export(
     _name_weights(model.graph, module)
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
+    made = list(model.graph.outputs)
     if settings.is_of_transformers(module):
         outputs = _chosen(model.graph, _output_names(program, len(model.graph.outputs), (), where), outputs)
-    _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
+    places = [made.index(value) for value in model.graph.outputs]
+    outputs = _output_names(program, len(model.graph.outputs), outputs, where)
+    _set_outputs(model, outputs, where)
     _mark_batch_norms(model, module.training)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
     with marks_preserved(model):
@@ -97,6 +101,9 @@ def export(
     model = checked(model, where)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
+    by_name = dict(zip(outputs, places, strict=True))
+    called_by = () if sequential else [spec.name for spec in read]
+    model.meta[TORCH_MODEL] = TorchModel(module, read, names.symbols, by_name, sizes, called_by, where)
     return model
 
 
@@ -114,7 +121,7 @@ def _by_torch(
     settings.prepare(module)
     while True:
         try:
-            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module) as called:
+            with quiet(), without_gradients(), traced_blocks_detached(), blocks_detached(module) as called:
                 return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
@@ -213,7 +220,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _without_gradients() -> Iterator[None]:
+def without_gradients() -> Iterator[None]:
     """Turns gradients off, so that a block `with torch.no_grad()` changes nothing: else torch makes a call of it, and forgets its modules.
 
     Layers of attention would then take kernels for inference that are no ops of ONNX: these are off, too.
