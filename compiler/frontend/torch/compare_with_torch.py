@@ -182,6 +182,16 @@ def _first_module(graph: _Graph, torch_model: TorchModel, values: Mapping[str, A
     return ""
 
 
+def drawn_outputs(model: ir.Model) -> list[str]:
+    """The outputs of a model that follow from random numbers."""
+    reached = set[ir.Value]()
+    for node in model.graph:
+        inside = [one.op_type for one in nodes_of([node])]
+        if not reached.isdisjoint(node.inputs) or any(op in _RANDOM for op in inside):
+            reached.update(node.outputs)
+    return [value.name or "" for value in model.graph.outputs if value in reached]
+
+
 class _Graph:
     """An exported graph in onnxruntime: large weights are fed, and nothing is dropped."""
 
@@ -190,7 +200,7 @@ class _Graph:
         self._fed: dict[str, Array] = {}
         self._proto = self._written()
         self._sessions: dict[tuple[int, tuple[str, ...]], Any] = {}
-        self.drawn = self._drawn()
+        self.drawn = drawn_outputs(model)
 
     def _written(self) -> onnx.ModelProto:
         """The model without its large weights, which are inputs of it."""
@@ -218,15 +228,6 @@ class _Graph:
             if node.op_type == "Dropout" and not node.domain:
                 del node.input[2:]
         return proto
-
-    def _drawn(self) -> list[str]:
-        """The outputs that follow from random numbers."""
-        reached = set[ir.Value]()
-        for node in self.model.graph:
-            inside = [one.op_type for one in nodes_of([node])]
-            if not reached.isdisjoint(node.inputs) or any(op in _RANDOM for op in inside):
-                reached.update(node.outputs)
-        return [value.name or "" for value in self.model.graph.outputs if value in reached]
 
     def has(self, ops: Sequence[str]) -> bool:
         """Whether it has one of these ops."""
@@ -264,6 +265,8 @@ class _Graph:
                 proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in more)
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4
+            # a BatchNormalization in training that follows a product is folded into it as if it were not in training
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             self._sessions[seed, more] = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
@@ -310,6 +313,7 @@ def _cases(graph: _Graph, torch_model: TorchModel) -> Iterator[tuple[str, dict[s
     small = _small_sizes(torch_model)
     numbers = any(spec.dtype.is_floating_point() for spec in torch_model.inputs)
     rows = {spec.name: graph.rows(spec.name) for spec in torch_model.inputs}
+    attempts: list[tuple[Mapping[str, int], Mapping[str, int | None]]]
     attempts = [(small, rows), (torch_model.sizes, rows), (torch_model.sizes, dict.fromkeys(rows, 1))]
     for kind in _KINDS if numbers else _KINDS[:2]:
         for sizes, below in attempts:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.inputs import Spec
 from partc.runtime.artifact.tensors.dtypes import Array
 
@@ -58,15 +59,16 @@ class TorchModel:
         known = {**read, **copies}
         return {name: known.get(id(tensor), tensor) for name, tensor in named.items()}
 
-    def call(self, tensors: Tensors, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The outputs that forward makes of tensors, by the graph's names."""
+    def call(self, tensors: Tensors | None, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The outputs that forward makes of tensors, by the graph's names; with the module's own tensors where none are given."""
         import torch
         from torch.utils import _pytree
 
         given = [values[spec.name] for spec in self.inputs]
         kwargs = dict(zip(self.arguments, given, strict=True)) if self.arguments else {}
         args = () if self.arguments else tuple(given)
-        made = torch.func.functional_call(self.module, dict(tensors), args, kwargs)
+        own, forward = {**(tensors or {})}, self.module
+        made = torch.func.functional_call(forward, own, args, kwargs) if own else forward(*args, **kwargs)
         leaves = _pytree.tree_leaves(made)
         return {name: leaves[place] for name, place in self.outputs.items()}
 
@@ -86,6 +88,30 @@ def torch_model_of(model: ir.Model) -> TorchModel | None:
     """The module that a graph was exported from; None where it was not exported here."""
     found = model.meta.get(TORCH_MODEL)
     return found if isinstance(found, TorchModel) else None
+
+
+def called_as(torch_model: TorchModel, model: ir.Model, where: str) -> TorchModel:
+    """The module with the names that another graph of it has for its inputs and outputs: the same ones, or others in the same order.
+
+    Raises CompileError where there are more or fewer.
+    """
+    inputs = _matched([spec.name for spec in torch_model.inputs], [value.name or "" for value in model.graph.inputs])
+    outputs = _matched([*torch_model.outputs], [value.name or "" for value in model.graph.outputs])
+    if inputs is None or outputs is None:
+        own = f"{', '.join(spec.name for spec in torch_model.inputs)} and gives {', '.join(torch_model.outputs)}"
+        names = [", ".join(value.name or "" for value in some) for some in (model.graph.inputs, model.graph.outputs)]
+        fact = f"the module takes {own}; the graph takes {names[0]} and gives {names[1]}"
+        raise CompileError(Problem(where, fact, help="name the same inputs and outputs in the model.py"))
+    named = [replace(spec, name=inputs[spec.name]) for spec in torch_model.inputs]
+    places = {outputs[name]: place for name, place in torch_model.outputs.items() if name in outputs}
+    return replace(torch_model, inputs=named, outputs=places)
+
+
+def _matched(ours: Sequence[str], others: Sequence[str]) -> dict[str, str] | None:
+    """By each of our names that of the others: the same where there is one of it, else by order; None where the numbers differ."""
+    if set(others) <= set(ours):
+        return {name: name for name in others}
+    return dict(zip(ours, others, strict=True)) if len(ours) == len(others) else None
 
 
 @contextmanager
