@@ -56,9 +56,9 @@ def command(
 ) -> int:
     """Compile MODEL and compare every output with that of the unsharded model on the same inputs.
 
-    Of a torch module or a folder of transformers the unsharded model is torch itself: its outputs, or losses, gradients, parameters and
-    statistics of three steps. What torch exports is compared besides on zeros, tiny and large numbers, as by `partc compile`. --against
-    does the same for a file that torch exported.
+    A torch module, or a folder of transformers, is compared with torch itself: outputs, or losses, gradients, parameters and statistics
+    of three steps. The exported model is also compared on zeros, tiny and large numbers, as by `partc compile`. --against does the same
+    for a file that torch exported.
 
     Inputs that --input leaves out, labels too, have random values, in the sizes of those that are given.
 

@@ -67,7 +67,7 @@ def torch_training(
             _train(torch_model, training.rules, options, tensors, loss, records, count, rates, found)
             if unlike:
                 found.notes.append(
-                    f"{', '.join(unlike)} is none of torch.optim: of torch are the first loss and gradients"
+                    f"{', '.join(unlike)} is not in torch.optim: the first loss and the first gradients alone are compared with torch"
                 )
             else:
                 kept = {
@@ -129,8 +129,7 @@ def _training(torch_model: TorchModel, training: Training) -> Iterator[dict[str,
     A module without weights of its own is called with copies of those that are stored.
     """
     import torch
-    from partc.compiler.frontend.torch.torch_model import without_dropout
-    from partc.compiler.frontend.torch.torch_module import quiet
+    from partc.compiler.frontend.torch.torch_model import quiet, without_dropout
 
     module = torch_model.module
     learned = {name_of(value) for value, one in training.parameters.items() if not one.frozen}

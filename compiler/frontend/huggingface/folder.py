@@ -127,7 +127,7 @@ def _architecture(config: dict[str, object], folder: Path) -> Any:
 def _built(architecture: Any, config: dict[str, object], folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
     """The model with all of its tensors on the meta device, by name its buffers as they were before, and whether it was bfloat16."""
     import torch
-    from partc.compiler.frontend.torch.torch_module import quiet
+    from partc.compiler.frontend.torch.torch_model import quiet
 
     try:
         with _without_weights(), quiet():

@@ -90,7 +90,11 @@ def compare_graph(model: ir.Model, torch_model: TorchModel, what: str = "the exp
             and any(one.any() for one in values.values() if one.dtype.kind == "f")
         ):
             continue
-        rows = _compared(graph, kind, names, values, want)
+        try:
+            rows = _compared(graph, kind, names, values, want)
+        except _NotRun as error:
+            fact = f"{what} does not run on {_shapes(values)}, as the torch module does: {error}"
+            raise DifferentError(Problem(torch_model.where, fact, help=_HELP)) from error
         failed = next((row for row in rows if not row.passed), None)
         if failed is not None:
             raise DifferentError(_problem(graph, torch_model, what, kind, values, want, failed))
@@ -99,6 +103,14 @@ def compare_graph(model: ir.Model, torch_model: TorchModel, what: str = "the exp
         if kinds
         else [*notes, f"{what} is not compared with torch: forward takes none of the inputs that are drawn"]
     )
+
+
+def _shapes(values: Mapping[str, Array]) -> str:
+    return ", ".join(f"'{name}' {list(array.shape)}" for name, array in values.items())
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _compared(
@@ -162,7 +174,7 @@ def _first_module(graph: _Graph, torch_model: TorchModel, values: Mapping[str, A
         calls.setdefault(path, []).append((module, [one.cpu().numpy() for one in made]))
 
     torch_model.run(values, seen)
-    given = graph.given_by_modules()
+    given = graph.outputs_by_module()
     wanted = {
         name: (path, array)
         for path, made in calls.items()
@@ -190,6 +202,10 @@ def drawn_outputs(model: ir.Model) -> list[str]:
         if not reached.isdisjoint(node.inputs) or any(op in _RANDOM for op in inside):
             reached.update(node.outputs)
     return [value.name or "" for value in model.graph.outputs if value in reached]
+
+
+class _NotRun(Exception):
+    """What onnxruntime says where it cannot run a graph."""
 
 
 class _Graph:
@@ -238,7 +254,7 @@ class _Graph:
         try:
             self._session([value.name or "" for value in self.model.graph.outputs], 0)
         except Exception as error:
-            return " ".join(str(error).split())
+            return _line(error)
         return ""
 
     def run(self, values: Mapping[str, Array], names: Sequence[str], seed: int = 0) -> dict[str, Array]:
@@ -248,7 +264,10 @@ class _Graph:
         session = self._session(names, seed)
         taken = {one.name for one in session.get_inputs()}
         feeds = {name: array for name, array in {**values, **self._fed}.items() if name in taken}
-        return dict(zip(names, session.run([*names], feeds), strict=True))
+        try:
+            return dict(zip(names, session.run([*names], feeds), strict=True))
+        except Exception as error:  # each of onnxruntime's is a class of its own
+            raise _NotRun(_line(error)) from error
 
     def _session(self, names: Sequence[str], seed: int) -> Any:
         import onnxruntime
@@ -272,7 +291,7 @@ class _Graph:
             )
         return self._sessions[seed, more]
 
-    def given_by_modules(self) -> dict[str, list[tuple[str, int]]]:
+    def outputs_by_module(self) -> dict[str, list[tuple[str, int]]]:
         """By path of a module the values that nodes of it make and others read, each with its number of dims."""
         found: dict[str, list[tuple[str, int]]] = {}
         scopes = {node: module_of(node) or "" for node in self.model.graph}

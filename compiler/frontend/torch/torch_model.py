@@ -6,6 +6,8 @@ Dropout is off, since torch and a graph draw other numbers.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -75,7 +77,6 @@ class TorchModel:
     def run(self, values: Mapping[str, Array], seen: Seen | None = None) -> dict[str, Array]:
         """The outputs that forward makes of arrays, by name; `seen` gets what each of its modules gives."""
         import torch
-        from partc.compiler.frontend.torch.torch_module import quiet, without_gradients
 
         with quiet(), without_gradients(), without_dropout(self.module), _watched(self.module, seen):
             tensors = self.tensors()
@@ -112,6 +113,36 @@ def _matched(ours: Sequence[str], others: Sequence[str]) -> dict[str, str] | Non
     if set(others) <= set(ours):
         return {name: name for name in others}
     return dict(zip(ours, others, strict=True)) if len(ours) == len(others) else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch's exporter and `transformers` log of modules that are not used, and warn of their own internals."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextmanager
+def without_gradients() -> Iterator[None]:
+    """Turns gradients off, so that a block `with torch.no_grad()` changes nothing: else torch makes a call of it, and forgets its modules.
+
+    Layers of attention would then take kernels for inference that are no ops of ONNX: these are off, too.
+    """
+    import torch
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager

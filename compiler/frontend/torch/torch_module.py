@@ -8,11 +8,8 @@ exporter leaves out. A module is exported in the mode that it is in: call `model
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -27,7 +24,7 @@ from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.torch_file import FOLDED
-from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel
+from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, quiet, without_gradients
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
@@ -204,36 +201,6 @@ def _torch_type(spec: Spec) -> torch.dtype:
     if not isinstance(kind, torch.dtype):
         raise CompileError(Problem(f"input '{spec.name}'", f"torch has no dtype {spec.dtype.name}"))
     return kind
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what torch's exporter and `transformers` log of modules that are not used, and warn of their own internals."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-@contextmanager
-def without_gradients() -> Iterator[None]:
-    """Turns gradients off, so that a block `with torch.no_grad()` changes nothing: else torch makes a call of it, and forgets its modules.
-
-    Layers of attention would then take kernels for inference that are no ops of ONNX: these are off, too.
-    """
-    import torch
-
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exception:
