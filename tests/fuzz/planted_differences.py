@@ -35,7 +35,7 @@ from partc.compiler.ops.registry import entries
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.training.losses import MeanSquared
-from partc.compiler.plan.training.optimizer_table import OPTIMIZERS
+from partc.compiler.training.optimizer_functions import FAMILIES, function
 from torch import nn
 
 
@@ -245,11 +245,15 @@ def changed(model: TorchModel, change: Change) -> Iterator[ir.Model]:
     yield graph
 
 
-def _formula(name: str, old: str, new: str) -> object:
-    """Another formula of an optimizer."""
-    kind = OPTIMIZERS[name]
-    assert old in kind.body
-    return mock.patch.dict(OPTIMIZERS, {name: replace(kind, body=kind.body.replace(old, new))})
+@contextmanager
+def _formula(name: str, old: str, new: str) -> Iterator[None]:
+    """Another formula of an optimizer's function."""
+    row = FAMILIES[name]
+    assert old in row.body, row.body
+    function.cache_clear()
+    with mock.patch.dict(FAMILIES, {name: replace(row, body=row.body.replace(old, new))}):
+        yield
+    function.cache_clear()
 
 
 @contextmanager
@@ -307,16 +311,14 @@ TRAINED: dict[str, Learned] = {
     "gradient of tanh": Learned(within=_gradient_of_tanh),
     "sum in place of a mean": Learned(within=_reduction),
     "formula of momentum": Learned(
-        within=lambda model: _formula("momentum", "change = Mul (momentum_next, rate)", "change = Mul (g, rate)")
+        within=lambda model: _formula("Momentum", "change = Mul (momentum_next, rate)", "change = Mul (g, rate)")
     ),
     "correction of adam's bias": Learned(
-        within=lambda model: _formula("adam", "step = Mul (rate, correction)", "step = Mul (rate, @1)"),
+        within=lambda model: _formula("Adam", "step = Mul (rate, correction)", "step = Mul (rate, @1)"),
         optimizer="{type: adam, lr: 0.1}",
     ),
     "decay of adamw": Learned(
-        within=lambda model: _formula(
-            "adamw", "lost = Mul (rate, @weight_decay)", "lost = Mul (@weight_decay, @weight_decay)"
-        ),
+        within=lambda model: _formula("AdamW", "lost = Mul (rate, @weight_decay)", "lost = Mul (@weight_decay, @1)"),
         optimizer="{type: adamw, lr: 0.1, weight_decay: 0.3}",
     ),
 }
