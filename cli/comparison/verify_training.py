@@ -59,7 +59,10 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     assert plan.train is not None
     records = _records(report.manifest, case.values)
     along = {port.name: port.batch_dim for port in report.manifest.inputs}
-    fields = {name: np.moveaxis(array, along[name], 0) if along.get(name) else array for name, array in records.items()}
+    assert report.manifest.training is not None
+    fixed = {name: records[name].tolist() for name in report.manifest.training.fixed if name in records}
+    dealt = {name: array for name, array in records.items() if name not in fixed}
+    fields = {name: np.moveaxis(array, along[name], 0) if along.get(name) else array for name, array in dealt.items()}
     data, batch = scratch / "records.npz", len(next(iter(fields.values())))
     with new_file(data) as out:
         np.savez(out, **fields)
@@ -72,7 +75,8 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     alone = replace(alone, devices=case.devices)
     count, whole = STEPS, dict[str, Array]()
     while not whole:
-        trained = partial(_trained, case.plan, data=data, batch=batch, devices=case.devices, steps=count)
+        source = {"source": str(data), **fixed} if fixed else str(data)
+        trained = partial(_trained, case.plan, data=source, batch=batch, devices=case.devices, steps=count)
         whole = trained(alone.folder, out=scratch / f"of_whole_{count}", mpi=False)
         if count < MOST_STEPS and not any(name.endswith(f", step {count}") for name in whole):
             count, whole = min(count * 2, MOST_STEPS), {}  # the loss scale was too large for every step
@@ -244,7 +248,7 @@ def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
 def _trained(
     plan: Path | None,
     folder: Path,
-    data: Path,
+    data: str | Mapping[str, Any],
     batch: int,
     devices: Mapping[str, str],
     steps: int,
@@ -261,7 +265,7 @@ def _trained(
     told = out / "metrics.jsonl"
     training = TrainingJob(
         said={
-            "data": str(data),
+            "data": data,
             "batch": batch,
             "steps": steps,
             "log": 1,
