@@ -25,6 +25,7 @@ from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.frontend.torch.clean_up import clean_up
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
@@ -93,7 +94,7 @@ def export(
     _mark_batch_norms(model, module.training)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
     with marks_preserved(model):
-        _clean_up(model, weights)
+        clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
@@ -357,25 +358,6 @@ def _mark_batch_norms(model: ir.Model, training: bool) -> None:
             for output, state in zip(node.outputs[1:], (mean, variance), strict=True):
                 assert state is not None
                 output.type, output.shape = state.type, state.shape
-
-
-def _clean_up(model: ir.Model, weights: Mapping[str, ir.Value]) -> None:
-    """Folds shape arithmetic and constants, with the weights out of reach as inputs of the graph."""
-    import onnxscript.optimizer
-
-    graph = model.graph
-    contents = {name: value.const_value for name, value in weights.items()}
-    declared = len(graph.inputs)
-    for name, value in weights.items():
-        del graph.initializers[name]
-        value.const_value = None
-        graph.inputs.append(value)
-    onnxscript.optimizer.optimize(model)
-    del graph.inputs[declared:]
-    for name, value in weights.items():
-        value.const_value = contents[name]
-        if value.uses() or value in graph.outputs:
-            graph.initializers[name] = value
 
 
 def _drop_metadata(model: ir.Model) -> None:
