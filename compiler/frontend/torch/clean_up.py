@@ -37,7 +37,7 @@ _FOLDED = frozenset(
 )
 """Ops whose results are fixed to the last bit, of whatever type."""
 _OF_INTEGERS = frozenset(("ReduceProd", "ReduceSum", "CumSum", "Pow"))
-"""Those among them of which that holds for integers alone: a sum of floating-point numbers depends on its order."""
+"""The ops among them whose results are fixed for integers alone: a sum of floating-point numbers depends on its order."""
 _DRAWING = frozenset(
     (
         *("Bernoulli", "Dropout", "Multinomial"),
@@ -160,7 +160,7 @@ def _neutral_subtrahend(node: ir.Node) -> _Made:
     return _where_neutral(node, (1,), 0.0)
 
 
-def _neutral_term(node: ir.Node) -> _Made:
+def _neutral_addend(node: ir.Node) -> _Made:
     return _where_neutral(node, (0, 1), -0.0)
 
 
@@ -223,7 +223,7 @@ def _reshape(node: ir.Node) -> _Made:
 
 
 _RULES: dict[str, Callable[[ir.Node], _Made]] = {
-    "Add": _neutral_term,
+    "Add": _neutral_addend,
     "Div": _neutral_divisor,
     "Mul": _neutral_factor,
     "Reshape": _reshape,
