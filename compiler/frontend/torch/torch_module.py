@@ -9,6 +9,7 @@ exporter leaves out. A module is exported in the mode that it is in: call `model
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.frontend.torch import translations
+from partc.compiler.frontend.torch.clean_up import clean_up
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, quiet, without_gradients
@@ -93,8 +96,9 @@ def export(
     _set_outputs(model, outputs, where)
     _mark_batch_norms(model, module.training)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
+    translations.attend_to_none(model)
     with marks_preserved(model):
-        _clean_up(model, weights)
+        clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
@@ -114,6 +118,7 @@ def _by_torch(
     import torch
 
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
+    options["custom_translation_table"] = translations.table()
     tried: set[str] = set()
     settings.prepare(module)
     while True:
@@ -206,6 +211,8 @@ def _torch_type(spec: Spec) -> torch.dtype:
 def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exception:
     """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
     root = _root(error)
+    if (node := _untranslated(error)) is not None:
+        return CompileError(_without_translation(node, root, where))
     frames = own_frames(root, recorder)
     own_kind = type(root).__module__.startswith("torch")
     if frames and isinstance(root, Exception) and not own_kind:
@@ -216,6 +223,31 @@ def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exc
         lines[1:] = [frames[-1].line or ""]
     fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
     return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help))
+
+
+def _untranslated(error: BaseException | None) -> torch.fx.Node | None:
+    """The node of the exported program that the exporter could not translate, from the frame that tried."""
+    import torch
+
+    while error is not None:
+        if str(error).startswith("Error when translating node"):
+            frames = traceback.walk_tb(error.__traceback__)
+            nodes = [node for frame, _ in frames if isinstance(node := frame.f_locals.get("node"), torch.fx.Node)]
+            return nodes[-1] if nodes else None
+        error = error.__cause__
+    return None
+
+
+def _without_translation(node: torch.fx.Node, root: BaseException, where: str) -> Problem:
+    """Names the function of torch and the module that calls it."""
+    stack = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    module = stack[-1] if stack and stack[-1] else ""
+    function = re.sub("^(aten|prims)", "torch", str(node.target).removesuffix(".default"))
+    at = f"module '{module}'" if module else "the model's forward"
+    if isinstance(root, ValueError):
+        return Problem(where, f"{at}: {root}", help="fix that size in inputs, or write it with other functions")
+    fact = f"{at} calls {function}, which has no translation to ONNX"
+    return Problem(where, fact, " ".join(str(root).split())[:200], "write it with other functions of torch")
 
 
 def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
@@ -331,25 +363,6 @@ def _mark_batch_norms(model: ir.Model, training: bool) -> None:
             for output, state in zip(node.outputs[1:], (mean, variance), strict=True):
                 assert state is not None
                 output.type, output.shape = state.type, state.shape
-
-
-def _clean_up(model: ir.Model, weights: Mapping[str, ir.Value]) -> None:
-    """Folds shape arithmetic and constants, with the weights out of reach as inputs of the graph."""
-    import onnxscript.optimizer
-
-    graph = model.graph
-    contents = {name: value.const_value for name, value in weights.items()}
-    declared = len(graph.inputs)
-    for name, value in weights.items():
-        del graph.initializers[name]
-        value.const_value = None
-        graph.inputs.append(value)
-    onnxscript.optimizer.optimize(model)
-    del graph.inputs[declared:]
-    for name, value in weights.items():
-        value.const_value = contents[name]
-        if value.uses() or value in graph.outputs:
-            graph.initializers[name] = value
 
 
 def _drop_metadata(model: ir.Model) -> None:
