@@ -20,6 +20,7 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+from partc.compiler.frontend.torch.autograd_effects import Observer
 from partc.compiler.ir.graph import OWN_BACKWARD, STOPS_GRADIENT, nodes_of, read_by
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ _KEPT = "partc.frontend"
 
 
 @contextmanager
-def blocks_detached(module: torch.nn.Module) -> Iterator[list[str]]:
+def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[list[str]]:
     """While `module` is traced in here, its forward detaches what it makes where it has turned gradients off.
+
+    `observer` sees what forward calls.
 
     What each `torch.autograd.Function` makes goes through `aten.alias`; the list gets their names.
 
@@ -42,7 +45,7 @@ def blocks_detached(module: torch.nn.Module) -> Iterator[list[str]]:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    kind, mode, function = type(module), _mode(), torch.autograd.Function
+    kind, mode, function = type(module), _mode(observer), torch.autograd.Function
     forward, is_own = kind.forward, "forward" in vars(kind)
 
     @functools.wraps(forward)
@@ -128,7 +131,7 @@ def _enable(on: bool) -> None:
         torch._C._set_grad_enabled(on)
 
 
-def _mode() -> Callable[[], Any]:
+def _mode(observer: Observer) -> Callable[[], Any]:
     import torch
     from torch import _C, Tensor, is_grad_enabled, is_inference_mode_enabled
     from torch.compiler import is_dynamo_compiling
@@ -155,11 +158,15 @@ def _mode() -> Callable[[], Any]:
             if is_dynamo_compiling():
                 return func(*args, **kwargs or {})
             on = is_grad_enabled()
+            if args and observer.answers(func, args):
+                return observer.answer(func, args)
             if func is _C._set_grad_enabled:
                 self.off = (self.off or on) and not args[0]
                 return _enable(args[0])
             if func == data:
-                return args[0].detach()
+                shown = args[0].detach()
+                observer.detached(args, shown)
+                return shown
             self.off = self.off and not on
             # branches of a `torch.cond` turn them off themselves (`traced_blocks.py`)
             _enable(on and isinstance(func, torch._ops.HigherOrderOperator))
@@ -167,9 +174,11 @@ def _mode() -> Callable[[], Any]:
                 made = func(*args, **kwargs or {})
             finally:
                 _enable(on)
-            if not (self.off or is_inference_mode_enabled()):
-                return made
-            given = {id(one) for one in tree_leaves((args, kwargs))}
-            return tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), made)
+            off = self.off or is_inference_mode_enabled()
+            if off:
+                given = {id(one) for one in tree_leaves((args, kwargs))}
+                made = tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), made)
+            observer.note(func, args, kwargs, made, off)
+            return made
 
     return Detaching

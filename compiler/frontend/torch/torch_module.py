@@ -25,6 +25,13 @@ from partc.compiler.frontend.huggingface.ports import main_outputs
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.frontend.torch.autograd_effects import (
+    Observer,
+    hook_problems,
+    mark_embeddings,
+    write_problems,
+    write_problems_into,
+)
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
@@ -80,7 +87,8 @@ def export(
     else:
         shapes = {name: dict(dims[name]) for name in tensors}
         arguments = {"args": (), "kwargs": dict(tensors), "dynamic_shapes": shapes}
-    program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder)
+    observer = Observer(module, recorder)
+    program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder, observer)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
@@ -90,18 +98,21 @@ def export(
     if settings.is_of_transformers(module):
         outputs = _chosen(model.graph, _output_names(program, len(model.graph.outputs), (), where), outputs)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
+    problems = [*hook_problems(module), *observer.problems, *write_problems(module, program.exported_program)]
     _mark_batch_norms(model, module.training)
+    problems += mark_embeddings(model)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
     with marks_preserved(model):
         _clean_up(model, weights)
     model = checked(model, where)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
+    write_problems_into(model, problems)
     return model
 
 
 def _by_torch(
-    module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder
+    module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder, observer: Observer
 ) -> tuple[Any, list[str]]:
     """torch's program, and the names of each `torch.autograd.Function` that ran.
 
@@ -114,7 +125,7 @@ def _by_torch(
     settings.prepare(module)
     while True:
         try:
-            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module) as called:
+            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module, observer) as called:
                 return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
