@@ -15,9 +15,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from partc.compiler.errors import Problem
+from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.graph import PADDING_ROW, UNTRAINABLE, nodes_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _NO_HOOKS = "the exported graph has no hooks, and a training would differ from t
 _REMEDY_OF_HOOKS = (
     "write it in the operators of forward (a gradient times c: `c * x + (1 - c) * x.detach()`), or remove the hook"
 )
-_NO_WRITES = "the exported graph changes no buffer, and the next step would begin with the old value"
+_NO_WRITES = "the exported graph changes nothing of its module, and the next step would begin with the old value"
 _REMEDY_OF_WRITES = (
     "call eval() of its module, if it then stays as it is, or change it between trainings, outside of forward"
 )
@@ -64,25 +65,50 @@ def hook_problems(module: torch.nn.Module) -> Iterator[Problem]:
         yield Problem(_where(""), fact, _NO_HOOKS, _REMEDY_OF_HOOKS)
 
 
+def refuse_cumulative_averages(module: torch.nn.Module) -> None:
+    """Raises CompileError for each BatchNorm in training mode that torch cannot export: of the mean of all batches."""
+    import torch
+
+    problems = []
+    for path, one in module.named_modules():
+        if isinstance(one, torch.nn.modules.batchnorm._BatchNorm) and one.training and one.momentum is None:
+            fact = f"{type(one).__name__}(momentum=None) keeps the mean of all batches, and its share follows from their number"
+            law = "running statistics move by a share that is known when the module is exported"
+            problems.append(
+                Problem(_where(path), fact, law, "give it a momentum, such as 0.1; for inference call eval()")
+            )
+    if problems:
+        raise CompileError(problems)
+
+
 def write_problems(module: torch.nn.Module, program: torch.export.ExportedProgram) -> Iterator[Problem]:
     """The buffers, parameters and inputs that forward changes, but for the statistics of a BatchNorm."""
     import torch
 
+    for path, owner in module.named_modules():
+        if (
+            isinstance(owner, torch.nn.modules.instancenorm._InstanceNorm)
+            and owner.training
+            and owner.track_running_stats
+        ):
+            fact = f"{type(owner).__name__}(track_running_stats=True) changes this buffer"
+            yield Problem(_where(f"{path}.running_mean".lstrip(".")), fact, _NO_WRITES, _REMEDY_OF_WRITES)
     signature = program.graph_signature
     for name in dict.fromkeys(signature.buffers_to_mutate.values()):
-        path, _, last = name.rpartition(".")
-        owner = module.get_submodule(path)
+        owner = module.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, torch.nn.modules.batchnorm._BatchNorm):
-            if owner.momentum is None and last != "num_batches_tracked":
-                fact = f"{type(owner).__name__}(momentum=None) keeps the mean of all batches"
-                law = "the exported graph moves running statistics by a constant share"
-                yield Problem(f"'{name}'", fact, law, "give the layer a momentum, such as 0.1, or call its eval()")
             continue
         fact = f"the forward of {type(owner).__name__} changes this buffer"
         yield Problem(f"'{name}'", fact, _NO_WRITES, _REMEDY_OF_WRITES)
     for name in dict.fromkeys(getattr(signature, "parameters_to_mutate", {}).values()):
-        law = "a parameter is changed by its optimizer alone"
-        yield Problem(f"'{name}'", "forward changes this parameter", law, "compute the changed value as another tensor")
+        owner = module.get_submodule(name.rpartition(".")[0])
+        fact, help_ = (
+            f"the forward of {type(owner).__name__} changes this parameter",
+            "compute a changed value as another tensor",
+        )
+        if getattr(owner, "max_norm", None) is not None:
+            fact, help_ = f"{fact} (max_norm = {owner.max_norm})", "leave max_norm out"
+        yield Problem(f"'{name}'", fact, "a parameter of the exported graph is changed by its optimizer alone", help_)
     for name in dict.fromkeys(signature.user_inputs_to_mutate.values()):
         law = "the exported graph changes no input"
         yield Problem(f"input '{name}'", "forward changes its input in place", law, "clone it first")
@@ -122,7 +148,7 @@ class Observer:
         import torch
         from torch.utils.weak import WeakTensorKeyDictionary
 
-        self.problems: list[Problem] = []
+        self.module, self.problems = module, list[Problem]()
         self._paths = {id(one): path for path, one in module.named_modules()}
         self._recorder = recorder
         self._dependent, self._aliases = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
@@ -133,6 +159,23 @@ class Observer:
             tensor.requires_grad.__get__: bool,  # type: ignore[attr-defined]
             tensor.is_leaf.__get__: lambda follows: not follows,  # type: ignore[attr-defined]
         }
+
+    @contextmanager
+    def attributes(self) -> Iterator[None]:
+        """Compares the buffers and numbers of all modules before and after a forward.
+
+        `self.center = ...` assigns another tensor, of which a trace knows nothing, and `self.calls += 1` makes a constant.
+        """
+        before = {path: _attributes(one) for path, one in self.module.named_modules()}
+        yield
+        for path, one in self.module.named_modules():
+            for name, value in _attributes(one).items():
+                old = before.get(path, {}).get(name, value)
+                if value is old or (isinstance(value, int | float) and value == old):
+                    continue
+                kind = "number" if isinstance(value, int | float) else "buffer"
+                fact = f"the forward of {type(one).__name__} changes this {kind}"
+                self.problems.append(Problem(_where(f"{path}.{name}".lstrip(".")), fact, _NO_WRITES, _REMEDY_OF_WRITES))
 
     def answers(self, func: object, args: Sequence[Any]) -> bool:
         """Whether `answer` gives the result of a call that autograd would answer.
@@ -206,6 +249,14 @@ class Observer:
             path = path or self._paths.get(id(frame.f_locals.get("self")), "")
             frame = frame.f_back  # type: ignore[assignment]
         return _where(path)
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, object]:
+    """The buffers of a module, and its own numbers; those of `transformers` are sizes that it has seen."""
+    found: dict[str, object] = dict(module._buffers)
+    if not type(module).__module__.startswith("transformers."):
+        found |= {name: one for name, one in vars(module).items() if type(one) in (int, float)}
+    return found
 
 
 class _Handle:

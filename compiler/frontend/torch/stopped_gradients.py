@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.frontend.torch.autograd_effects import Observer
+from partc.compiler.frontend.torch.rewritten_functions import rewritten
 from partc.compiler.ir.graph import OWN_BACKWARD, STOPS_GRADIENT, nodes_of, read_by
 
 if TYPE_CHECKING:
@@ -50,12 +51,13 @@ def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[lis
 
     @functools.wraps(forward)
     def detaching(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
-        if self is not module or torch.compiler.is_dynamo_compiling():
+        # in this order: dynamo would name submodules after the variable that it meets first
+        if torch.compiler.is_dynamo_compiling() or self is not module:
             return forward(self, *args, **kwargs)
         before = torch.is_grad_enabled()
         _enable(True)
         try:
-            with mode():
+            with mode(), observer.attributes():
                 return forward(self, *args, **kwargs)
         finally:
             _enable(before)
@@ -138,7 +140,7 @@ def _mode(observer: Observer) -> Callable[[], Any]:
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    data = getattr_static(Tensor, "data").__get__
+    data, functions = getattr_static(Tensor, "data").__get__, rewritten()
 
     class Detaching(TorchFunctionMode):
         """Follows whether forward has turned gradients off, and detaches what functions then make.
@@ -171,7 +173,8 @@ def _mode(observer: Observer) -> Callable[[], Any]:
             # branches of a `torch.cond` turn them off themselves (`traced_blocks.py`)
             _enable(on and isinstance(func, torch._ops.HigherOrderOperator))
             try:
-                made = func(*args, **kwargs or {})
+                traced: Callable[..., Any] = functions.get(func, func)
+                made = traced(*args, **kwargs or {})
             finally:
                 _enable(on)
             off = self.off or is_inference_mode_enabled()

@@ -29,6 +29,7 @@ from partc.compiler.frontend.torch.autograd_effects import (
     Observer,
     hook_problems,
     mark_embeddings,
+    refuse_cumulative_averages,
     write_problems,
     write_problems_into,
 )
@@ -87,6 +88,7 @@ def export(
     else:
         shapes = {name: dict(dims[name]) for name in tensors}
         arguments = {"args": (), "kwargs": dict(tensors), "dynamic_shapes": shapes}
+    refuse_cumulative_averages(module)
     observer = Observer(module, recorder)
     program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder, observer)
     if program is None:
