@@ -13,7 +13,7 @@ On an output:
     partc.unbiased, partc.frozen_statistics    true               a BatchNormalization's marks (`ir/graph.py`)
     partc.stops_gradient  true                                  an Identity through which no gradient flows (`ir/graph.py`)
     partc.own_backward    Rounded                               an Identity behind a `torch.autograd.Function` of that name; a text
-    partc.padding_row     0                                     a Gather of a table whose row has no gradient (`ir/graph.py`)
+    partc.gradient        padding_row 0                         which gradient torch gives it (`rewrite/gradient_forms.py`); a text
 On a weight:
     partc.trainable  true                                       whether its module says that it is trainable
 On the model:

@@ -34,9 +34,9 @@ from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.rules import TrainRules
 from partc.compiler.rewrite.extremes import in_parts
+from partc.compiler.rewrite.gradient_forms import give_gradient_forms
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.opset import cuts
-from partc.compiler.rewrite.padding_rows import stop_padding_rows
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
@@ -141,7 +141,7 @@ def add_loss_and_metrics(
         if modes.needs_step and STEP in labels:
             raise CompileError(_taken(STEP))
     if part.backward:
-        stop_padding_rows(model, lambda table: table.name in how and not how[name_of(table)].frozen)
+        give_gradient_forms(model, lambda table: table.name in how and not how[name_of(table)].frozen)
     known_outputs = outputs.found if outputs is not None and outputs.settled(known) else {}
     inferred: Inferred = {
         value: known_outputs[name_of(value)] for value in graph.outputs if name_of(value) in known_outputs

@@ -322,7 +322,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "max of all": lambda h: h.max()[None],
     "min(dim) of equal values": lambda h: h.min(0).values,
     "sort": lambda h: h.sort(1).values,
-    "topk": lambda h: h.topk(3).values,
+    "topk": lambda h: (h + torch.arange(8) / 64).topk(3).values,
     "cummax": lambda h: h.cummax(1).values,
     "prod with one zero": lambda h: (h[1:] * torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1])).prod(1),
     "cumprod": lambda h: h.cumprod(1),
@@ -373,8 +373,28 @@ class _Scale(nn.Module):
         return x * self.scale
 
 
+_FUNCTIONS_REFUSED = {
+    "cummax": "aten.cummax",
+    "cumprod": "No ONNX function found",
+    "fmod": "Mod has no gradient",
+    **dict.fromkeys(
+        (
+            "prod with one zero",
+            "norm of a zero row",
+            "normalize of a zero row",
+            "cosine_similarity with a zero row",
+            "std",
+        ),
+        "the loss is nan",
+    ),
+}
 for _name, _function in _FUNCTIONS.items():
-    _of_layer(_name, _Scale, lambda s, x, ids, label, f=_function: _bent(f(s.layer(x))))  # type: ignore[misc]
+    _of_layer(
+        _name,
+        _Scale,
+        lambda s, x, ids, label, f=_function: _bent(f(s.layer(x))),  # type: ignore[misc]
+        _FUNCTIONS_REFUSED.get(_name, ""),
+    )
 
 
 def _images(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import PADDING_ROW, UNTRAINABLE, nodes_of
+from partc.compiler.ir.graph import GRADIENT_FORM, UNTRAINABLE, nodes_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -37,6 +37,8 @@ _REMEDY_OF_WRITES = (
 _EMBEDDING = re.compile(
     r"aten\.embedding\.default\]\(args = \(%\w+, %\w+(?:, (-?\w+))?(?:, (\w+))?(?:, (\w+))?\), kwargs = (\{.*?\})\)"
 )
+_OPEN_BOUNDS = re.compile(r"aten\.(hardtanh|relu6)\.default\]")
+_EXTREME = re.compile(r"aten\.(?:max|min)\.dim\]\(args = \(%\w+, (-?\d+)")
 _CALL = "pkg.torch.onnx.fx_node"
 _OPERATORS = ("add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
 _ASSIGNMENTS = ("__setitem__", *[f"__i{name}__" for name in _OPERATORS])
@@ -114,21 +116,27 @@ def write_problems(module: torch.nn.Module, program: torch.export.ExportedProgra
         yield Problem(f"input '{name}'", "forward changes its input in place", law, "clone it first")
 
 
-def mark_embeddings(model: ir.Model) -> list[Problem]:
-    """Marks lookups whose padding row has no gradient (`PADDING_ROW`); returns a problem for each that scales gradients."""
+def mark_gradients(model: ir.Model) -> list[Problem]:
+    """Marks nodes whose gradient in torch is not that of their op (`GRADIENT_FORM`); returns a problem for each that no op has.
+
+    Of a file that `torch.onnx.export` wrote, too, whose nodes name the calls that they come from.
+    """
     problems = []
     for node in nodes_of(model.graph):
-        call = _EMBEDDING.search(node.metadata_props.get(_CALL, "")) if node.op_type == "Gather" else None
-        if call is None:
-            continue
-        padding, scaled, _, options = call.groups()
-        if padding is not None and int(padding) >= 0:
-            node.metadata_props[PADDING_ROW] = padding
-        if scaled == "True" or "scale_grad_by_freq: True" in options:
-            weight = node.inputs[0].name if node.inputs[0] is not None else ""
-            fact = "its embedding divides gradients by the frequency of ids (scale_grad_by_freq)"
-            law = "the exported graph has the lookup alone, whose gradient is not divided"
-            problems.append(Problem(f"'{weight}'", fact, law, "leave scale_grad_by_freq out"))
+        call = node.metadata_props.get(_CALL, "")
+        if node.op_type == "Gather" and (embedding := _EMBEDDING.search(call)) is not None:
+            padding, scaled, _, options = embedding.groups()
+            if padding is not None and int(padding) >= 0:
+                node.metadata_props[GRADIENT_FORM] = f"padding_row {padding}"
+            if scaled == "True" or "scale_grad_by_freq: True" in options:
+                weight = node.inputs[0].name if node.inputs[0] is not None else ""
+                fact = "its embedding divides gradients by the frequency of ids (scale_grad_by_freq)"
+                law = "the exported graph has the lookup alone, whose gradient is not divided"
+                problems.append(Problem(f"'{weight}'", fact, law, "leave scale_grad_by_freq out"))
+        elif node.op_type == "Clip" and _OPEN_BOUNDS.search(call) and all(node.inputs[:3]) and len(node.inputs) == 3:
+            node.metadata_props[GRADIENT_FORM] = "inside"
+        elif node.op_type in ("ReduceMax", "ReduceMin") and (extreme := _EXTREME.search(call)) is not None:
+            node.metadata_props[GRADIENT_FORM] = f"first {extreme[1]}"
     return problems
 
 

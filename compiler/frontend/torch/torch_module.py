@@ -28,7 +28,7 @@ from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.torch.autograd_effects import (
     Observer,
     hook_problems,
-    mark_embeddings,
+    mark_gradients,
     refuse_cumulative_averages,
     write_problems,
     write_problems_into,
@@ -102,7 +102,7 @@ def export(
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
     problems = [*hook_problems(module), *observer.problems, *write_problems(module, program.exported_program)]
     _mark_batch_norms(model, module.training)
-    problems += mark_embeddings(model)
+    problems += mark_gradients(model)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
     with marks_preserved(model):
         _clean_up(model, weights)
