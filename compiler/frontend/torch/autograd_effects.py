@@ -150,13 +150,16 @@ def write_problems_into(model: ir.Model, problems: Sequence[Problem]) -> None:
 
 
 class Observer:
-    """Sees every function of torch that forward calls: which tensors depend on parameters, and what asks for or changes gradients."""
+    """Sees every function of torch that forward calls: which tensors depend on parameters, and what asks for or changes gradients.
+
+    `complete`: whether it has seen a forward to its end.
+    """
 
     def __init__(self, module: torch.nn.Module, recorder: Recorder) -> None:
         import torch
         from torch.utils.weak import WeakTensorKeyDictionary
 
-        self.module, self.problems = module, list[Problem]()
+        self.module, self.problems, self.complete = module, list[Problem](), False
         self._paths = {id(one): path for path, one in module.named_modules()}
         self._recorder = recorder
         self._dependent, self._aliases = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
@@ -176,6 +179,7 @@ class Observer:
         """
         before = {path: _attributes(one) for path, one in self.module.named_modules()}
         yield
+        self.complete = True
         for path, one in self.module.named_modules():
             for name, value in _attributes(one).items():
                 old = before.get(path, {}).get(name, value)

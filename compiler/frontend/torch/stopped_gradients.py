@@ -13,6 +13,7 @@ Marks stand only where a gradient would go on to a parameter: of a block that is
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+from partc.compiler.errors import Problem
 from partc.compiler.frontend.torch.autograd_effects import Observer
 from partc.compiler.frontend.torch.rewritten_functions import rewritten
 from partc.compiler.ir.graph import OWN_BACKWARD, STOPS_GRADIENT, nodes_of, read_by
 
 if TYPE_CHECKING:
     import torch
+    from partc.compiler.directives.recorder import Recorder
 
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
@@ -82,6 +85,23 @@ def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[lis
             kind.forward = forward
         else:
             del kind.forward
+
+
+def observe_apart(module: torch.nn.Module, recorder: Recorder, arguments: Mapping[str, Any]) -> Observer:
+    """What a copy of the module does when it runs: of a forward that torch traced by bytecode an observer has seen nothing."""
+    import torch
+
+    try:
+        copied = copy.deepcopy(module)
+        observer = Observer(copied, recorder)
+        with torch.random.fork_rng(devices=[]), blocks_detached(copied, observer):
+            copied(*arguments.get("args", ()), **arguments.get("kwargs", {}))
+    except Exception as error:
+        observer = Observer(module, recorder)
+        fact = f"forward was traced by bytecode, and does not run on example inputs: {type(error).__name__}: {error}"
+        law = "hooks of gradients, and what changes without them, are found when it runs"
+        observer.problems.append(Problem("the module", fact, law, "make forward run on its example inputs"))
+    return observer
 
 
 def mark(model: ir.Model, parameters: Collection[str], called: Collection[str]) -> None:

@@ -33,7 +33,12 @@ from partc.compiler.frontend.torch.autograd_effects import (
     write_problems,
     write_problems_into,
 )
-from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
+from partc.compiler.frontend.torch.stopped_gradients import (
+    blocks_detached,
+    mark,
+    marks_preserved,
+    observe_apart,
+)
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
 from partc.compiler.frontend.user_code import own_frames
@@ -100,6 +105,9 @@ def export(
     if settings.is_of_transformers(module):
         outputs = _chosen(model.graph, _output_names(program, len(model.graph.outputs), (), where), outputs)
     _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
+    if not observer.complete:
+        with quiet(), _without_gradients():
+            observer = observe_apart(module, recorder, arguments)
     problems = [*hook_problems(module), *observer.problems, *write_problems(module, program.exported_program)]
     _mark_batch_norms(model, module.training)
     problems += mark_gradients(model)

@@ -340,8 +340,18 @@ class Hooked(_Net):
         return self.head(h).square().mean()
 
 
-def test_a_file_of_partc_keeps_why_it_is_not_trained(tmp_path: Path) -> None:
-    """With all reasons at once; it infers as before."""
+@pytest.mark.parametrize("by_bytecode", [False, True])
+def test_a_file_of_partc_keeps_why_it_is_not_trained(
+    by_bytecode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all reasons at once; it infers as before. Where torch cannot trace a forward as it runs it reads its bytecode."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError
+
+    if by_bytecode:
+        strategies = pytest.importorskip("torch.onnx._internal.exporter._capture_strategies")
+        monkeypatch.setattr(strategies.TorchExportNonStrictStrategy, "_capture", fail)
     write_exported(exported(Hooked()), tmp_path / "model.onnx")
     source = load(tmp_path / "model.onnx")
     with pytest.raises(CompileError) as refused:
