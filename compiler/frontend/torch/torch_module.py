@@ -27,6 +27,20 @@ from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.torch import translations
 from partc.compiler.frontend.torch.clean_up import clean_up
 from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
+from partc.compiler.frontend.torch.autograd_effects import (
+    Observer,
+    hook_problems,
+    mark_gradients,
+    refuse_cumulative_averages,
+    write_problems,
+    write_problems_into,
+)
+from partc.compiler.frontend.torch.stopped_gradients import (
+    blocks_detached,
+    mark,
+    marks_preserved,
+    observe_apart,
+)
 from partc.compiler.frontend.torch.torch_file import FOLDED
 from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, quiet, without_gradients
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
@@ -83,7 +97,9 @@ def export(
     else:
         shapes = {name: dict(dims[name]) for name in tensors}
         arguments = {"args": (), "kwargs": dict(tensors), "dynamic_shapes": shapes}
-    program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder)
+    refuse_cumulative_averages(module)
+    observer = Observer(module, recorder)
+    program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder, observer)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
@@ -96,7 +112,12 @@ def export(
     places = [made.index(value) for value in model.graph.outputs]
     outputs = _output_names(program, len(model.graph.outputs), outputs, where)
     _set_outputs(model, outputs, where)
+    if not observer.complete:
+        with quiet(), without_gradients():
+            observer = observe_apart(module, recorder, arguments)
+    problems = [*hook_problems(module), *observer.problems, *write_problems(module, program.exported_program)]
     _mark_batch_norms(model, module.training)
+    problems += mark_gradients(model)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
     translations.attend_to_none(model)
     with marks_preserved(model):
@@ -107,11 +128,12 @@ def export(
     by_name = dict(zip(outputs, places, strict=True))
     called_by = () if sequential else [spec.name for spec in read]
     model.meta[TORCH_MODEL] = TorchModel(module, read, names.symbols, by_name, sizes, called_by, where)
+    write_problems_into(model, problems)
     return model
 
 
 def _by_torch(
-    module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder
+    module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder, observer: Observer
 ) -> tuple[Any, list[str]]:
     """torch's program, and the names of each `torch.autograd.Function` that ran.
 
@@ -132,6 +154,7 @@ def _by_torch(
                 traced_blocks_detached(),
                 blocks_detached(module) as called,
             ):
+            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module, observer) as called:
                 return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
