@@ -26,7 +26,6 @@ from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
 from partc.compiler.frontend.torch import translations
 from partc.compiler.frontend.torch.clean_up import clean_up
-from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
 from partc.compiler.frontend.torch.autograd_effects import (
     Observer,
     hook_problems,
@@ -152,9 +151,8 @@ def _by_torch(
                 without_gradients(),
                 short_frequencies(module),
                 traced_blocks_detached(),
-                blocks_detached(module) as called,
+                blocks_detached(module, observer) as called,
             ):
-            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module, observer) as called:
                 return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
