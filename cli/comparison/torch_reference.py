@@ -29,7 +29,7 @@ Arrays: TypeAlias = dict[str, Array]
 
 def torch_outputs(case: Case) -> tuple[Arrays, list[str]]:
     """The outputs that the module makes of the inputs, by name; and lines that say what is not compared with torch."""
-    from partc.compiler.frontend.torch.compare_with_torch import drawn_outputs
+    from partc.compiler.frontend.torch.graph_sessions import drawn_outputs
 
     if case.torch_model is None:
         return {}, []
