@@ -54,5 +54,11 @@ class CompileError(Exception):
         super().__init__(printable("\n".join(told)))
 
 
+class DifferentError(CompileError):
+    """A model that was exported gives other numbers than what it was exported from."""
+
+    exit_code = 1
+
+
 class OwnFaultError(CompileError):
     """What partc itself has done wrong, as far as it can tell; where the model is not sound, it is the model's."""

@@ -291,12 +291,15 @@ def compile_model(
     check: bool = True,
     watch: Watch = lambda name: None,
     verify_passes: bool = False,
+    compare: bool = True,
+    loaded: Callable[[Source], None] = lambda source: None,
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
 
     `strict` refuses changes of layout that were not requested. `annotated`: where the whole model is written with the choices made, in the
     standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was written is opened. `watch` is
-    told what begins. `verify_passes`: whether the program is verified after each pass. The plan is read first: what is wrong in it by
+    told what begins. `verify_passes`: whether the program is verified after each pass. `compare`: whether what torch exports is compared
+    with its module. `loaded` gets the model before passes edit it. The plan is read first: what is wrong in it by
     itself is told before a module is exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
@@ -306,7 +309,9 @@ def compile_model(
     watch("load")
     options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
     with blamed(model):
-        source = load(model, _named_by(chosen), cache=chosen is not None and chosen.generate is not None)
+        cache = chosen is not None and chosen.generate is not None
+        source = load(model, _named_by(chosen), cache=cache, compare=compare)
+        loaded(source)
         return _compiled(source, model, chosen, plan, out, options, watch)
 
 

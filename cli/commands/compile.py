@@ -44,6 +44,7 @@ _NAMED = 4
 )
 @click.option("--configuration", metavar="NAME", help="The model's device configuration to use; 'none' ignores all.")
 @click.option("--no-check", is_flag=True, help="Skip the check of the written files by the checker and onnxruntime.")
+@click.option("--no-compare", is_flag=True, help="Do not compare what torch exports with the torch module.")
 @click.option("--dump-ir", is_flag=True, help="Also write a dump after each pass: ir/1_normalize.ir and on.")
 @click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; an error names the pass.")
 def command(
@@ -54,6 +55,7 @@ def command(
     annotated: Path | None,
     configuration: str | None,
     no_check: bool,
+    no_compare: bool,
     dump_ir: bool,
     verify_passes: bool,
 ) -> int:
@@ -77,7 +79,17 @@ def command(
     begin = time.perf_counter()
     with CompileWatch() as watch:
         report = compile_model(
-            model, plan, out, dump_ir, strict, annotated, configuration, not no_check, watch, verify_passes
+            model,
+            plan,
+            out,
+            dump_ir,
+            strict,
+            annotated,
+            configuration,
+            not no_check,
+            watch,
+            verify_passes,
+            not no_compare,
         )
     spent = time.perf_counter() - begin
     if console.as_json():

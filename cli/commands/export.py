@@ -20,9 +20,11 @@ from partc.runtime.units import count, seconds, size_text
     help="The .onnx file to write; large weights go beside it, into its name and `.data`.",
 )
 @click.option("--cache", is_flag=True, help="Export a decoder of transformers with past and present, to generate.")
-def command(model: Path, out: Path, cache: bool) -> int:
+@click.option("--no-compare", is_flag=True, help="Do not compare what torch exports with the torch module.")
+def command(model: Path, out: Path, cache: bool, no_compare: bool) -> int:
     """Write MODEL (.py, a folder of transformers, or .onnx) as an .onnx file, which compiles to the same programs.
 
+    What torch exports is run on small inputs, as the torch module is, and refused where its numbers are not torch's.
     torch exports a model in seconds to minutes, in each command that reads a model.py or a folder; the file is read at once.
 
     \b
@@ -42,7 +44,7 @@ def command(model: Path, out: Path, cache: bool) -> int:
     begin = time.perf_counter()
     with CompileWatch() as watch:
         watch("load")
-        source = load(model, cache=cache)
+        source = load(model, cache=cache, compare=not no_compare)
         tensors = [value.const_value for value in source.model.graph.initializers.values() if value.const_value]
         size = sum(tensor.nbytes for tensor in tensors)
         nodes = len(source.model.graph)

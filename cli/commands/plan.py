@@ -133,6 +133,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option(
     "--device-memory", callback=_bytes, metavar="SIZE", help="Memory of a rank's GPU for --target, such as 8GB."
 )
+@click.option("--no-compare", is_flag=True, help="Do not compare what torch exports with the torch module.")
 @click.option(
     "--plan",
     "given",
@@ -158,6 +159,7 @@ def command(
     files: tuple[Path, ...],
     target: str | None,
     device_memory: int | None,
+    no_compare: bool,
     given: Path | None,
 ) -> int:
     """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
@@ -217,7 +219,7 @@ def command(
         fixed = Fixed(tp, dp, stages)
         request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
         with kept():
-            found = searched(load(model), name, request, run_fastest)
+            found = searched(load(model, compare=not no_compare), name, request, run_fastest)
         _warn(found.warnings)
         console.echo(found.report, err=out is None)
         return _written(found.text, out)
@@ -242,7 +244,7 @@ def command(
             )
     generation = None if length is None else Generation.over(degrees, length, slots)
     device = Device(device_memory) if target is not None else None
-    source = load(model, cache=length is not None)
+    source = load(model, cache=length is not None, compare=not no_compare)
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
     elif imported is not None and imported.strategies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,20 @@ from partc.runtime.units import count
 
 if TYPE_CHECKING:
     from partc.cli.comparison.verdict import Verdict
+    from partc.compiler.frontend.source import Source
+    from partc.compiler.frontend.torch.torch_model import TorchModel
     from partc.runtime.artifact.format import Manifest
 
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--plan", type=click.Path(path_type=Path), help="The plan; without it the model runs on one rank.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="MODEL.PY",
+    help="Compare with this torch module, or folder of transformers, of which MODEL is a file.",
+)
 @click.option("--input", "inputs", multiple=True, metavar="X.NPZ|NAME=X.NPY|NAME=0.5", help="Inputs; may be repeated.")
 @click.option(
     "--random", type=int, default=0, metavar="SEED", help="Seed of the random values of all other inputs; 0 by default."
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
 def command(
     model: Path,
     plan: Path | None,
+    against: Path | None,
     inputs: tuple[str, ...],
     random: int,
     sizes: Mapping[str, int],
@@ -45,6 +55,10 @@ def command(
     atol: float | None,
 ) -> int:
     """Compile MODEL and compare every output with that of the unsharded model on the same inputs.
+
+    A torch module, or a folder of transformers, is compared with torch itself: outputs, or losses, gradients, parameters and statistics
+    of three steps. The exported model is also compared on zeros, tiny and large numbers, as by `partc compile`. --against does the same
+    for a file that torch exported.
 
     Inputs that --input leaves out, labels too, have random values, in the sizes of those that are given.
 
@@ -57,35 +71,75 @@ def command(
     \b
     partc verify model.onnx --plan plan.yaml --set batch=7
     partc verify model.py --plan plan.yaml --input x.npz --mpi
+    partc verify model.onnx --against model.py
     """
     from partc.cli.comparison import verify_generation, verify_inference, verify_training
     from partc.cli.comparison.verdict import Case
     from partc.cli.job.inputs import open_inputs
     from partc.cli.output.compile_progress import CompileWatch
+    from partc.compiler.frontend.torch.compare_with_torch import compare_graph
+    from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
     from partc.runtime.training.batch import of_batch
 
+    sources: list[Source] = []
+
+    def loaded(source: Source) -> None:
+        torch_model = torch_model_of(source.model)
+        if reference is not None:
+            torch_model = called_as(reference, source.model, str(against))
+            compare_graph(source.model, torch_model, model.name)
+        torch_models.append(torch_model)
+        sources.append(replace(source, model=source.model.clone()))
+
+    reference = _torch_model(against, plan) if against is not None else None
+    torch_models: list[TorchModel | None] = []
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileWatch() as watch:
-            report = compile_model(model, plan, Path(scratch) / "build", watch=watch)
+            report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded)
+        case = Case(model, plan, report, {}, Path(scratch), mpi, sources[0], devices, torch_models[0])
         if report.manifest.generation is not None:
-            case = Case(model, plan, report, {}, Path(scratch), mpi, devices)
             return _show(model, report.manifest, verify_generation.verdict(case, random), mpi, "answer")
         asked = of_batch(report.manifest)
         reader = open_inputs(asked, inputs, random, sizes, max_bytes)
         values = reader.read(port.name for port in asked.inputs)
         if inputs and (made := reader.generated()):
             console.echo(f"random values, seed {random}: {', '.join(made)}", err=True)
-        case = Case(model, plan, report, values, Path(scratch), mpi, devices)
+        case = replace(case, values=values)
         if report.program.plan.train is not None:
             return _show(model, report.manifest, verify_training.verdict(case, rtol, atol), mpi, "tensor")
         return _show(model, report.manifest, verify_inference.verdict(case, rtol, atol), mpi, "output")
 
 
+def _torch_model(against: Path, plan: Path | None) -> TorchModel:
+    """The torch module of a `model.py` or a folder; UsageError where there is none."""
+    from partc.compiler.frontend import load
+    from partc.compiler.frontend.torch.torch_model import torch_model_of
+    from partc.compiler.plan.read import read_plan
+    from partc.runtime.errors import UsageError
+
+    found = torch_model_of(load(against, cache=plan is not None and read_plan(plan).generate is not None).model)
+    if found is None:
+        fact = f"--against {against}: it has no torch module"
+        raise UsageError(f"{fact}\n  help: give a model.py with a torch module, or a folder of a model of transformers")
+    return found
+
+
 def _show(model: Path, manifest: Manifest, verdict: Verdict, mpi: bool, what: str) -> int:
     """Prints the comparison; the exit code."""
     table = Table(
-        ["output", "dtype", "shape", ">largest |error|", "at", ">largest relative", "at", "tolerance", "result"]
+        [
+            "output",
+            "dtype",
+            "shape",
+            ">largest |error|",
+            "at",
+            ">largest relative",
+            "at",
+            "tolerance",
+            "compared with",
+            "result",
+        ]
     )
     rows = verdict.rows
     shown = [{**dataclasses.asdict(row), "equal": row.passed} for row in rows]
@@ -100,7 +154,7 @@ def _show(model: Path, manifest: Manifest, verdict: Verdict, mpi: bool, what: st
         lines = [f"\n{model}: {count(len(failed), what)} on {ranks} not equal: {', '.join(failed)}", *verdict.notes]
         console.echo("\n".join(lines), err=True)
         return 1
-    console.echo(
-        "\n".join(["", *verdict.notes, f"{model}: {count(len(rows), what)} on {ranks} equal to the unsharded model's"])
-    )
+    references = {row.reference for row in rows}
+    whose = " and ".join(f"{'the ' * (name != 'torch')}{name}'s" for name in sorted(references, reverse=True))
+    console.echo("\n".join(["", *verdict.notes, f"{model}: {count(len(rows), what)} on {ranks} equal to {whose}"]))
     return 0

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from onnx import ModelProto, helper
-from partc.cli.comparison.compare import compare, spread
-from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
+from partc.compiler.comparison.compare import compare, spread
+from partc.compiler.comparison.rounding import perturb
 from partc.runtime.artifact.format import TARGET, Manifest, Port
 from partc.runtime.artifact.graph.onnx_graph import path_of
 from partc.runtime.artifact.graph.targets import output_target, target_of
@@ -84,11 +84,16 @@ def first_difference(
     return ""
 
 
+def gradients_alone(whole: Compiled, inputs: Mapping[str, Any], scratch: Path) -> Arrays:
+    """The gradients of all parameters in the first step of a program of one rank."""
+    look, reference = _shown(whole, scratch / "inside_whole", inputs, only_gradients=True)
+    return {one.value: reference[one.output] for one in look.seen}
+
+
 def gradients(whole: Compiled, compiled: Compiled, inputs: Mapping[str, Any], scratch: Path) -> tuple[Arrays, Arrays]:
     """The gradients of all parameters in the first step, of both; where ranks hold a shard alike, of each element the worst."""
-    look, reference = _shown(whole, scratch / "inside_whole", inputs, only_gradients=True)
+    want = gradients_alone(whole, inputs, scratch)
     inside, arrays = _shown(compiled, scratch / "inside_compiled", inputs, only_gradients=True)
-    want = {one.value: reference[one.output] for one in look.seen}
     have: Arrays = {}
     for one in inside.seen:
         if one.value not in want:

@@ -10,30 +10,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, numpy_helper
 from partc.cli.comparison.first_difference import Compiled
-from partc.cli.comparison.rounding import perturb
 from partc.cli.comparison.variant import variant
+from partc.compiler.comparison.rounding import perturb
 from partc.runtime.artifact.format import Law, Manifest
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.artifact.tensors.law import full_tensor
 
 if TYPE_CHECKING:
+    from partc.compiler.frontend.source import Source
     from partc.compiler.plan.rules import Plan
 
 DRAWS = 4
 
 
-def compile_alone(model: Path, plan: Plan, out: Path, shards: int = 1) -> Compiled:
+def compile_alone(source: Source, plan: Plan, out: Path, shards: int = 1) -> Compiled:
     """Compiles the model on one rank: by the plan without placement, cuts and mesh, and in the order that one rank can have.
 
     `shards`: those of the batch over ranks. A microbatch has the records that it has on all of these, for statistics may be its own.
     """
-    from partc.compiler.frontend import load
     from partc.compiler.frontend.source import Source
     from partc.compiler.pipeline import compile_source
     from partc.compiler.plan.rules import Dataset
     from partc.compiler.rewrite.unrolled import unrolled
 
-    source = load(model)
     alone = replace(
         plan,
         ranks=1,
@@ -54,7 +53,7 @@ def compile_alone(model: Path, plan: Plan, out: Path, shards: int = 1) -> Compil
         target=(),
     )
     declared = replace(source.declared, placements=(), sharding=(), annotations=None, dataset=None, targets=())
-    report = compile_source(Source(unrolled(source.model, dict(plan.mesh)), declared), alone, out)
+    report = compile_source(Source(unrolled(source.model.clone(), dict(plan.mesh)), declared), alone, out)
     return Compiled(report.program, out)
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partc.cli.comparison.compare import Compared
+from partc.compiler.comparison.compare import Compared
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     from partc.cli.comparison.first_difference import Compiled
     from partc.cli.job.inputs import Value
+    from partc.compiler.frontend.source import Source
+    from partc.compiler.frontend.torch.torch_model import TorchModel
     from partc.compiler.pipeline import Report
 
 
@@ -28,18 +29,21 @@ class Case:
     values: Mapping[str, Value]
     scratch: Path
     mpi: bool
+    source: Source
+    """The model as it was loaded."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """By target of the compiled model the device that it is asked to be."""
+    torch_model: TorchModel | None = None
+    """The module that the model is compared with."""
 
-    def unsharded(self, model: ir.Model | None = None) -> Path:
-        """A file of the unsharded model: the user's own where it is one, else of `model`, which is loaded anew where none is given."""
+    def unsharded(self) -> Path:
+        """A file of the unsharded model: the user's own where it is one."""
         if self.model.suffix == ".onnx":
             return self.model
         import onnx_ir as ir
-        from partc.compiler.frontend import load
         from partc.compiler.rewrite.unrolled import unrolled
 
-        path, whole = self.scratch / "whole.onnx", load(self.model).model if model is None else model
+        path, whole = self.scratch / "whole.onnx", self.source.model.clone()
         ir.save(unrolled(whole, dict(self.report.program.plan.mesh)), path, external_data="whole.data")
         return path
 
@@ -57,6 +61,11 @@ class Verdict:
         return all(row.passed for row in self.rows)
 
 
+def of_torch_named(rows: Sequence[Compared], of_torch: Collection[str]) -> list[Compared]:
+    """Rows of which those that were compared with torch say so."""
+    return [replace(row, reference="torch") if row.name in of_torch else row for row in rows]
+
+
 def measured(
     before: Sequence[Compared], after: Sequence[Compared], alone: Compiled, noise: Mapping[str, Array]
 ) -> list[str]:
@@ -65,7 +74,8 @@ def measured(
     from partc.runtime.artifact.manifest import open_artifact
 
     pairs = zip(before, after, strict=True)
-    moved = {new.name: float(noise[new.name].max()) for old, new in pairs if new.passed and not old.passed}
+    passed = [new.name for old, new in pairs if new.passed and not old.passed and new.name in noise]
+    moved = {name: float(noise[name].max()) for name in passed}
     if not moved:
         return []
     names = first_of([f"'{name}' by {most:.3g}" for name, most in moved.items()])

@@ -1,19 +1,20 @@
 """`partc verify` of a plan that generates: the tokens behind several prompts at once against those of the unsharded model behind each.
 
-The unsharded model is run as it was exported, with a past that grows, and with its encoder, if it has one, in each step. Two tokens whose
+The unsharded model is run by torch where it is a torch module, else by onnxruntime, with a past that grows, and with its encoder, if it has
+one, in each step. Two tokens whose
 scores differ by less than rounding does are both right: behind such a place a sequence is not compared, and a note says so.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
-from partc.cli.comparison.verdict import Case, Verdict
+from partc.cli.comparison.verdict import Case, Verdict, of_torch_named
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 from partc.runtime.errors import PartcError
@@ -37,7 +38,7 @@ class Reference:
 
 def verdict(case: Case, seed: int) -> Verdict:
     """Every token of random prompts; as many prompts as make slots change hands."""
-    from partc.cli.comparison.compare import compare
+    from partc.compiler.comparison.compare import compare
 
     record = case.report.manifest.generation
     assert record is not None
@@ -56,7 +57,8 @@ def verdict(case: Case, seed: int) -> Verdict:
             tokens = [*tokens[:first], *one.tokens[first:]]
         name = f"prompt {number}, {count_text(prompts[number].read, 'token')}"
         whole[name], compiled[name] = np.asarray(one.tokens), np.asarray(tokens)
-    return Verdict(compare(whole, compiled, None, None), notes)
+    rows = compare(whole, compiled, None, None)
+    return Verdict(of_torch_named(rows, [] if case.torch_model is None else whole), notes)
 
 
 def _request(rng: np.random.Generator, record: GenerationRecord, size: int, count: int) -> Request:
@@ -122,28 +124,43 @@ def _whole(tokens: list[int], count: int) -> list[int]:
     return tokens + [-1] * (count - len(tokens))
 
 
+def _session(case: Case) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    path = case.unsharded()
+    try:
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
+
+
 class _Unsharded:
     """The model itself, a sequence at a time."""
 
     def __init__(self, case: Case, record: GenerationRecord) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        path = case.unsharded()
-        try:
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
+        self._torch = case.torch_model
+        self._session: Any = _session(case) if self._torch is None else None
         self._record = record
         self._caches = {
             str(past.name): str(present.name)
             for past, present in case.report.program.caches.items()
             if present is not None
         }
-        self._given = {one.name: one for one in self._session.get_inputs()}
-        made = [one.name for one in self._session.get_outputs() if one.name not in self._caches.values()]
+        graph = case.source.model.graph
+        self._given = {str(one.name): one for one in graph.inputs}
+        made = [str(one.name) for one in graph.outputs if one.name not in self._caches.values()]
         self._scores = record.logits or made[0]
+
+    def _run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """The scores and the caches of a step, by torch itself where the model is a torch module."""
+        names = [self._scores, *self._caches.values()]
+        if self._torch is None:
+            made: list[Array] = self._session.run(names, {**feeds})
+            return made
+        found = self._torch.run(feeds)
+        return [found[name] for name in names]
 
     def tokens(self, request: Request, count: int) -> Reference:
         """The likeliest tokens behind a prompt; behind one that stops -1."""
@@ -162,7 +179,7 @@ class _Unsharded:
                 "attention_mask": np.ones((1, before + width)),
             }
             feeds |= {name: self._typed(name, array) for name, array in positions.items() if name in self._given}
-            scores, *present = self._session.run([self._scores, *self._caches.values()], feeds)
+            scores, *present = self._run(feeds)
             past, before = dict(zip(self._caches, present, strict=True)), before + width
             order = np.argsort(-scores[0, -1], kind="stable")
             found.tokens.append(int(order[0]))
@@ -172,11 +189,10 @@ class _Unsharded:
 
     def _empty(self, name: str) -> Array:
         """A past of one sequence without a token: the cache grows along the dynamic dim behind the first."""
-        sizes = self._given[name].shape[1:]
-        grows = next(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
-        return self._typed(name, np.zeros([1, *sizes[:grows], 0, *sizes[grows + 1 :]]))
+        dims = [*(self._given[name].shape or ())][1:]
+        return self._typed(name, np.zeros([1, *(dim if isinstance(dim, int) else 0 for dim in dims)]))
 
     def _typed(self, name: str, array: Array) -> Array:
-        kind = dense(self._given[name].type)
+        kind = self._given[name].dtype
         assert kind is not None
-        return array.astype(kind.numpy)
+        return array.astype(kind.numpy())

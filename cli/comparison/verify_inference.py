@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from partc.cli.comparison.verdict import Case, Verdict, measured
+from partc.cli.comparison.verdict import Case, Verdict, measured, of_torch_named
 from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
     from partc.cli.job.inputs import Value
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
 
 
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
-    """Every output of the unsharded model against the compiled one's; what rounding does is measured where they are not close."""
-    from partc.cli.comparison.compare import compare, spread
+    """Every output of the unsharded model against the compiled one's; what rounding does is measured where they are not close.
+
+    Outputs of a torch module are compared with torch's.
+    """
     from partc.cli.comparison.first_difference import Compiled, first_difference
     from partc.cli.comparison.reference import DRAWS, compile_alone, merged, perturbed
+    from partc.cli.comparison.torch_reference import torch_outputs
     from partc.cli.job.outputs import flatten
+    from partc.compiler.comparison.compare import compare, spread
     from partc.runtime import load_local
 
     def run(folder: Path) -> dict[str, Array]:
@@ -29,20 +34,22 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
             return flatten(program(case.values))
 
     report, scratch = case.report, case.scratch
-    path = case.unsharded(report.program.model)
-    whole = flatten(run_unsharded(path, report.manifest, case.values))
+    path = case.unsharded()
+    exported = flatten(run_unsharded(path, report.manifest, case.values))
+    of_torch, told = torch_outputs(case)
+    whole = {**exported, **of_torch}
     compiled = _run_over_mpi(case, flatten(case.values)) if case.mpi else run(report.out)
-    first = Verdict(compare(whole, compiled, rtol, atol))
+    first = Verdict(of_torch_named(compare(whole, compiled, rtol, atol), of_torch), told)
     if first.passed:
         return first
-    alone = compile_alone(case.model, report.program.plan, scratch / "alone")
+    alone = compile_alone(case.source, report.program.plan, scratch / "alone")
     noise: dict[str, Array] = {}
     if rtol is None and atol is None:
         draws = [run(perturbed(alone.folder, scratch / "perturbed", draw + 1)) for draw in range(DRAWS)]
         plain = flatten(run_unsharded(path, report.manifest, case.values, False))
-        noise = merged(spread(run(alone.folder), draws), spread(whole, [plain]))
-    rows = compare(whole, compiled, rtol, atol, noise)
-    second = Verdict(rows, measured(first.rows, rows, alone, noise))
+        noise = merged(spread(run(alone.folder), draws), spread(exported, [plain]))
+    rows = of_torch_named(compare(whole, compiled, rtol, atol, noise), of_torch)
+    second = Verdict(rows, [*told, *measured(first.rows, rows, alone, noise)])
     if second.passed:
         return second
     inside = first_difference(
@@ -52,7 +59,11 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
         scratch,
         bool(noise),
     )
-    return Verdict(second.rows, [*second.notes, *filter(None, [inside])])
+    of_export = [
+        row.name for row in compare(of_torch, exported, rtol, atol, noise) if row.name in of_torch and not row.passed
+    ]
+    own = f"the exported model by itself is not torch's in {first_of(of_export)}" if of_export else ""
+    return Verdict(second.rows, [*second.notes, *filter(None, [own, inside])])
 
 
 def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:

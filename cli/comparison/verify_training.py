@@ -1,23 +1,26 @@
-"""`partc verify` of a plan that trains: two steps of the unsharded model on one rank against two of the compiled one.
+"""`partc verify` of a plan that trains: three steps of the unsharded model on one rank against three of the compiled one.
 
-Compared are the loss and the metrics of both steps, every tensor that training keeps (parameters, what the optimizer keeps of
+Compared are the loss and the metrics of all steps, every tensor that training keeps (parameters, what the optimizer keeps of
 them, and statistics), and the gradients of the first step, since a small step hides in a parameter's own rounding. Both sides go the way
-of `partc train`, through data, checkpoint and metrics in files.
+of `partc train`, through data, checkpoint and metrics in files. Of a torch module losses, parameters, statistics and gradients are
+compared with torch's own training (`torch_reference.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from partc.cli.comparison.compare import Compared, compare
-from partc.cli.comparison.verdict import Case, Verdict, measured
+from partc.cli.comparison.verdict import Case, Verdict, measured, of_torch_named
 from partc.cli.job.job import Job, Reporting, TrainingJob
+from partc.compiler.comparison.compare import Compared, compare
+from partc.compiler.ir.graph import nodes_of
+from partc.compiler.ops.families.neural.dropout import DROPOUT
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.artifact.training.scalars import scalars
@@ -28,9 +31,11 @@ from partc.runtime.training.trainer import STEP
 
 if TYPE_CHECKING:
     from partc.cli.job.inputs import Value
+    from partc.compiler.frontend.source import Source
+    from partc.compiler.plan.rules import Plan
     from partc.runtime.artifact.format import Manifest
 
-STEPS = 2
+STEPS = 3
 MOST_STEPS = 32
 """Where steps are skipped, as gradients overflow under the loss scale, others follow; it halves at each."""
 SHARE = 1e-3
@@ -42,24 +47,27 @@ _UNITS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
-    """Two steps of the unsharded model against two of the compiled one; what rounding does is measured where they are not close.
+    """Three steps of the unsharded model against three of the compiled one; what rounding does is measured where they are not close.
 
     Of a sum over ranks the unsharded model's gradients are those of the sum of the parts' means.
     """
-    from partc.cli.comparison.compare import spread
     from partc.cli.comparison.first_difference import Compiled, first_difference, gradients
     from partc.cli.comparison.reference import DRAWS, batch_shards, compile_alone, first_values, perturbed, scaled_seed
+    from partc.compiler.comparison.compare import spread
 
     report, scratch, plan = case.report, case.scratch, case.report.program.plan
     assert plan.train is not None
     records = _records(report.manifest, case.values)
     along = {port.name: port.batch_dim for port in report.manifest.inputs}
-    fields = {name: np.moveaxis(array, along[name], 0) if along.get(name) else array for name, array in records.items()}
+    assert report.manifest.training is not None
+    fixed = {name: records[name].tolist() for name in report.manifest.training.fixed if name in records}
+    dealt = {name: array for name, array in records.items() if name not in fixed}
+    fields = {name: np.moveaxis(array, along[name], 0) if along.get(name) else array for name, array in dealt.items()}
     data, batch = scratch / "records.npz", len(next(iter(fields.values())))
     with new_file(data) as out:
         np.savez(out, **fields)
     shards = batch_shards(report.manifest)
-    alone = compile_alone(case.model, plan, scratch / "whole", shards)
+    alone = compile_alone(case.source, plan, scratch / "whole", shards)
     manifest = open_artifact(alone.folder, trust=True).manifest
     begun = first_values(alone.folder, manifest)
     if plan.train.loss.per_rank_mean:
@@ -67,7 +75,8 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     alone = replace(alone, devices=case.devices)
     count, whole = STEPS, dict[str, Array]()
     while not whole:
-        trained = partial(_trained, case.plan, data=data, batch=batch, devices=case.devices, steps=count)
+        source = {"source": str(data), **fixed} if fixed else str(data)
+        trained = partial(_trained, case.plan, data=source, batch=batch, devices=case.devices, steps=count)
         whole = trained(alone.folder, out=scratch / f"of_whole_{count}", mpi=False)
         if count < MOST_STEPS and not any(name.endswith(f", step {count}") for name in whole):
             count, whole = min(count * 2, MOST_STEPS), {}  # the loss scale was too large for every step
@@ -81,9 +90,16 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
     overflow = count > STEPS and not all(np.isfinite(array).all() for array in of_whole.values())
     if overflow:
         of_whole, of_compiled = {}, {}
-    told = [_OVERFLOW] if overflow else []
-    steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol)
-    first = Verdict([*compared(whole, compiled, begun, rtol, atol), *steep], told)
+    torchs = _against_torch(case, trained, given, begun, shards, (rtol, atol))
+    told = [_OVERFLOW, *torchs.notes] if overflow else torchs.notes
+
+    def rows(noise: Mapping[str, Array] | None) -> list[Compared]:
+        kept = compared({**whole, **torchs.values}, compiled, begun, rtol, atol, noise)
+        steep = {**of_whole, **{name: array for name, array in torchs.gradients.items() if name in of_whole}}
+        kept += compared(steep, of_compiled, _zeros(steep), rtol, atol, noise)
+        return [*of_torch_named(kept, {*torchs.values, *torchs.gradients}), *torchs.rows(noise is not None)]
+
+    first = Verdict(rows(None), told)
     if first.passed:
         return first
     noise: dict[str, Array] = {}
@@ -94,13 +110,98 @@ def verdict(case: Case, rtol: float | None, atol: float | None) -> Verdict:
             draws.append(trained(folder, out=scratch / f"of_perturbed_{draw}", mpi=False))
             steps.append({} if overflow else gradients(replace(alone, folder=folder), ours, given, scratch)[0])
         noise = {**spread(whole, draws), **spread(of_whole, steps)}
-    steep = compared(of_whole, of_compiled, _zeros(of_whole), rtol, atol, noise)
-    rows = [*compared(whole, compiled, begun, rtol, atol, noise), *steep]
-    second = Verdict(rows, [*told, *measured(first.rows, rows, alone, noise)])
+    again = rows(noise)
+    second = Verdict(again, [*told, *measured(first.rows, again, alone, noise)])
     if second.passed:
         return second
     inside = first_difference(alone, ours, given, scratch, bool(noise))
     return Verdict(second.rows, [*second.notes, *filter(None, [inside])])
+
+
+@dataclass
+class _Torch:
+    """Torch's training of the module: what the compiled model is compared with, or rows of the unsharded model's own comparison with it."""
+
+    values: Mapping[str, Array] = field(default_factory=dict)
+    gradients: Mapping[str, Array] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    rows: Callable[[bool], list[Compared]] = lambda measured: []
+
+
+def _against_torch(
+    case: Case,
+    trained: Callable[..., dict[str, Array]],
+    given: Mapping[str, Any],
+    begun: Mapping[str, Array],
+    shards: int,
+    tolerances: tuple[float | None, float | None],
+) -> _Torch:
+    """Torch's training, for the compiled model itself where the plan says nothing that torch's has not.
+
+    Else the unsharded model is compiled once more without that, and compared; `rows` then measures rounding where it is asked to.
+    """
+    from partc.cli.comparison.first_difference import gradients_alone
+    from partc.cli.comparison.reference import DRAWS, compile_alone, perturbed
+    from partc.cli.comparison.torch_reference import torch_training
+    from partc.compiler.comparison.compare import spread
+
+    training, plan = case.report.program.training, case.report.program.plan
+    if case.torch_model is None or training is None or plan.train is None or case.report.manifest.training is None:
+        return _Torch()
+    folder = Path() if case.plan is None else case.plan.parent
+    loss = case.report.manifest.training.loss
+    torchs = torch_training(case.torch_model, training, loss, given, STEPS, folder)
+    if not torchs.values:
+        return _Torch(notes=torchs.notes)
+    source, plain, left = _undivided(case, plan, shards)
+    if not left:
+        return _Torch(torchs.values, torchs.gradients, torchs.notes)
+    alone = replace(compile_alone(source, plain, case.scratch / "plain"), devices=case.devices)
+    numbers = {name: array for name, array in given.items() if name != STEP}
+    values = trained(alone.folder, out=case.scratch / "of_plain", mpi=False, steps=STEPS)
+    steep = gradients_alone(alone, numbers, case.scratch / "plain_look")
+
+    def rows(is_measured: bool) -> list[Compared]:
+        noise: dict[str, Array] = {}
+        if is_measured and tolerances == (None, None):
+            draws, looks = [], []
+            for draw in range(DRAWS):
+                place = perturbed(alone.folder, case.scratch / "plain_perturbed", draw + 1)
+                draws.append(trained(place, out=case.scratch / f"of_plain_{draw}", mpi=False, steps=STEPS))
+                looks.append(gradients_alone(replace(alone, folder=place), numbers, case.scratch / "plain_look"))
+            noise = {**spread(values, draws), **spread(steep, looks)}
+        of_torch = {name: array for name, array in torchs.gradients.items() if name in steep}
+        made = compared(torchs.values, values, begun, *tolerances, noise)
+        made += compared(of_torch, steep, _zeros(of_torch), *tolerances, noise)
+        return [replace(row, name=f"unsharded {row.name}", reference="torch") for row in made]
+
+    told = f"the unsharded model is compared with torch without {', '.join(left)}, and the compiled model with it"
+    return _Torch(notes=[*torchs.notes, told], rows=rows)
+
+
+def _undivided(case: Case, plan: Plan, shards: int) -> tuple[Source, Plan, list[str]]:
+    """The model and the plan without what torch's training has not, and what that is."""
+    assert plan.train is not None
+    rules = plan.train
+    late = {pattern: rule for pattern, rule in rules.parameters.items() if rule.staleness}
+    model = case.source.model.clone()
+    drops = [node for node in nodes_of(model.graph) if node.op_type == DROPOUT and not node.domain]
+    for node in drops:
+        node.op_type = "Identity"
+        node.resize_inputs(1)
+    left = {
+        "microbatches": plan.pipeline is not None or rules.accumulate > 1,
+        "its precision": plan.precision is not None,
+        "late updates": bool(late),
+        "means of ranks": rules.loss.per_rank_mean and shards > 1,
+        "dropout": bool(drops),
+    }
+    prompt = {pattern: rule.model_copy(update={"staleness": None}) for pattern, rule in late.items()}
+    parameters = {**rules.parameters, **prompt}
+    plain = replace(
+        plan, pipeline=None, precision=None, train=rules.model_copy(update={"accumulate": 1, "parameters": parameters})
+    )
+    return replace(case.source, model=model), plain, [name for name, is_left in left.items() if is_left]
 
 
 def _zeros(arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -147,7 +248,7 @@ def _records(manifest: Manifest, values: Mapping[str, Value]) -> dict[str, Any]:
 def _trained(
     plan: Path | None,
     folder: Path,
-    data: Path,
+    data: str | Mapping[str, Any],
     batch: int,
     devices: Mapping[str, str],
     steps: int,
@@ -164,7 +265,7 @@ def _trained(
     told = out / "metrics.jsonl"
     training = TrainingJob(
         said={
-            "data": str(data),
+            "data": data,
             "batch": batch,
             "steps": steps,
             "log": 1,

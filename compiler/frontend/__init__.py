@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.frontend.source import Known, Source, nothing
+from partc.compiler.frontend.source import Known, Source, compared, nothing
 from partc.runtime.garbage_collection import uncollected
 
 
-def load(path: Path, known: Known = nothing, *, cache: bool = False) -> Source:
+def load(path: Path, known: Known = nothing, *, cache: bool = False, compare: bool = False) -> Source:
     """The model in `path`, by its ending. Raises CompileError with all that is wrong with it.
 
     `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes. With `cache` a
-    decoder of `transformers` is exported with past and present as inputs and outputs.
+    decoder of `transformers` is exported with past and present as inputs and outputs. With `compare` what torch exports is run on small
+    inputs, and refused where its numbers are not those of the module.
     """
+    source = _loaded(path, known, cache)
+    return compared(source) if compare and source.exported else source
+
+
+def _loaded(path: Path, known: Known, cache: bool) -> Source:
     if path.is_dir():
         from partc.compiler.frontend.huggingface.folder import load_folder
 

@@ -13,10 +13,12 @@ On an output:
     partc.unbiased, partc.frozen_statistics    true               a BatchNormalization's marks (`ir/graph.py`)
     partc.stops_gradient  true                                  an Identity through which no gradient flows (`ir/graph.py`)
     partc.own_backward    Rounded                               an Identity behind a `torch.autograd.Function` of that name; a text
+    partc.gradient        padding_row 0                         which gradient torch gives it (`rewrite/gradient_forms.py`); a text
 On a weight:
     partc.trainable  true                                       whether its module says that it is trainable
 On the model:
     partc.declared   {"placements": ..., "symbols": ...}        what a `model.py` declares (`ir/declared.py`), of `partc export`
+    partc.untrainable  [["'head'", "has a hook", "", ""]]       why its training would not be that of its module (`ir/graph.py`)
     partc.mesh       [["dp", 2], ["tp", 4]]                     the names of the mesh's axes
     partc.kept       {"w": [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]}    weights that are kept otherwise than they are read
     partc.symbols    {"batch": {"divisor": 8, "remainder": 0, "min": 8, "max": 512}}

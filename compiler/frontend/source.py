@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from partc.compiler.ir.declared import Declared
@@ -30,3 +30,11 @@ class Source:
     model: ir.Model
     declared: Declared = field(default_factory=Declared)
     exported: bool = False
+
+
+def compared(source: Source) -> Source:
+    """A model that torch exported, after a comparison with its module; CompileError where it is another one."""
+    from partc.compiler.frontend.torch.compare_with_torch import compare_with_torch
+
+    warnings = (*source.declared.warnings, *compare_with_torch(source.model))
+    return replace(source, declared=replace(source.declared, warnings=warnings))

@@ -1,10 +1,15 @@
-"""Nodes that onnxruntime has no CPU kernel for in 16 bits compute in float32, between Casts.
+"""Nodes that onnxruntime has no CPU kernel for in 16 bits compute in float32, between Casts; a vector is multiplied as a column.
 
     %h = MatMul(%x, %w)     ->     %h.unrounded = MatMul(%x.read, %w.read);  %h = Cast(%h.unrounded)
 
 All but what moves elements does so in bfloat16, which onnxruntime then loads, and most in float16, where it would put Casts around
 nodes itself, and take those out that follow each other: nothing would be rounded within a session, and no sum leave the range of float16.
 With Casts of its own a program gives the same numbers wherever it is cut. A value that several nodes of a task read is cast once.
+
+A Transpose before a MatMul becomes a `FusedMatMul` in onnxruntime, which multiplies a transposed left operand and a vector wrongly. Which
+nodes come to stand next to each other there (it takes out each Identity between) a compiler cannot know, so each vector becomes a column:
+
+    %y = MatMul(%a, %v)     ->     %v.column = Unsqueeze(%v, [1]);  %y.column = MatMul(%a, %v.column);  %y = Squeeze(%y.column, [-1])
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx.defs
 import onnx_ir as ir
 from partc.compiler.ir.graph import bodies
-from partc.compiler.ir.programs import Compute, Op, RankProgram, Value, added, with_values
+from partc.compiler.ir.programs import Comm, Compute, Op, RankProgram, Value, added, with_values
 from partc.compiler.ir.value_info import ValueInfo
 from partc.runtime.artifact.format import CUDA
 from partc.runtime.artifact.graph.half_kernels import has_kernel
@@ -33,6 +39,34 @@ def fit_kernels(
     work = _Fitting(program, opset, values, targets)
     steps = [one for step in program.steps for one in work.step(step)]
     return replace(program, steps=tuple(steps)) if work.changed else program
+
+
+def columns_of_vectors(steps: Sequence[Compute | Comm]) -> Sequence[Compute | Comm]:
+    """The steps, where no MatMul has a vector as its right operand, but for a product of two vectors."""
+    made: list[Compute | Comm] = []
+    for step in steps:
+        if not isinstance(step, Compute) or not step.is_op("MatMul") or step.node.domain not in ("", "ai.onnx"):
+            made.append(step)
+            continue
+        (left, right), (out,) = step.inputs, step.outputs
+        if left is None or right is None or out is None or _rank(right) != 1 or _rank(left) == 1:
+            made.append(step)
+            continue
+        column, product = Value(".column", out), out.untyped(".product")
+        before = added("Unsqueeze", [right, column.untyped(".axes", np.array([1], np.int64))], [column])
+        after = added("Squeeze", [product, product.untyped(".axes", np.array([-1], np.int64))], [out])
+        multiplied = replace(step, inputs=(left, column), outputs=(product,))
+        made += [
+            replace(one, source=step.source, task=step.task, target=step.target) for one in (before, multiplied, after)
+        ]
+    return made
+
+
+def _rank(value: Value) -> int | None:
+    if value.constant is not None:
+        return len(value.constant.shape)
+    shape = value.shape if value.shape is not None or value.of is None else value.of.shape
+    return None if shape is None else len(shape)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.lower.distinct import DistinctProgram, Finished
 from partc.compiler.lower.early_pulls import pulls_first
-from partc.compiler.lower.kernels import fit_kernels
+from partc.compiler.lower.kernels import columns_of_vectors, fit_kernels
 from partc.compiler.lower.local_view import Localized
 from partc.compiler.rewrite.simplify import simplify
 
@@ -83,7 +83,7 @@ def _finished(
     key = steps, frozenset(after)
     if key not in simplified:
         wanted = _wanted(steps, after, one.appended)
-        left = tuple(pulls_first(simplify(wanted, after) if training else wanted))
+        left = tuple(columns_of_vectors(pulls_first(simplify(wanted, after) if training else wanted)))
         simplified[key] = left, frozenset([value for step in left for value in step.reads])
     steps, read = simplified[key]
     used = read | given

@@ -20,7 +20,7 @@ def normalize(program: Loaded) -> Loaded:
     cut = cuts(plan, declared)
     model = with_sizes(program.model, plan)
     if cut or trains:
-        model = converted(model, program.name, TARGET if trains else OLDEST)
+        model = converted(model, program.name, TARGET if trains else OLDEST, trains)
     if declared.annotations and cut and not trains:  # a converter makes nodes anew
         again = read(model, program.name, declared.annotations.asked)
         declared = replace(declared, annotations=again)

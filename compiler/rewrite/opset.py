@@ -32,8 +32,11 @@ def cuts(plan: Plan, declared: Declared) -> bool:
     )
 
 
-def converted(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
-    """`model` decomposed, and converted if it is older than `oldest`. Raises CompileError where the converter cannot."""
+def converted(model: ir.Model, name: str, oldest: int = OLDEST, trains: bool = False) -> ir.Model:
+    """`model` decomposed, for a training if it `trains`, and converted if it is older than `oldest`.
+
+    Raises CompileError where the converter cannot.
+    """
     if model.opset_imports.get("", TARGET) < oldest:
         import onnxscript.version_converter
 
@@ -51,5 +54,5 @@ def converted(model: ir.Model, name: str, oldest: int = OLDEST) -> ir.Model:
                 )
             ) from error
     for node in list(model.graph):
-        decompose(node)
+        decompose(node, trains)
     return model

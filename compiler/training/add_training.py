@@ -34,6 +34,7 @@ from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.rules import TrainRules
 from partc.compiler.rewrite.extremes import in_parts
+from partc.compiler.rewrite.gradient_forms import give_gradient_forms
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
 from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.split_sequences import split_sequences
@@ -42,7 +43,7 @@ from partc.compiler.rewrite.uneven_means import split_uneven_means
 from partc.compiler.training.graph_appender import DENOMINATOR, Inferred
 from partc.compiler.training.in_parts import PART
 from partc.compiler.training.loss_and_metrics import add_loss, add_metric, meant
-from partc.compiler.training.own_backward import refuse_own_backward
+from partc.compiler.training.own_backward import refuse_untrainable
 from partc.compiler.training.shared import give_own, parted
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
@@ -88,7 +89,7 @@ def add_training(program: Loaded) -> Prepared:
     training = replace(training, untrained=replace(training.untrained, operands=operands), precision=precision)
     plan, paths = replace(plan, train=rules, outputs=()), node_paths(model)
     if program.kind is ProgramKind.STEP:
-        refuse_own_backward(model.graph, training, paths)
+        refuse_untrainable(model, training, paths)
     names = [name_of(value) for value in candidates(program.model)]
     idle = (
         _idle(rules, [*names, *(name_of(value) for value in training.parameters)])
@@ -139,6 +140,8 @@ def add_loss_and_metrics(
         labels = (rules.loss.labels, *(getattr(metric, "labels", None) for metric in rules.metrics.values()))
         if modes.needs_step and STEP in labels:
             raise CompileError(_taken(STEP))
+    if part.backward:
+        give_gradient_forms(model, lambda table: table.name in how and not how[name_of(table)].frozen)
     known_outputs = outputs.found if outputs is not None and outputs.settled(known) else {}
     inferred: Inferred = {
         value: known_outputs[name_of(value)] for value in graph.outputs if name_of(value) in known_outputs

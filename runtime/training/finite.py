@@ -128,7 +128,15 @@ def nonfinite_loss(step: int, name: str, loss: Any, causes: Iterable[str], count
             "give each rank a label that counts, or take `reduction: mean`, which divides by the labels of the whole batch; "
             "`on_nonfinite: skip` skips such steps"
         )
-    why = why or ["  the inputs of all ranks are finite: a gradient or a parameter has become too large"]
+    if not why:
+        why = [
+            "  the inputs of all ranks are finite: a gradient or a parameter has become too large, or a function has no finite "
+            "value or slope where it was taken (sqrt or log at 0, 0/0)"
+        ]
+        help = (
+            "resume from the last checkpoint with other data, a smaller learning rate or `clip: {norm: 1}`, or add a small number to what "
+            "the model divides by or takes a root or a logarithm of; `on_nonfinite: skip` skips such steps"
+        )
     return "\n".join([f"step {step}: the {name} is {loss}", *why, f"  help: {help}"])
 
 

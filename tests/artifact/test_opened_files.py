@@ -69,6 +69,7 @@ OTHERWISE = {
     "cli/comparison/verdict.py: ir.save": "a new folder that verify has made",
     "cli/comparison/verify_inference.py: onnxruntime.InferenceSession": "the model that `load` has read; onnxruntime takes its name",
     "cli/comparison/verify_generation.py: onnxruntime.InferenceSession": "the model that `load` has read; onnxruntime takes its name",
+    "compiler/frontend/torch/graph_sessions.py: onnxruntime.InferenceSession": "bytes of the model that was exported",
     "cli/launch/guard.py: open": "it imports nothing of partc, since it starts with every job, and reads /proc",
     "cli/launch/run_dir.py: os.open": "the lock in a folder that the job has made",
     "cli/machine/measure.py: (folder / 'plan.yaml').write_text": "a new folder that measure has made",

@@ -88,10 +88,10 @@ def test_jobs_over_mpi_end_as_they_should() -> None:
 
 
 def test_every_script_is_run() -> None:
-    """A script that no test runs may be broken for days."""
+    """A script that no test runs may be broken for days; `test_compare_with_torch.py` plants differences."""
     scripts = {path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()}
     run = {line.split()[0] for line in (*GIVEN, *COMPARED, *KNOWN, *OVER_MPI)}
-    assert scripts == {*run, "in_turn", "random_torch"}
+    assert scripts == {*run, "in_turn", "random_torch", "planted_differences", "torch_semantics"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -107,3 +107,49 @@ def test_random_trainings_are_as_those_of_torch(case: int) -> None:
         assert pool.one_case(work, 3, case) == ("ok", "")
     finally:
         torch.set_num_threads(threads)
+
+
+EQUAL = (
+    "Embedding(padding_idx=-9), from the end",
+    "EmbeddingBag(sum, padding_idx=0)",
+    "cross_entropy(label_smoothing, weight, ignore_index)",
+    "cross_entropy of probabilities",
+    "gaussian_nll_loss, variance below eps",
+    "parametrizations.weight_norm",
+    "parametrizations.spectral_norm.eval()",
+    "a vector times a transposed matrix",
+    "detach_",
+    "no_grad, inference_mode, enable_grad",
+    "checkpoint(use_reentrant=True)",
+    "hardtanh",
+    "max(dim) of equal values",
+)
+TOLD = (
+    "Embedding(scale_grad_by_freq=True)",
+    "Embedding(max_norm=1)",
+    "InstanceNorm1d(track_running_stats=True)",
+    "parametrizations.spectral_norm",
+    "a hook of a tensor, without a question",
+    "Parameter.register_hook",
+    "Module.register_full_backward_hook",
+    "a running center, assigned anew",
+    "a counter",
+    "a counter that is a number",
+    "a weight clipped by forward",
+    "clamp_ in no_grad",
+    "Tensor.data.clamp_",
+    "an autograd.Function",
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_special_cases_of_torch_are_equal_or_refused_by_name(tmp_path: Path) -> None:
+    """Those that are equal as one module, and as another those that are refused, all at once."""
+    pytest.importorskip("torch", reason="torch_semantics.py compares with torch")
+    from torch_cases import REFUSED
+    from torch_semantics import ends
+
+    assert ends(EQUAL, tmp_path / "equal") == dict.fromkeys(EQUAL, "equal")
+    (text,) = {*ends(TOLD, tmp_path / "refused").values()}
+    assert text.startswith("refused: ")
+    assert [name for name in TOLD if REFUSED[name] not in text] == []

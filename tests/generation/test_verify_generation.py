@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from partc.cli.comparison import verify_generation
 from partc.cli.comparison.verdict import Case
 from partc.cli.main import invoke
+from partc.compiler.frontend import load
 from partc.compiler.pipeline import compile_model
 
 PLAN = """ranks: 2
@@ -43,7 +44,7 @@ def test_tokens_are_equal(plan: Path, how: tuple[str, ...], capfd: pytest.Captur
 def test_another_model_differs(plan: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
     report = compile_model(model, plan, tmp_path / "build")
-    case = Case(model, plan, report, {}, tmp_path, mpi=False)
+    case = Case(model, plan, report, {}, tmp_path, False, load(model))
     assert verify_generation.verdict(case, 1).passed
     other = onnx.load(model)
     weight = next(one for one in other.graph.initializer if one.name == "layers.1.o.weight")

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.directives.recorder import recording
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.decoding import decoding
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, read_object, stored_tensors
@@ -40,9 +42,10 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     files = stored_tensors(folder)
     architecture = _architecture(config, folder)
     with recording(folder) as recorder:
+        from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
         from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
 
-        module, buffers, widened = _built(architecture, config, folder)
+        module, buffers, widened = _built(architecture, folder)
         weights = taken(module, files, folder.name)
         known([*dict(module.named_parameters(remove_duplicate=False)), *buffers])
         where = f"{folder.name}/{CONFIG}"
@@ -58,6 +61,8 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
             value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
         elif getattr(getattr(value.const_value, "raw", None), "is_meta", False):
             lost.append(name)
+    stored = {**weights.tensors, **{name: ir.Tensor(one.numpy(), name=name) for name, one in buffers.items()}}
+    model.meta[TORCH_MODEL] = replace(model.meta[TORCH_MODEL], stored=stored)
     if lost:
         kind = type(module).__name__
         fact = (
@@ -74,7 +79,11 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
             f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
         )
     declared = Declared(
-        symbols=names.symbols, warnings=tuple(told), tp_plan=tp_plan(module), start=start_tokens(module)
+        symbols=names.symbols,
+        warnings=tuple(told),
+        tp_plan=tp_plan(module),
+        start=start_tokens(module),
+        decoding=decoding(module, folder),
     )
     return Source(model, declared, exported=True)
 
@@ -120,14 +129,14 @@ def _architecture(config: dict[str, object], folder: Path) -> Any:
     raise CompileError(Problem(where, fact, law, help_))
 
 
-def _built(architecture: Any, config: dict[str, object], folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
+def _built(architecture: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
     """The model with all of its tensors on the meta device, by name its buffers as they were before, and whether it was bfloat16."""
     import torch
-    from partc.compiler.frontend.torch.torch_module import quiet
+    from partc.compiler.frontend.torch.torch_model import quiet
 
     try:
         with _without_weights(), quiet():
-            settings = architecture.config_class.from_dict(config)
+            settings = architecture.config_class.from_pretrained(folder, local_files_only=True)
             if widened := settings.dtype is torch.bfloat16:
                 settings.dtype = torch.float32
             module = architecture._from_config(settings).eval()

@@ -13,6 +13,7 @@ Marks stand only where a gradient would go on to a parameter: of a block that is
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,14 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+from partc.compiler.errors import Problem
+from partc.compiler.frontend.torch.autograd_effects import Observer
+from partc.compiler.frontend.torch.rewritten_functions import rewritten
 from partc.compiler.ir.graph import OWN_BACKWARD, STOPS_GRADIENT, nodes_of, read_by
 
 if TYPE_CHECKING:
     import torch
+    from partc.compiler.directives.recorder import Recorder
 
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
@@ -32,8 +37,10 @@ _KEPT = "partc.frontend"
 
 
 @contextmanager
-def blocks_detached(module: torch.nn.Module) -> Iterator[list[str]]:
+def blocks_detached(module: torch.nn.Module, observer: Observer) -> Iterator[list[str]]:
     """While `module` is traced in here, its forward detaches what it makes where it has turned gradients off.
+
+    `observer` sees what forward calls.
 
     What each `torch.autograd.Function` makes goes through `aten.alias`; the list gets their names.
 
@@ -42,17 +49,18 @@ def blocks_detached(module: torch.nn.Module) -> Iterator[list[str]]:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    kind, mode, function = type(module), _mode(), torch.autograd.Function
+    kind, mode, function = type(module), _mode(observer), torch.autograd.Function
     forward, is_own = kind.forward, "forward" in vars(kind)
 
     @functools.wraps(forward)
     def detaching(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
-        if self is not module or torch.compiler.is_dynamo_compiling():
+        # in this order: dynamo would name submodules after the variable that it meets first
+        if torch.compiler.is_dynamo_compiling() or self is not module:
             return forward(self, *args, **kwargs)
         before = torch.is_grad_enabled()
         _enable(True)
         try:
-            with mode():
+            with mode(), observer.attributes():
                 return forward(self, *args, **kwargs)
         finally:
             _enable(before)
@@ -77,6 +85,23 @@ def blocks_detached(module: torch.nn.Module) -> Iterator[list[str]]:
             kind.forward = forward
         else:
             del kind.forward
+
+
+def observe_apart(module: torch.nn.Module, recorder: Recorder, arguments: Mapping[str, Any]) -> Observer:
+    """What a copy of the module does when it runs: of a forward that torch traced by bytecode an observer has seen nothing."""
+    import torch
+
+    try:
+        copied = copy.deepcopy(module)
+        observer = Observer(copied, recorder)
+        with torch.random.fork_rng(devices=[]), blocks_detached(copied, observer):
+            copied(*arguments.get("args", ()), **arguments.get("kwargs", {}))
+    except Exception as error:
+        observer = Observer(module, recorder)
+        fact = f"forward was traced by bytecode, and does not run on example inputs: {type(error).__name__}: {error}"
+        law = "hooks of gradients, and what changes without them, are found when it runs"
+        observer.problems.append(Problem("the module", fact, law, "make forward run on its example inputs"))
+    return observer
 
 
 def mark(model: ir.Model, parameters: Collection[str], called: Collection[str]) -> None:
@@ -128,14 +153,14 @@ def _enable(on: bool) -> None:
         torch._C._set_grad_enabled(on)
 
 
-def _mode() -> Callable[[], Any]:
+def _mode(observer: Observer) -> Callable[[], Any]:
     import torch
     from torch import _C, Tensor, is_grad_enabled, is_inference_mode_enabled
     from torch.compiler import is_dynamo_compiling
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    data = getattr_static(Tensor, "data").__get__
+    data, functions = getattr_static(Tensor, "data").__get__, rewritten()
 
     class Detaching(TorchFunctionMode):
         """Follows whether forward has turned gradients off, and detaches what functions then make.
@@ -155,21 +180,28 @@ def _mode() -> Callable[[], Any]:
             if is_dynamo_compiling():
                 return func(*args, **kwargs or {})
             on = is_grad_enabled()
+            if args and observer.answers(func, args):
+                return observer.answer(func, args)
             if func is _C._set_grad_enabled:
                 self.off = (self.off or on) and not args[0]
                 return _enable(args[0])
             if func == data:
-                return args[0].detach()
+                shown = args[0].detach()
+                observer.detached(args, shown)
+                return shown
             self.off = self.off and not on
             # branches of a `torch.cond` turn them off themselves (`traced_blocks.py`)
             _enable(on and isinstance(func, torch._ops.HigherOrderOperator))
             try:
-                made = func(*args, **kwargs or {})
+                traced: Callable[..., Any] = functions.get(func, func)
+                made = traced(*args, **kwargs or {})
             finally:
                 _enable(on)
-            if not (self.off or is_inference_mode_enabled()):
-                return made
-            given = {id(one) for one in tree_leaves((args, kwargs))}
-            return tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), made)
+            off = self.off or is_inference_mode_enabled()
+            if off:
+                given = {id(one) for one in tree_leaves((args, kwargs))}
+                made = tree_map_only(Tensor, lambda one: one if id(one) in given else one.detach(), made)
+            observer.note(func, args, kwargs, made, off)
+            return made
 
     return Detaching

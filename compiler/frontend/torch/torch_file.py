@@ -18,6 +18,7 @@ import re
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.names import TORCH_SCOPES, free_name, module_of, name_by_use
+from partc.compiler.frontend.torch.autograd_effects import mark_gradients, write_problems_into
 from partc.compiler.ir.graph import OWN_NAME, nodes_of
 from partc.runtime.errors import breaks_lines
 
@@ -37,6 +38,7 @@ def restored(model: ir.Model) -> ir.Model:
     graph = model.graph
     if not any(TORCH_SCOPES in node.metadata_props for node in graph):
         return model
+    write_problems_into(model, mark_gradients(model))
     taken = {value.name or "" for value in graph.inputs}
     taken |= {value.name or "" for node in nodes_of(graph) for value in node.outputs}
     for value in list(graph.initializers.values()):

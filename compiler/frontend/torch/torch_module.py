@@ -8,11 +8,9 @@ exporter leaves out. A module is exported in the mode that it is in: call `model
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -22,12 +20,29 @@ from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import settings
 from partc.compiler.frontend.huggingface.ports import main_outputs
+from partc.compiler.frontend.huggingface.rotary import limit, short_frequencies
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
+from partc.compiler.frontend.torch import translations
+from partc.compiler.frontend.torch.autograd_effects import (
+    Observer,
+    hook_problems,
+    mark_gradients,
+    refuse_cumulative_averages,
+    write_problems,
+    write_problems_into,
+)
+from partc.compiler.frontend.torch.clean_up import clean_up
 from partc.compiler.frontend.torch.function_regions import keep_marks, take_regions
-from partc.compiler.frontend.torch.stopped_gradients import blocks_detached, mark, marks_preserved
+from partc.compiler.frontend.torch.stopped_gradients import (
+    blocks_detached,
+    mark,
+    marks_preserved,
+    observe_apart,
+)
 from partc.compiler.frontend.torch.torch_file import FOLDED
+from partc.compiler.frontend.torch.torch_model import TORCH_MODEL, TorchModel, quiet, without_gradients
 from partc.compiler.frontend.torch.traced_blocks import traced_blocks_detached
 from partc.compiler.frontend.user_code import own_frames
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, graphs_of
@@ -71,6 +86,7 @@ def export(
     named = _dynamic_dims(dynamic_shapes, list(given), where)
     declared = all_inputs({name: _declared(entry, named.get(name, {})) for name, entry in given.items()}, where)
     read = specs(declared, names, where)
+    limit(module, read, names, where)
     sizes = _sizes(read, names)
     device = next((tensor.device for tensor in module.parameters()), None)
     tensors = {spec.name: examples.get(spec.name, _example(spec, sizes)).to(device) for spec in read}
@@ -81,30 +97,45 @@ def export(
     else:
         shapes = {name: dict(dims[name]) for name in tensors}
         arguments = {"args": (), "kwargs": dict(tensors), "dynamic_shapes": shapes}
-    program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder)
+    refuse_cumulative_averages(module)
+    observer = Observer(module, recorder)
+    program, called = _by_torch(module, {**arguments, "opset_version": opset}, where, recorder, observer)
     if program is None:
         raise CompileError(Problem(where, "torch.onnx.export returned no program", help="use torch 2.6 or later"))
     model: ir.Model = program.model.clone()  # in torch's own, == of two values may make a node
     _name_weights(model.graph, module)
     weights = dict(model.graph.initializers)
     _set_inputs(model, read, where)
+    made = list(model.graph.outputs)
     if settings.is_of_transformers(module):
         outputs = _chosen(model.graph, _output_names(program, len(model.graph.outputs), (), where), outputs)
-    _set_outputs(model, _output_names(program, len(model.graph.outputs), outputs, where), where)
+    places = [made.index(value) for value in model.graph.outputs]
+    outputs = _output_names(program, len(model.graph.outputs), outputs, where)
+    _set_outputs(model, outputs, where)
+    if not observer.complete:
+        with quiet(), without_gradients():
+            observer = observe_apart(module, recorder, arguments)
+    problems = [*hook_problems(module), *observer.problems, *write_problems(module, program.exported_program)]
     _mark_batch_norms(model, module.training)
+    problems += mark_gradients(model)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
+    translations.attend_to_none(model)
     with marks_preserved(model):
-        _clean_up(model, weights)
+        clean_up(model, weights)
     keep_marks(model)
     model = checked(model, where)
     take_regions(model, recorder)
     _drop_metadata(model)
     derive_names(model, [value for name, value in model.graph.initializers.items() if name not in weights])
+    by_name = dict(zip(outputs, places, strict=True))
+    called_by = () if sequential else [spec.name for spec in read]
+    model.meta[TORCH_MODEL] = TorchModel(module, read, names.symbols, by_name, sizes, called_by, where)
+    write_problems_into(model, problems)
     return model
 
 
 def _by_torch(
-    module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder
+    module: torch.nn.Module, arguments: Mapping[str, Any], where: str, recorder: Recorder, observer: Observer
 ) -> tuple[Any, list[str]]:
     """torch's program, and the names of each `torch.autograd.Function` that ran.
 
@@ -113,11 +144,18 @@ def _by_torch(
     import torch
 
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
+    options["custom_translation_table"] = translations.table()
     tried: set[str] = set()
     settings.prepare(module)
     while True:
         try:
-            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module) as called:
+            with (
+                quiet(),
+                without_gradients(),
+                short_frequencies(module),
+                traced_blocks_detached(),
+                blocks_detached(module, observer) as called,
+            ):
                 return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
@@ -202,39 +240,11 @@ def _torch_type(spec: Spec) -> torch.dtype:
     return kind
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what torch's exporter and `transformers` log of modules that are not used, and warn of their own internals."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-@contextmanager
-def _without_gradients() -> Iterator[None]:
-    """Turns gradients off, so that a block `with torch.no_grad()` changes nothing: else torch makes a call of it, and forgets its modules.
-
-    Layers of attention would then take kernels for inference that are no ops of ONNX: these are off, too.
-    """
-    import torch
-
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
 def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exception:
     """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
     root = _root(error)
+    if (node := _untranslated(error)) is not None:
+        return CompileError(_without_translation(node, root, where))
     frames = own_frames(root, recorder)
     own_kind = type(root).__module__.startswith("torch")
     if frames and isinstance(root, Exception) and not own_kind:
@@ -245,6 +255,31 @@ def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exc
         lines[1:] = [frames[-1].line or ""]
     fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
     return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help))
+
+
+def _untranslated(error: BaseException | None) -> torch.fx.Node | None:
+    """The node of the exported program that the exporter could not translate, from the frame that tried."""
+    import torch
+
+    while error is not None:
+        if str(error).startswith("Error when translating node"):
+            frames = traceback.walk_tb(error.__traceback__)
+            nodes = [node for frame, _ in frames if isinstance(node := frame.f_locals.get("node"), torch.fx.Node)]
+            return nodes[-1] if nodes else None
+        error = error.__cause__
+    return None
+
+
+def _without_translation(node: torch.fx.Node, root: BaseException, where: str) -> Problem:
+    """Names the function of torch and the module that calls it."""
+    stack = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    module = stack[-1] if stack and stack[-1] else ""
+    function = re.sub("^(aten|prims)", "torch", str(node.target).removesuffix(".default"))
+    at = f"module '{module}'" if module else "the model's forward"
+    if isinstance(root, ValueError):
+        return Problem(where, f"{at}: {root}", help="fix that size in inputs, or write it with other functions")
+    fact = f"{at} calls {function}, which has no translation to ONNX"
+    return Problem(where, fact, " ".join(str(root).split())[:200], "write it with other functions of torch")
 
 
 def _name_weights(graph: ir.Graph, module: torch.nn.Module) -> None:
@@ -360,25 +395,6 @@ def _mark_batch_norms(model: ir.Model, training: bool) -> None:
             for output, state in zip(node.outputs[1:], (mean, variance), strict=True):
                 assert state is not None
                 output.type, output.shape = state.type, state.shape
-
-
-def _clean_up(model: ir.Model, weights: Mapping[str, ir.Value]) -> None:
-    """Folds shape arithmetic and constants, with the weights out of reach as inputs of the graph."""
-    import onnxscript.optimizer
-
-    graph = model.graph
-    contents = {name: value.const_value for name, value in weights.items()}
-    declared = len(graph.inputs)
-    for name, value in weights.items():
-        del graph.initializers[name]
-        value.const_value = None
-        graph.inputs.append(value)
-    onnxscript.optimizer.optimize(model)
-    del graph.inputs[declared:]
-    for name, value in weights.items():
-        value.const_value = contents[name]
-        if value.uses() or value in graph.outputs:
-            graph.initializers[name] = value
 
 
 def _drop_metadata(model: ir.Model) -> None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from equivalence import compiled, same, whole_outputs
 from onnx import numpy_helper
-from partc.cli.comparison.rounding import perturb
+from partc.compiler.comparison.rounding import perturb
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source

@@ -24,6 +24,8 @@ from partc.compiler.frontend.inputs import DimNames, Spec
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.compiler.ir.graph import STOPS_GRADIENT
+from partc.compiler.pipeline import compile_source
+from partc.compiler.plan.read import parse_plan
 from training_equivalence import run
 
 torch = pytest.importorskip("torch")
@@ -189,8 +191,22 @@ class InferredBlocks(_Net):
         return (self.head(h) - x).square().mean()
 
 
+class Padded(_Net):
+    """A table whose padding row has no gradient, a bound at which there is none, and the first of equal maxima."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(6, WIDTH, padding_idx=1)
+
+    def forward(self, x: Any) -> Any:
+        rows = self.words((x * 4).abs().long() % 3)
+        h = functional.relu6(self.head(self.encoder(x * 0) - self.encoder.bias) - self.head.bias + x)
+        first = torch.stack([h, h * 2 - h], 1).max(1).values
+        return (first + rows.sum(1)).square().mean()
+
+
 CASES: dict[str, Callable[[], Any]] = {
-    one.__name__: one for one in (Residual, SameOps, Inferred, Weight, Data, Target, Distilled, Quantized)
+    one.__name__: one for one in (Residual, SameOps, Inferred, Weight, Data, Target, Distilled, Quantized, Padded)
 }
 
 
@@ -256,7 +272,7 @@ def test_a_branch_learns_as_in_torch(case: Callable[[], Any], plan: str, tmp_pat
     learns_alike(source, module, plan, tmp_path / "build", 3)
 
 
-@pytest.mark.parametrize("case", ["Target", "Quantized"])
+@pytest.mark.parametrize("case", ["Target", "Quantized", "Padded"])
 def test_a_file_of_partc_keeps_the_marks(case: str, tmp_path: Path) -> None:
     torch.manual_seed(4)
     module = CASES[case]()
@@ -308,6 +324,44 @@ def test_a_module_has_its_own_forward_after_an_export() -> None:
     exported(Residual())
     assert "forward" in vars(Residual)
     assert torch.is_grad_enabled()
+
+
+class Hooked(_Net):
+    """A hook of a gradient, and one of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda dy: dy * 2)
+
+    def forward(self, x: Any) -> Any:
+        h = self.encoder(x)
+        if h.requires_grad:
+            h.register_hook(lambda dy: -dy)
+        return self.head(h).square().mean()
+
+
+@pytest.mark.parametrize("by_bytecode", [False, True])
+def test_a_file_of_partc_keeps_why_it_is_not_trained(
+    by_bytecode: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all reasons at once; it infers as before. Where torch cannot trace a forward as it runs it reads its bytecode."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError
+
+    if by_bytecode:
+        strategies = pytest.importorskip("torch.onnx._internal.exporter._capture_strategies")
+        monkeypatch.setattr(strategies.TorchExportNonStrictStrategy, "_capture", fail)
+    write_exported(exported(Hooked()), tmp_path / "model.onnx")
+    source = load(tmp_path / "model.onnx")
+    with pytest.raises(CompileError) as refused:
+        run(source, PLANS["one"] + TRAIN, tmp_path / "build", [])
+    assert [problem.fact for problem in refused.value.problems] == [
+        "has a hook of its gradient (register_hook)",
+        "forward registers a hook of a tensor's gradient (Tensor.register_hook)",
+    ]
+    assert refused.value.problems[0].where == "'head.weight'"
+    compile_source(source, parse_plan(PLANS["one"], "plan.yaml"), tmp_path / "infer")
 
 
 class _Rounded(torch.autograd.Function):  # type: ignore[misc, name-defined]

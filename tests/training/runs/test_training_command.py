@@ -121,7 +121,7 @@ def test_shares_over_mpi_are_those_of_the_whole(folder: Path, capsys: pytest.Cap
     """Two values are scattered and gathered as one message; `a.bias` and `b.weight` have odd places in it."""
     (folder / "shared.yaml").write_text(PARALLEL.replace("lr: 0.01", "lr: 0.01, shard: dp") + "  clip: {norm: 0.3}\n")
     assert invoke(["verify", "model.py", "--plan", "shared.yaml", "--set", "batch=6", "--mpi"]) == 0
-    assert "20 tensors on 2 MPI ranks equal to the unsharded model's" in capsys.readouterr().out
+    assert "22 tensors on 2 MPI ranks equal to the unsharded model's" in capsys.readouterr().out
     compile_model(folder / "model.py", folder / "shared.yaml", folder / "shared")
     assert invoke(["check", "shared"]) == 0
     told = (folder / "shared" / "ir" / "step_parallel_end.ir").read_text()
@@ -216,18 +216,18 @@ def test_a_batch_that_ranks_cannot_share_is_refused_by_all(folder: Path, capfd: 
 def test_verify_takes_apart_ranks_that_share_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "three.yaml").write_text(PARALLEL.replace("ranks: 2", "ranks: 3").replace(": 2}", ": 3}"))
     assert invoke(["verify", "model.py", "--plan", "three.yaml", "--set", "batch=6"]) == 0
-    assert "20 tensors on 3 ranks equal to the unsharded model's" in capsys.readouterr().out
+    assert "22 tensors on 3 ranks equal to the unsharded model's" in capsys.readouterr().out
 
 
-def test_verify_takes_two_steps_and_compares_all_that_is_kept(
+def test_verify_takes_three_steps_and_compares_all_that_is_kept(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built(folder, PARALLEL)
     assert invoke(["verify", "model.py", "--plan", "build.yaml", "--set", "batch=6"]) == 0
     told = capsys.readouterr().out
-    assert "20 tensors on 2 ranks equal to the unsharded model's" in told
+    assert "22 tensors on 2 ranks equal to the unsharded model's" in told
     assert "a.weight.exp_avg_sq" in told
-    assert "loss, step 2" in told
+    assert "loss, step 3" in told
     assert "a.weight.grad" in told
     from partc.compiler.tasks.reduce_gradients import GradientReduction
 

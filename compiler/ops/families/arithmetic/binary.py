@@ -25,7 +25,7 @@ op(
     precision="widest",
 )
 op("And", "Or", "Xor", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", factors="*,*->*", stops_gradient=True)
-op("Mod", factors="*,*->*", precision="widest")
+modulo = op("Mod", factors="*,*->*", precision="widest")
 add = op("Add", factors="*,*->*", linear="joint", precision="widest")
 subtract = op("Sub", factors="*,*->*", linear="joint", precision="widest")
 multiply = op("Mul", factors="*,*->*", linear="each", precision="widest")
@@ -80,23 +80,36 @@ def _(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str, str | None]:
     return da, g.Neg(g.Mul(da, g.output(0))) if g.wants(1) else None
 
 
+@modulo.gradient
+def _(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str, str | None]:
+    """dA = dY, dB = -dY (A - Y) / B, the quotient rounded to an integer."""
+    quotient = g.Round(g.Div(g.Sub(a, g.output(0)), b)) if g.wants(1) else None
+    return dy, quotient and g.Neg(g.Mul(dy, quotient))
+
+
 @power.gradient
 def _(g: GradientBuilder, dy: str, a: str, b: str) -> tuple[str | None, str | None]:
-    """dA = dY B A^(B-1); dB = dY Y log A where A is positive, else 0."""
+    """dA = dY B A^(B-1), and 0 where B is; dB = dY Y log A, and 0 where A is 0 and B is not negative."""
     da = db = None
     exponent = g.known(b)
-    if g.wants(0) and exponent is not None and exponent.size == 1 and float(exponent.item()) == 2.0:
-        da = g.Mul(dy, g.Add(a, a))
-    elif g.wants(0) and exponent is not None and exponent.size == 1:
-        number = float(exponent.item())
-        da = g.Mul(g.Mul(dy, g.constant(number, a)), g.Pow(a, g.constant(number - 1, a)))
+    number = float(exponent.item()) if exponent is not None and exponent.size == 1 else None
+    of_type = b if g.dtype(a) == g.dtype(b) or number is not None else g.Cast(b, to=g.dtype(a))
+    if g.wants(0) and number is not None:
+        if number == 0:
+            da = g.zeros(a)
+        elif number == 1:
+            da = dy
+        elif number == 2:
+            da = g.Mul(dy, g.Add(a, a))
+        else:
+            da = g.Mul(g.Mul(dy, g.constant(number, a)), g.Pow(a, g.constant(number - 1, a)))
     elif g.wants(0):
-        of_type = b if g.dtype(a) == g.dtype(b) else g.Cast(b, to=g.dtype(a))
-        da = g.Mul(g.Mul(dy, of_type), g.Pow(a, g.Sub(of_type, g.constant(1, a))))
+        slope = g.Mul(of_type, g.Pow(a, g.Sub(of_type, g.constant(1, a))))
+        da = g.Mul(dy, g.Where(g.Equal(of_type, g.constant(0, a)), g.constant(0, a), slope))
     if g.wants(1) and g.dtype(b) in FLOATING:
-        zero = g.constant(0, a)
-        log = g.Log(g.Where(g.Greater(a, zero), a, g.constant(1, a)))
-        db = g.Mul(g.Mul(dy, g.output(0)), log)
+        zero, one = g.constant(0, a), g.constant(1, a)
+        flat = g.And(g.Equal(a, zero), g.GreaterOrEqual(b, g.constant(0, b)))
+        db = g.Mul(g.Mul(dy, g.output(0)), g.Log(g.Where(flat, one, a)))
         db = db if g.dtype(a) == g.dtype(b) else g.Cast(db, to=g.dtype(b))
     return da, db
 

@@ -174,10 +174,20 @@ def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
 @reduce_product.gradient
 @_keeping_dims
 def _(g: GradientBuilder, dy: str, x: str, axes: str | None) -> str:
-    """dX = dY Y / X, where no factor is 0."""
+    """dX = dY times the product of the other factors: the product of those that are not 0, over X; 0 where another factor is 0."""
     if _is_noop(g, axes):
         return dy
-    return g.Div(g.Mul(dy, _with_unit_dims(g, g.output(0), x, axes)), x)
+    zero, one = g.constant(0, x), g.constant(1, x)
+    known = _axes(g, x, axes)
+    along = axes if known is None else g.constant(np.array(known, np.int64))
+    noop = int(known is None and g.attribute("noop_with_empty_axes", 0))
+    nothing = g.Equal(x, zero)
+    count = g.ReduceSum(g.mask(nothing, x), along, keepdims=1, noop_with_empty_axes=noop)
+    factors = g.Where(nothing, one, x)
+    product = g.ReduceProd(factors, along, keepdims=1, noop_with_empty_axes=noop)
+    of_others = g.Where(g.Equal(count, zero), g.Div(product, factors), zero)
+    alone = g.And(nothing, g.Equal(count, one))
+    return g.Mul(dy, g.Where(alone, product, of_others))
 
 
 def _reduced(

@@ -46,6 +46,8 @@ class Compared:
     relative_at: tuple[int, ...]
     tolerance: str
     result: str
+    reference: str = "unsharded model"
+    """What it is compared with."""
 
     @property
     def passed(self) -> bool:
@@ -63,6 +65,7 @@ class Compared:
             f"{self.relative:.3g}",
             _index(self.relative_at) if self.relative else "",
             self.tolerance,
+            self.reference,
             self.result,
         )
 

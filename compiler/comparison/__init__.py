@@ -1,0 +1,1 @@
+"""How far two runs of a model are apart, and how far rounding carries it."""

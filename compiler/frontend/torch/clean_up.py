@@ -1,0 +1,253 @@
+"""Cleans up an exported graph: folds constants, and takes out nodes that change no bit of any value.
+
+The law: what a graph computes stays the same bit for bit. So nothing here compares a constant with a tolerance (onnxscript's
+patterns take 1e-8 for 0 and 1.000005 for 1), and only ops are folded whose results the standard and IEEE 754 fix to the last bit.
+
+    Mul(x, 1), Div(x, 1), Sub(x, 0), Add(x, -0.0)     x    and not Add(x, 0.0), which makes 0.0 of -0.0
+    Transpose(x) {perm: [0, 1, 2]}                    x
+    Slice(x, 0, 9223372036854775807, axis, 1)         x
+    Reshape(Squeeze(n), [-1])                         n, where it has one dim
+    Unsqueeze(Unsqueeze(x, [1]), [0])                 Unsqueeze(x, [0, 2])
+    Reshape(x, shape)                                 Reshape(x, [2, -1, 8]), where shapes say so
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+from partc.compiler.ir.graph import nodes_of
+
+_LARGEST_OPERAND, _LARGEST_RESULT = 8192, 1 << 18
+"""Elements of what is folded: a larger constant would take more room in the file than the nodes that make it."""
+_TO_THE_END = np.iinfo(np.int64).max
+_FOLDED = frozenset(
+    (
+        *("Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Clip", "Concat", "Div", "Equal", "Expand", "EyeLike"),
+        *("Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "IsNaN"),
+        *("Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pad", "Range", "Reciprocal"),
+        *("ReduceMax", "ReduceMin", "Reshape", "ScatterElements", "ScatterND", "Shape", "Sign", "Size", "Slice"),
+        *("Split", "Sqrt", "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
+        *("ReduceProd", "ReduceSum", "CumSum", "Pow"),
+    )
+)
+"""Ops whose results are fixed to the last bit, of whatever type."""
+_OF_INTEGERS = frozenset(("ReduceProd", "ReduceSum", "CumSum", "Pow"))
+"""The ops among them whose results are fixed for integers alone: a sum of floating-point numbers depends on its order."""
+_DRAWING = frozenset(
+    (
+        *("Bernoulli", "Dropout", "Multinomial"),
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+    )
+)
+_APART = "partc.frontend.apart"
+"""The domain of nodes that are not to be merged, while others are."""
+
+
+def clean_up(model: ir.Model, weights: Mapping[str, ir.Value]) -> None:
+    """Folds shape arithmetic and constants, with the weights out of reach as inputs of the graph."""
+    graph = model.graph
+    contents = {name: value.const_value for name, value in weights.items()}
+    declared = len(graph.inputs)
+    for name, value in weights.items():
+        del graph.initializers[name]
+        value.const_value = None
+        graph.inputs.append(value)
+    _simplify(model)
+    del graph.inputs[declared:]
+    for name, value in weights.items():
+        value.const_value = contents[name]
+        if value.uses() or value in graph.outputs:
+            graph.initializers[name] = value
+
+
+def _simplify(model: ir.Model) -> None:
+    from onnxscript.optimizer import fold_constants
+
+    common.InlinePass()(model)
+    changed = True
+    while changed:  # each rule leaves fewer nodes, or a constant where a shape was computed
+        fold_constants(
+            model,
+            onnx_shape_inference=True,
+            input_size_limit=_LARGEST_OPERAND,
+            output_size_limit=_LARGEST_RESULT,
+            should_fold=lambda node: None if _is_fixed(node) else False,
+        )
+        changed = _take_out(model)
+        common.RemoveUnusedNodesPass()(model)
+    common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+    common.RemoveUnusedOpsetsPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    common.DeduplicateInitializersPass()(model)
+    with _nodes_apart(model):
+        common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.NameFixPass()(model)
+
+
+def _is_fixed(node: ir.Node) -> bool:
+    """Whether a node's result is fixed to the last bit."""
+    if node.op_type not in _FOLDED:
+        return False
+    x = node.inputs[0] if node.inputs else None
+    return node.op_type not in _OF_INTEGERS or (x is not None and x.dtype is not None and x.dtype.is_integer())
+
+
+@contextmanager
+def _nodes_apart(model: ir.Model) -> Iterator[None]:
+    """Keeps nodes from being merged that are equal to the pass that merges, and compute something else: what draws, and signed zeros."""
+    apart = [node for node in nodes_of(model.graph) if node.domain == "" and _is_apart(node)]
+    for node in apart:
+        node.domain = _APART
+        node.attributes[_APART] = ir.AttrInt64(_APART, id(node))
+    yield
+    for node in apart:
+        node.domain = ""
+        del node.attributes[_APART]
+
+
+def _is_apart(node: ir.Node) -> bool:
+    return node.op_type in _DRAWING or any(
+        attribute.type == ir.AttributeType.FLOAT and not attribute.is_ref() and _is_minus_zero(attribute.as_float())
+        for attribute in node.attributes.values()
+    )
+
+
+def _is_minus_zero(number: float) -> bool:
+    return number == 0 and math.copysign(1, number) < 0
+
+
+def _take_out(model: ir.Model) -> bool:
+    """Applies the rules of this module once to every node; whether one changed anything."""
+    changed = False
+    for node in list(nodes_of(model.graph)):
+        rule = _RULES.get(node.op_type) if node.domain == "" and node.graph is not None else None
+        made = rule(node) if rule is not None else None
+        if made is None or node.graph is None:
+            continue
+        changed = True
+        old = node.outputs[0]
+        op_type, inputs = ("Identity", [made]) if isinstance(made, ir.Value) else made
+        attributes = [] if op_type == "Identity" else list(node.attributes.values())
+        new = ir.Node(
+            "", op_type, inputs, attributes, outputs=[ir.Value(name=old.name, type=old.type, shape=old.shape)]
+        )
+        new.name = node.name
+        new.metadata_props.update(node.metadata_props)
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [new], [old], new.outputs)
+    return changed
+
+
+_Made = ir.Value | tuple[str, list[ir.Value]] | None
+"""What a rule gives: the value that the node's is, or an op and what it reads, with the node's attributes; None: the node stays."""
+
+
+def _neutral_factor(node: ir.Node) -> _Made:
+    return _where_neutral(node, (0, 1), 1.0)
+
+
+def _neutral_divisor(node: ir.Node) -> _Made:
+    return _where_neutral(node, (1,), 1.0)
+
+
+def _neutral_subtrahend(node: ir.Node) -> _Made:
+    return _where_neutral(node, (1,), 0.0)
+
+
+def _neutral_addend(node: ir.Node) -> _Made:
+    return _where_neutral(node, (0, 1), -0.0)
+
+
+def _where_neutral(node: ir.Node, places: tuple[int, ...], number: float) -> _Made:
+    """The other operand, where one at these places is a constant of this number, of equal sign too, that does not broadcast it."""
+    for k in places:
+        constant, other = _constant(node, k), node.inputs[1 - k]
+        if constant is None or other is None or other.shape is None or constant.ndim > len(other.shape):
+            continue
+        if constant.size != 1 or constant.dtype.kind not in "fiu" or constant.item() != number:
+            continue
+        if constant.dtype.kind != "f" or math.copysign(1, constant.item()) == math.copysign(1, number):
+            return other
+    return None
+
+
+def _transpose(node: ir.Node) -> _Made:
+    perm = node.attributes.get_ints("perm", None)
+    return node.inputs[0] if perm is not None and [*perm] == [*range(len(perm))] else None
+
+
+def _slice(node: ir.Node) -> _Made:
+    x = node.inputs[0]
+    starts, ends, axes, steps = (_constant(node, k) for k in range(1, 5))
+    if x is None or x.shape is None or starts is None or ends is None or axes is None or starts.any():
+        return None
+    if len(node.inputs) > 4 and node.inputs[4] is not None and (steps is None or (steps != 1).any()):
+        return None
+    dims = [x.shape[axis] for axis in axes.ravel().tolist()]
+    ends_ = ends.ravel().tolist()
+    whole = (end == _TO_THE_END or (isinstance(dim, int) and end >= dim) for dim, end in zip(dims, ends_, strict=True))
+    return x if all(whole) else None
+
+
+def _unsqueeze(node: ir.Node) -> _Made:
+    x = node.inputs[0]
+    inner = None if x is None else x.producer()
+    if inner is None or inner.op_type != "Unsqueeze" or inner.domain != "":
+        return None
+    first, second = _constant(inner, 1), _constant(node, 1)
+    if first is None or second is None or first.size != 1 or second.size != 1:
+        return None
+    a, b = first.item(), second.item()
+    source = inner.inputs[0]
+    if a < 0 or b < 0 or source is None:
+        return None
+    return "Unsqueeze", [source, _integers(node, [a, b] if a < b else [b, a + 1])]
+
+
+def _reshape(node: ir.Node) -> _Made:
+    x, shape, made = node.inputs[0], _constant(node, 1), node.outputs[0].shape
+    inner = None if x is None else x.producer()
+    if shape is not None:
+        is_flat = shape.ravel().tolist() == [-1] and inner is not None and inner.op_type == "Squeeze"
+        source = inner.inputs[0] if is_flat and inner is not None and inner.domain == "" else None
+        return source if source is not None and source.shape is not None and len(source.shape) == 1 else None
+    if x is None or made is None or sum(not isinstance(dim, int) for dim in made) > 1 or 0 in made.dims:
+        return None
+    return "Reshape", [x, _integers(node, [dim if isinstance(dim, int) else -1 for dim in made])]
+
+
+_RULES: dict[str, Callable[[ir.Node], _Made]] = {
+    "Add": _neutral_addend,
+    "Div": _neutral_divisor,
+    "Mul": _neutral_factor,
+    "Reshape": _reshape,
+    "Slice": _slice,
+    "Sub": _neutral_subtrahend,
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+}
+
+
+def _constant(node: ir.Node, k: int) -> np.ndarray | None:
+    """The numbers of an operand that is a constant."""
+    value = node.inputs[k] if k < len(node.inputs) else None
+    tensor = None if value is None else value.const_value
+    return None if tensor is None else tensor.numpy()
+
+
+def _integers(node: ir.Node, numbers: list[int]) -> ir.Value:
+    """A constant before a node."""
+    tensor = ir.tensor(np.array(numbers, np.int64))
+    constant = ir.node("Constant", [], {"value": tensor})
+    assert isinstance(node.graph, ir.Graph)
+    node.graph.insert_before(node, constant)
+    out = constant.outputs[0]
+    out.name, out.const_value, out.shape = f"{node.outputs[0].name}.dims", tensor, ir.Shape([len(numbers)])
+    out.type = ir.TensorType(tensor.dtype)
+    return out

@@ -1,0 +1,136 @@
+"""Nodes whose gradient in torch is not that of their op become ops that have it, in a program with a backward pass; numbers stay the same.
+
+    y = Gather(w, ids)  {partc.gradient: padding_row 0}      a row of a table has no gradient: `padding_idx`
+->  y = Where(ids == 0, stopped(Gather(w, ids)), Gather(w, ids))
+
+    y = Clip(x, a, b)  {partc.gradient: inside}              no gradient at the bounds either: `hardtanh`, `relu6`
+->  y = Where(a < x and x < b, x, stopped(Clip(x, a, b)))
+
+    y = ReduceMax(x, [k])  {partc.gradient: first}           of equal maxima the first has all of it: `max(dim)`, `min(dim)`
+->  y = GatherElements(x, ArgMax(x))
+
+A padding row is changed by another reader of the table, as an output layer that is tied to it, and by weight decay, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.names import node_paths
+from partc.compiler.ir.graph import GRADIENT_FORM, STOPS_GRADIENT, name_of, nodes_of
+from partc.compiler.rewrite.train_mode import modules
+
+
+def give_gradient_forms(model: ir.Model, trains: Callable[[ir.Value], bool]) -> None:
+    """Rewrites each marked node of `model`, but lookups of a weight that `trains` says is not trained.
+
+    Raises CompileError for a marked node in a body.
+    """
+    marked = [node for node in nodes_of(model.graph) if GRADIENT_FORM in node.metadata_props]
+    if not marked:
+        return
+    paths = node_paths(model)
+    problems = [
+        Problem(
+            paths.get(node, node.name or node.op_type),
+            f"{node.op_type} in a body has a gradient of its own ({node.metadata_props[GRADIENT_FORM]})",
+            "gradients of their own are for nodes outside of bodies",
+            "unroll it",
+        )
+        for node in marked
+        if node.graph is not model.graph
+    ]
+    if problems:
+        raise CompileError(problems)
+    for node, path in paths.items():
+        node.name = path
+    module = modules(model)
+    for node in marked:
+        word, _, argument = node.metadata_props.pop(GRADIENT_FORM).partition(" ")
+        table = node.inputs[0]
+        if table is None or (word == "padding_row" and table.is_initializer() and not trains(table)):
+            continue
+        _FORMS[word](_Rewriting(model, node, module(name_of(node))), argument)
+
+
+@dataclass
+class _Rewriting:
+    """Adds nodes next to a node, of its module."""
+
+    model: ir.Model
+    node: ir.Node
+    metadata: dict[str, str]
+    made: list[ir.Node] = field(default_factory=list)
+
+    def add(self, word: str, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+        """The value that a node makes; `word` is its name below the path of the node."""
+        name = f"{name_of(self.node)}.{word}"
+        given = ir.convenience.convert_attributes(attributes)
+        made = ir.Node("", op_type, inputs, given, outputs=[ir.Value(name=name)], name=name)
+        made.metadata_props.update(self.metadata)
+        self.made.append(made)
+        return made.outputs[0]
+
+    def constant(self, word: str, numbers: object, dtype: type = np.int64) -> ir.Value:
+        tensor = ir.tensor(np.array(numbers, dtype), name=f"{name_of(self.node)}.{word}")
+        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+        value = ir.Value(name=tensor.name, type=kind, shape=shape, const_value=tensor)
+        self.model.graph.register_initializer(value)
+        return value
+
+    def stopped(self) -> ir.Value:
+        """The node's output without a gradient."""
+        made = self.add("stopped", "Identity", self.node.outputs[0])
+        self.made[-1].metadata_props[STOPS_GRADIENT] = "true"
+        return made
+
+    def give(self, result: ir.Value) -> None:
+        """Puts the added nodes behind the node, and `result` in place of its output, under its name."""
+        old, graph = self.node.outputs[0], self.model.graph
+        result.type, result.shape = old.type, old.shape
+        graph.insert_after(self.node, self.made)
+        for use in [use for use in old.uses() if use.node not in self.made]:
+            use.node.replace_input_with(use.idx, result)
+        for k, output in enumerate(graph.outputs):
+            if output is old:
+                graph.outputs[k] = result
+        result.name, old.name = old.name, f"{name_of(self.node)}.unmarked"
+
+
+def _padding_row(at: _Rewriting, row: str) -> None:
+    ids, rows = at.node.inputs[1], at.node.outputs[0]
+    assert ids is not None
+    known = rows.shape is not None and ids.shape is not None
+    behind = len(rows.shape or ()) - len(ids.shape or ()) if known else 1
+    kind = (ids.dtype or ir.DataType.INT64).numpy().type
+    is_padding = at.add("is_padding", "Equal", ids, at.constant("padding", int(row), kind))
+    each = at.add("each", "Unsqueeze", is_padding, at.constant("each.axes", range(-behind, 0)))
+    at.give(at.add("Where", "Where", each, at.stopped(), rows))
+
+
+def _inside(at: _Rewriting, _: str) -> None:
+    x, low, high = at.node.inputs[:3]
+    inside = at.add("inside", "And", at.add("above", "Greater", x, low), at.add("below", "Less", x, high))
+    at.give(at.add("Where", "Where", inside, x, at.stopped()))
+
+
+def _first(at: _Rewriting, axis: str) -> None:
+    x, arg = at.node.inputs[0], at.node.op_type.replace("Reduce", "Arg")
+    index = at.add("index", arg, x, axis=int(axis), keepdims=1)
+    found = at.add("GatherElements", "GatherElements", x, index, axis=int(axis))
+    if not at.node.attributes.get_int("keepdims", 1):
+        found = at.add("Squeeze", "Squeeze", found, at.constant("squeezed", [int(axis)]))
+    at.give(found)
+    at.model.graph.remove(at.node, safe=True)
+
+
+_FORMS: dict[str, Callable[[_Rewriting, str], None]] = {
+    "padding_row": _padding_row,
+    "inside": _inside,
+    "first": _first,
+}
