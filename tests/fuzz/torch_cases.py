@@ -138,7 +138,7 @@ def _normed(self: Any, x: Tensor, ids: Tensor, label: Tensor) -> Tensor:
 
 
 def _normed_images(self: Any, x: Tensor, ids: Tensor, label: Tensor) -> Tensor:
-    return _bent(self.layer((x[:, :, None] * x[:, None, :]).reshape(BATCH, 4, 16) + x.sum()))
+    return _bent(self.layer(torch.sin(x[:, None, :] + torch.arange(4 * WIDTH).reshape(4, WIDTH))))
 
 
 def _frozen_norm() -> nn.Module:
@@ -374,8 +374,9 @@ class _Scale(nn.Module):
 
 
 _FUNCTIONS_REFUSED = {
-    "cummax": "aten.cummax",
-    "cumprod": "No ONNX function found",
+    "cummax": "cummax",
+    "cumprod": "prod",
+    "rrelu in evaluation": "rrelu",
     "fmod": "Mod has no gradient",
     **dict.fromkeys(
         (
