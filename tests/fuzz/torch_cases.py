@@ -636,7 +636,7 @@ _of_layer(
     "a hook of a tensor in a branch of torch.cond",
     _square_layer,
     lambda s, x, ids, label: _bent(torch.cond(x.sum() > 0, functools.partial(_hooked_branch, s.layer), s.layer, (x,))),
-    "hook",
+    "torch cannot export",
 )
 _of_layer("a bias without requires_grad", _frozen_bias, _normed)
 _of_layer(
