@@ -107,3 +107,9 @@ def test_random_trainings_are_as_those_of_torch(case: int) -> None:
         assert pool.one_case(work, 3, case) == ("ok", "")
     finally:
         torch.set_num_threads(threads)
+
+
+def test_functions_of_torch_at_extremes_are_as_in_the_guide() -> None:
+    pytest.importorskip("torch")
+    names = "amax log1p expm1 F.logsigmoid logaddexp atan2 // fmax median sigmoid"
+    in_turn({f"torch_extremes --only {names}": "10 functions, 0 not as in the guide"})
