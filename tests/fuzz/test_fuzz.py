@@ -153,3 +153,9 @@ def test_special_cases_of_torch_are_equal_or_refused_by_name(tmp_path: Path) -> 
     (text,) = {*ends(TOLD, tmp_path / "refused").values()}
     assert text.startswith("refused: ")
     assert [name for name in TOLD if REFUSED[name] not in text] == []
+
+
+def test_functions_of_torch_at_extremes_are_as_in_the_guide() -> None:
+    pytest.importorskip("torch")
+    names = "amax log1p expm1 F.logsigmoid logaddexp atan2 // fmax median sigmoid"
+    in_turn({f"torch_extremes --only {names}": "10 functions, 0 not as in the guide"})
