@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import settings
-from partc.compiler.frontend.huggingface.ports import usual_inputs
+from partc.compiler.frontend.huggingface.configuration import attribute, no_padding
+from partc.compiler.frontend.huggingface.ports import has_encoder, usual_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ def flatten_cache(module: Any, where: str) -> tuple[dict[str, Input], list[str]]
         fact = f"{type(module).__name__} is not a model that makes tokens"
         help_ = "use a model such as LlamaForCausalLM or T5ForConditionalGeneration, or leave out 'generate'"
         raise CompileError(Problem(where, fact, _LAW, help_))
-    step = _with_encoder(module, where) if module.config.is_encoder_decoder else _alone(module)
+    step = _with_encoder(module, where) if has_encoder(module) else _alone(module)
     grown, crossing = _shapes(module, step, where)
     names = [f"{layer}_{side}" for layer in range(len(grown)) for side in _SIDES]
     kind = str(next(module.parameters()).dtype).removeprefix("torch.")
@@ -117,7 +118,7 @@ def _masked(given: Mapping[str, Any], module: Any, tokens: int) -> dict[str, Any
         return {}
     kind = next(module.parameters()).dtype
     away = torch.where(given[ENCODER_MASK][:, None, None, :] != 0, 0.0, torch.finfo(kind).min).to(kind)
-    is_fused = module.config._attn_implementation == "sdpa"
+    is_fused = attribute(module.config, "_attn_implementation", str) == "sdpa"
     return {"attention_mask": away.expand(-1, -1, tokens, -1) if is_fused else away}
 
 
@@ -138,8 +139,6 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
 
     kind, device = type(module).__name__, next((tensor.device for tensor in module.parameters()), None)
     settings.settle(module, "experts")
-    padding = getattr(module.config, "pad_token_id", None)
-    module.config.pad_token_id = None  # else it looks at tokens for it
     given = {
         name: torch.ones(
             [dim if isinstance(dim, int) else 1 + (k > 0) for k, dim in enumerate(one.shape)],
@@ -150,7 +149,7 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
         if name != ENCODER_MASK  # numbers of a mask decide how it is read
     }
     try:
-        with torch.no_grad(), quiet(), settings.unfused_attention(module):
+        with torch.no_grad(), quiet(), settings.unfused_attention(module), no_padding(module.config):
             _, grown, *crossing = step.run(given, [])
         found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises
@@ -158,8 +157,6 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
         raise CompileError(
             Problem(where, fact, _LAW, "export it in a module of your own, with past and present")
         ) from error
-    finally:
-        module.config.pad_token_id = padding
     if not found or any(len(shape) != 4 or shape[2] != 2 for pair in found for shape in pair):
         help_ = "export it in a module of your own, with past and present"
         raise CompileError(Problem(where, f"the cache of {kind} has the shapes {found[:1]}", _LAW, help_))
@@ -168,8 +165,8 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
 
 def start_tokens(module: Any) -> tuple[int, ...]:
     """The tokens with which the decoder of a model with an encoder begins, as its configuration says; of a decoder alone none."""
-    found = getattr(module.config, "decoder_start_token_id", None) if module.config.is_encoder_decoder else None
-    return (found,) if isinstance(found, int) else ()
+    token = attribute(module.config, "decoder_start_token_id", int) if has_encoder(module) else None
+    return () if token is None else (token,)
 
 
 def _argument(module: Any) -> str:

@@ -42,7 +42,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     with recording(folder) as recorder:
         from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
 
-        module, buffers, widened = _built(architecture, config, folder)
+        module, buffers, widened = _built(architecture, folder)
         weights = taken(module, files, folder.name)
         known([*dict(module.named_parameters(remove_duplicate=False)), *buffers])
         where = f"{folder.name}/{CONFIG}"
@@ -120,14 +120,14 @@ def _architecture(config: dict[str, object], folder: Path) -> Any:
     raise CompileError(Problem(where, fact, law, help_))
 
 
-def _built(architecture: Any, config: dict[str, object], folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
+def _built(architecture: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor], bool]:
     """The model with all of its tensors on the meta device, by name its buffers as they were before, and whether it was bfloat16."""
     import torch
     from partc.compiler.frontend.torch.torch_module import quiet
 
     try:
         with _without_weights(), quiet():
-            settings = architecture.config_class.from_dict(config)
+            settings = architecture.config_class.from_pretrained(folder, local_files_only=True)
             if widened := settings.dtype is torch.bfloat16:
                 settings.dtype = torch.float32
             module = architecture._from_config(settings).eval()

@@ -20,6 +20,7 @@ from typing import Any
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.configuration import attribute
 from partc.compiler.plan.pattern import nearest
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -38,7 +39,7 @@ def usual_inputs(model: Any, names: Sequence[str] | None, where: str) -> dict[st
         names = [model.main_input_name]
         if model.main_input_name == "input_ids" and "attention_mask" in arguments and not _is_decoder(model):
             names.append("attention_mask")
-        if model.config.is_encoder_decoder:
+        if has_encoder(model):
             names.append("decoder_input_ids")
     found = {name: _input(model, name) if name in arguments else None for name in names}
     if unknown := [name for name, one in found.items() if one is None]:
@@ -64,7 +65,7 @@ def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbo
     dims = {dim for one in inputs.values() for dim in one.shape}
     found = {}
     for dim, keys in _POSITIONS.items():
-        sizes = [size for key in keys if isinstance(size := getattr(model.config, key, None), int) and size > 0]
+        sizes = [size for key in keys if (size := attribute(model.config, key, int, 0)) > 0]
         least = 2 if dim == "sequence" and "labels" in inputs and _is_decoder(model) else 1
         if dim in dims and (sizes or least > 1):
             found[dim] = Symbol(min=least, max=sizes[0] if sizes else 0)
@@ -76,9 +77,15 @@ def main_outputs(names: Sequence[str]) -> list[str]:
     return [name for name in names if name in ("loss", "logits")] if "logits" in names else list(names)
 
 
+def has_encoder(model: Any) -> bool:
+    """Whether a decoder attends to the output of an encoder of the same model."""
+    return attribute(model.config, "is_encoder_decoder", bool, False)
+
+
 def _is_decoder(model: Any) -> bool:
     """Whether each position of a text sees those before it alone, so that a text that ends early needs no mask."""
-    return not model.config.is_encoder_decoder and (bool(model.can_generate()) or bool(model.config.is_decoder))
+    is_decoder = attribute(model.config, "is_decoder", bool, False)
+    return not has_encoder(model) and (bool(model.can_generate()) or is_decoder)
 
 
 def _input(model: Any, name: str) -> Input | None:
@@ -88,15 +95,25 @@ def _input(model: Any, name: str) -> Input | None:
     if name in _TARGET:
         return Input(["batch", "target"], "int64")
     if name == "labels" and type(model).__name__.endswith(_CLASSIFIERS):
-        return Input(["batch"], "float32" if config.problem_type == "regression" else "int64")
+        problem = attribute(config, "problem_type", str)
+        return Input(["batch"], "float32" if problem == "regression" else "int64")
     if name == "labels":
-        return Input(["batch", "target" if config.is_encoder_decoder else "sequence"], "int64")
-    if name == "pixel_values" and isinstance(getattr(config, "image_size", None), int | list | tuple):
-        sides = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
-        return Input(["batch", config.num_channels, *sides], "float32")
-    if name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        return Input(["batch", config.num_mel_bins, 2 * config.max_source_positions], "float32")
+        return Input(["batch", "target" if has_encoder(model) else "sequence"], "int64")
+    channels, bins, positions = (
+        attribute(config, key, int) for key in ("num_channels", "num_mel_bins", "max_source_positions")
+    )
+    if name == "pixel_values" and channels is not None and (sides := _sides(config)):
+        return Input(["batch", channels, *sides], "float32")
+    if name == "input_features" and bins is not None and positions is not None:
+        return Input(["batch", bins, 2 * positions], "float32")
     return None
+
+
+def _sides(config: Any) -> list[int]:
+    """The height and the width of an image; empty where the configuration has no such numbers."""
+    side = attribute(config, "image_size", int)
+    sides = [side] * 2 if side is not None else attribute(config, "image_size", Sequence, ())  # type: ignore[type-abstract]
+    return [one for one in sides if isinstance(one, int)]
 
 
 def _not_known(model: Any, name: str, arguments: list[str], where: str) -> Problem:

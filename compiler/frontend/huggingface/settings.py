@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from partc.compiler.frontend.huggingface.configuration import attribute
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,7 +53,7 @@ def prepare(module: torch.nn.Module) -> None:
 def unfused_attention(module: torch.nn.Module) -> Iterator[None]:
     """Within, the models of `transformers` in a module compute attention unfused, and so none looks at the numbers of a mask."""
     models = [one for one in of_transformers(module) if one._can_set_attn_implementation()]
-    before = [one.config._attn_implementation for one in models]
+    before = [attribute(one.config, "_attn_implementation", str) for one in models]
     settle(module, "attention")
     try:
         yield

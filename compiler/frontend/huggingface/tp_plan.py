@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from partc.compiler.frontend.huggingface.configuration import attribute
 from partc.compiler.frontend.huggingface.settings import of_transformers
 from partc.compiler.ir.declared import TpPlanEntry
 
@@ -34,7 +35,7 @@ def tp_plan(module: torch.nn.Module) -> tuple[TpPlanEntry, ...]:
 
 
 def _entries(model: Any, prefix: str) -> Iterator[TpPlanEntry]:
-    of_config = getattr(model.config, "base_model_tp_plan", None) or {}
+    of_config = attribute(model.config, "base_model_tp_plan", dict, {})
     said = getattr(model, "_tp_plan", None)
     for key, style in (said if isinstance(said, Mapping) else of_config).items():
         configured = any(key == own or key.endswith(f".{own}") for own in of_config)
