@@ -31,6 +31,8 @@ def slot_lines(manifest: Manifest, unfused: Sequence[str] = ()) -> Iterator[str]
     if record.memory is not None and record.room is not None:
         text += f"; 'memory' of {size_text(record.memory)} has room for {count(record.room, 'slot')}"
     yield text
+    if record.stop:
+        yield f"a sequence ends after token {' or '.join(map(str, record.stop))}"
     if unfused:
         more = f" and {len(unfused) - 1} more" if unfused[1:] else ""
         fact = f"Attention '{unfused[0]}'{more}, whose mask is not causal or not proven so"

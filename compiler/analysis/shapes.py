@@ -34,6 +34,7 @@ def shapes(program: Prepared) -> Typed:
     symbols, batch_dims = bind_inputs(program), _batch_dims(program)
     symbols = part_symbols(program, symbols, batch_dims)
     found = inferred(program.into(Typed, symbols=symbols, batch_dims=batch_dims, values={}))
+    _refuse_other_sizes(found)
     refuse_other_integers(found)
     return found
 
@@ -56,6 +57,10 @@ def inferred(program: T) -> T:
     """The program with the `values` that follow from its inputs' shapes and its symbols."""
     graph, symbols = program.model.graph, program.symbols
     failed = infer_shapes(program.model, {name: info.facts for name, info in symbols.items()})
+    if program.generation is not None and failed:
+        raise CompileError(
+            [_inconsistent(program, node, f"takes no such operands: {reason}") for node, reason in failed.items()]
+        )
     _refuse_negative_sizes(program)
     known = frozenset(symbols)
     values: dict[ir.Value, ValueInfo] = {}
@@ -67,6 +72,29 @@ def inferred(program: T) -> T:
         for node, reason in failed.items()
     )
     return replace(program, values=values, warnings=tuple(dict.fromkeys((*program.warnings, *told))))
+
+
+def _refuse_other_sizes(program: Typed) -> None:
+    """Raises CompileError with the first value of a decoder that has another number of slots or of tokens than a step."""
+    sizes = program.generation.sizes if program.generation is not None else {}
+    for value, expected in sizes.items():
+        info, node = program.values.get(value), value.producer()
+        if node is None or info is None or info.shape is None or len(info.shape) != len(expected):
+            continue  # a dim was added, or taken out, where each sequence got its own
+        if any(
+            isinstance(one, int) and size not in (None, one) for one, size in zip(info.shape, expected, strict=True)
+        ):
+            dims = ", ".join("?" if size is None else str(size) for size in expected)
+            raise CompileError(_inconsistent(program, node, f"makes {list(info.shape)}, not [{dims}]"))
+
+
+def _inconsistent(program: Typed, node: ir.Node, fact: str) -> Problem:
+    """The problem of a node of a decoder whose operands do not fit now that each sequence of a step has a position of its own."""
+    where = f"{program.name}: {program.paths.get(node, node.op_type)}"
+    law = "with 'generate' each slot has positions of its own, and the model was exported for those of one sequence"
+    return Problem(
+        where, f"{node.op_type} {fact}", law, "export the model with an input 'position_ids', or write slots: 1"
+    )
 
 
 def _refuse_negative_sizes(program: Typed) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.annotation_keys import DECLARED, TRAINABLE, decode, encode
-from partc.compiler.ir.declared import Declared, Placement, TpPlanEntry
+from partc.compiler.ir.declared import Declared, Decoding, Placement, TpPlanEntry
 from partc.compiler.ir.graph import FROZEN_STATISTICS, UNBIASED, nodes_of
 from partc.compiler.plan.rules import Dataset, ShardingRule
 from partc.compiler.plan.target import TargetRule
@@ -31,6 +31,7 @@ class _StoredDeclarations:
     targets: tuple[TargetRule, ...] = ()
     tp_plan: tuple[TpPlanEntry, ...] = ()
     start: tuple[int, ...] = ()
+    decoding: Decoding = field(default_factory=Decoding)
 
 
 @cache
@@ -50,6 +51,7 @@ def write_declared(model: ir.Model, declared: Declared, trained: Collection[str]
         declared.targets,
         declared.tp_plan,
         declared.start,
+        declared.decoding,
     )
     if written != _StoredDeclarations():
         model.metadata_props[DECLARED] = _schema().dump_json(written).decode()
@@ -88,4 +90,5 @@ def read_declared(model: ir.Model, where: str) -> Declared:
         targets=written.targets,
         tp_plan=written.tp_plan,
         start=written.start,
+        decoding=written.decoding,
     )

@@ -39,6 +39,7 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.context import not_followed
 from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.decoding import decoding
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import image_inputs, position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.settings import is_of_transformers
@@ -50,7 +51,7 @@ from partc.compiler.frontend.source import Known, Source, nothing
 from partc.compiler.frontend.torch.torch_file import restored
 from partc.compiler.frontend.trace import module_paths, trace
 from partc.compiler.frontend.user_code import MODEL_MODULE, UserFile, errors_by_line, importable
-from partc.compiler.ir.declared import Declared
+from partc.compiler.ir.declared import Declared, Decoding
 from partc.compiler.nn.parameter import seed_of_its_own
 from partc.compiler.plan.dataset import KEYS, declared_dataset
 from partc.runtime.files.regular import fault
@@ -107,7 +108,8 @@ def load_python(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         dataset = declared_dataset(file.globals, {key: file.line(key) for key in KEYS})
         plan = tp_plan(built) if _is_torch_module(built) else ()
         start = start_tokens(built) if _is_torch_module(built) and is_of_transformers(built) else ()
-        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told, plan, start)
+        made = decoding(built) if _is_torch_module(built) else Decoding()
+        declared = Declared(placed, names.symbols, sharding, None, dataset, devices, told, plan, start, made)
         return Source(model, declared, _is_torch_module(built))
 
 

@@ -39,6 +39,19 @@ class TpPlanEntry:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How a model's configuration wants its tokens made. `stop`: the tokens behind which a sequence ends. `ignored`: settings that change
+    tokens, and that no program follows, such as `repetition_penalty: 1.3`. `longest`: the most tokens of a sequence for which its rotary
+    `positions`, such as `longrope`, have the same frequencies; 0 where they always do.
+    """
+
+    stop: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
+    longest: int = 0
+    positions: str = ""
+
+
+@dataclass(frozen=True)
 class Declared:
     """All declarations of one model.
 
@@ -57,6 +70,7 @@ class Declared:
     warnings: tuple[str, ...] = ()
     tp_plan: tuple[TpPlanEntry, ...] = ()
     start: tuple[int, ...] = ()
+    decoding: Decoding = field(default_factory=Decoding)
 
     @property
     def least_ranks(self) -> int:

@@ -42,11 +42,13 @@ Phase = TypeVar("Phase", bound="Loaded")
 class Generation:
     """A decoder that makes tokens: by cache that ranks keep what takes its place after a step, None where nothing does, and what the
     manifest says of it. `unfused`: the nodes of attention that keep the model's form, since their mask is not causal, or not proven so.
+    `sizes`: by value of the model its dims: how many slots or tokens a step has where the model has its batch or its tokens, else None.
     """
 
     caches: Mapping[ir.Value, ir.Value | None]
     record: GenerationRecord
     unfused: tuple[str, ...] = ()
+    sizes: Mapping[ir.Value, tuple[int | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,10 @@ class GenerateRules(PlacedOptions):
         [],
         description="The tokens with which its decoder begins.",
     )
-    stop: list[int] = Field([], description="The tokens behind which a sequence ends.")
+    stop: list[int] | None = Field(
+        None,
+        description="The tokens behind which a sequence ends; null: those of the model's configuration.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> GenerateRules:

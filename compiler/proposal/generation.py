@@ -29,14 +29,15 @@ _HEADS = 1
 
 @dataclass(frozen=True)
 class Generation:
-    """How long the sequences are that a decoder makes, how many at once, in how many groups these take turns, and the most entries of an
-    encoder before it, where it takes any number.
+    """How long the sequences are that a decoder makes, how many at once, in how many groups these take turns, the most entries of an
+    encoder before it, where it takes any number, and the tokens behind which a sequence ends.
     """
 
     length: int
     slots: int
     groups: int = 1
     encoder_length: int | None = None
+    stop: tuple[int, ...] = ()
 
     @classmethod
     def over(cls, degrees: Degrees, length: int, slots: int | None) -> Generation:
@@ -44,9 +45,9 @@ class Generation:
         slots = slots or degrees.dp * degrees.stages
         return cls(length, slots, degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1)
 
-    def of_model(self, graph: ir.Graph) -> Self:
-        """With as many entries of an encoder as tokens, where the model's takes any number."""
-        return replace(self, encoder_length=self.length) if takes_any_length(graph) else self
+    def of_model(self, graph: ir.Graph, stop: tuple[int, ...]) -> Self:
+        """With as many entries of an encoder as tokens, where the model's takes any number, and the tokens that end its sequences."""
+        return replace(self, encoder_length=self.length if takes_any_length(graph) else None, stop=stop)
 
     @property
     def line(self) -> str:
@@ -54,7 +55,8 @@ class Generation:
         chunk = f", chunk: {self.length}" if self.length < DEFAULT_CHUNK else ""
         groups = f", groups: {self.groups}" if self.groups > 1 else ""
         encoder = "" if self.encoder_length is None else f", encoder_length: {self.encoder_length}"
-        return f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}}}"
+        stop = f", stop: {[*self.stop]}" if self.stop else ""
+        return f"generate: {{slots: {self.slots}, length: {self.length}{encoder}{groups}{chunk}{stop}}}"
 
 
 def are_repeated(program: Typed, cut: TensorParallel, shards: int, done: Complete) -> bool:

@@ -46,7 +46,9 @@ def _forward(
 @pytest.mark.parametrize(("generates", "main"), [(True, "input_ids"), (False, "input_ids"), (False, "pixel_values")])
 def test_every_configuration_is_read(configurations: list[Any], generates: bool, main: str) -> None:
     for config in configurations:
-        module = SimpleNamespace(config=config, forward=_forward, main_input_name=main, can_generate=lambda: generates)
+        module = SimpleNamespace(
+            config=config, forward=_forward, main_input_name=main, can_generate=lambda: generates, modules=tuple
+        )
         with quiet():
             before = getattr(config, "pad_token_id", None)
             try:

@@ -16,6 +16,7 @@ from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend import load
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache
+from partc.compiler.frontend.huggingface.rotary import longest
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.generation import Generation
 from partc.compiler.proposal.propose import propose
@@ -30,6 +31,14 @@ transformers: Any = pytest.importorskip(
 PLAN = "ranks: 1\ngenerate: {slots: 2, length: 16, chunk: 4}\n"
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6, 5], [8])
 COUNT = 6
+SMALL = {
+    "vocab_size": 12,
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 24,
+}
 GUIDE = Path(__file__).parents[2] / "samples" / "guide" / "serving.md"
 
 
@@ -86,9 +95,9 @@ def exported(llama: Path) -> Path:
 def test_an_export_with_its_cache_has_past_and_present(exported: Path) -> None:
     graph = load(exported).model.graph
     names = [f"{layer}_{side}" for layer in range(2) for side in ("key", "value")]
-    assert [value.name for value in graph.inputs] == ["input_ids", *(f"past_{name}" for name in names)]
+    assert [value.name for value in graph.inputs] == ["input_ids", "position_ids", *(f"past_{name}" for name in names)]
     assert [value.name for value in graph.outputs] == ["logits", *(f"present_{name}" for name in names)]
-    assert {str(value.shape) for value in graph.inputs[1:]} == {"[batch,2,past,16]"}
+    assert {str(value.shape) for value in graph.inputs[2:]} == {"[batch,2,past,16]"}
     assert "model.layers.1.self_attn.k_proj.weight" in graph.initializers
 
 
@@ -150,3 +159,55 @@ def test_fused_attention_over_an_encoder_has_a_row_of_its_mask_for_each_token() 
     step = {"encoder_attention_mask": mask, "decoder_input_ids": targets, "past_0_key": none, "past_0_value": none}
     assert torch.allclose(whole(input_ids=ids, **step)["logits"], wanted, atol=1e-5)
     assert shapes == [[2, 1, 3, 3], [2, 1, 2, 3]]
+
+
+def test_positions_are_those_of_each_slot_and_ends_those_of_the_model(tmp_path: Path) -> None:
+    """Interleaved positions have one row for all sequences where a forward counts them itself."""
+    torch.manual_seed(0)
+    config = transformers.Glm4Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=32, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=None)  # fmt: skip
+    whole = transformers.Glm4ForCausalLM(config).eval()
+    ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+
+    def tokens() -> list[list[int]]:
+        every = [whole.generate(one, max_new_tokens=COUNT, do_sample=False, pad_token_id=0) for one in ids]
+        return [one[0, given.shape[1] :].tolist() for one, given in zip(every, ids, strict=True)]
+
+    ends = tokens()[0][3]
+    whole.generation_config.eos_token_id = [ends, 95, 96]
+    whole.generation_config.repetition_penalty = 1.3
+    whole.save_pretrained(tmp_path / "model")
+    whole.generation_config.repetition_penalty = None
+    source = load(tmp_path / "model", cache=True)
+    assert source.declared.decoding.stop == (ends, 95)
+    text, _ = propose(source, "model", Degrees(), generation=Generation.over(Degrees(), 16, 2))
+    assert f"stop: [{ends}, 95]" in text
+    for plan, stop in (("", [ends, 95]), (", stop: []", [])):
+        (tmp_path / "plan.yaml").write_text(PLAN.replace("}", f"{plan}}}"))
+        report = compile_model(tmp_path / "model", tmp_path / "plan.yaml", tmp_path / "build")
+        assert report.manifest.generation is not None
+        assert report.manifest.generation.stop == stop
+        assert any("repetition_penalty: 1.3" in warning for warning in report.warnings)
+        whole.generation_config.eos_token_id = stop or None
+        with load_local_generator(tmp_path / "build", threads=1) as generator:
+            assert [one.tokens for one in generator.run([Request(p, max_tokens=COUNT) for p in PROMPTS])] == tokens()
+
+
+def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
+    config = transformers.Phi3Config(
+        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+                         "short_factor": [1.0] * 8, "long_factor": [4.0] * 8})  # fmt: skip
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path / "phi3")
+    whole = transformers.Phi3ForCausalLM(config)
+    assert longest(whole) == (16, "longrope")
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL, **dynamic))) == (24, "dynamic")
+    assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL))) is None
+    text = "import transformers\ntokens = Symbol(max=20)\ninputs = {'input_ids': Input(['batch', tokens], 'int64')}\n"
+    text = f"from partc.compiler import Input, Symbol\n{text}model = transformers.Phi3ForCausalLM.from_pretrained({str(tmp_path / 'phi3')!r})\n"
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(CompileError, match=r"up to 20 tokens, and beyond 16 the frequencies of longrope"):
+        load(tmp_path / "model.py")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from click.testing import CliRunner
@@ -16,6 +17,9 @@ from partc.cli.commands.plan import command as plan_command
 from partc.cli.main import invoke
 from partc.compiler import compile_model
 from partc.compiler.errors import CompileError
+from partc.compiler.frontend import load
+from partc.compiler.frontend.exported import write_declared
+from partc.compiler.ir.declared import Declared, Decoding
 from partc.compiler.pipeline import analyse
 from partc.runtime import Request, load_local_generator
 from partc.runtime.artifact.manifest import open_artifact
@@ -114,6 +118,9 @@ decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}]
     weights |= {"begin": np.array([0]), "axes_2": np.array([2]), "axes_3": np.array([3]), "size": np.array([SIZE])}
     weights |= {"rest": np.array([-1]), "q_group": np.array([HEADS // KV]), "never": np.array(-1e9, np.float32)}
     weights |= {"as_column": np.array([1, 1, -1, 1]), "two_first": np.array([0])}
+    weights |= {"axes_02": np.array([0, 2]), "axes_4": np.array([4]), "two_of_each": np.array([1, 1, 1, 1, 2])}
+    weights |= {"interleaved_to": np.array([1, 1, -1, SIZE]), "flat_to": np.array([-1, SIZE])}
+    weights |= {"frequencies": (0.5 ** np.arange(SIZE // 2)).astype(np.float32)}
     weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3]), "axes_13": np.array([1, 3])}
     proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     return proto
@@ -183,7 +190,27 @@ GROUPED = """
   mixed = Transpose <perm = [0, 2, 1, 3]> (by_head)
 """
 MASK_INPUT = "int64[batch, entries_of_mask] attention_mask,"
+INTERLEAVED = (
+    MASK
+    + """
+  of_batch = Unsqueeze (numbers, axes_02)
+  of_tokens = Cast <to = 1> (of_batch)
+  angles = Mul (of_tokens, frequencies)
+  waves = Cos (angles)
+  of_heads = Unsqueeze (waves, one_axis)
+  pairs = Unsqueeze (of_heads, axes_4)
+  twice = Expand (pairs, two_of_each)
+  interleaved = Reshape (twice, {shape})
+  q_turned = Mul (q, interleaved)
+  k_turned = Mul (k, interleaved)
+  present_k = Concat <axis = 2> (past_k, k_turned)
+  present_v = Concat <axis = 2> (past_v, v)
+  mixed = Attention (q_turned, present_k, present_v, mask)
+"""
+)
+"""An angle for each pair of elements, as GLM, Cohere and Helium have them, where the exporter has fixed the batch of positions at 1."""
 FORMS = {
+    "interleaved positions": decoder(INTERLEAVED.format(shape="interleaved_to")),
     "appended by Concat": decoder(ATTENTION),
     "attention of single ops": decoder(DECOMPOSED, opset=18),
     "Attention with a past": decoder(MASK + PAST.format(attributes="", mask="mask")),
@@ -317,6 +344,11 @@ REFUSED = {
         3,
         "'layer.mixed' " + LATER,
     ),
+    "positions that the batch is merged with": (
+        decoder(INTERLEAVED.format(shape="flat_to")),
+        3,
+        "export the model with an input 'position_ids'",
+    ),
     "one length": (decoder(ATTENTION.replace("Unsqueeze (numbers, axes_013)", BY_ONE)), 3, "takes one length for all"),
     "scores": (
         decoder(
@@ -340,6 +372,16 @@ def test_what_cannot_generate_is_refused(form: str, tmp_path: Path) -> None:
     with pytest.raises(CompileError) as raised:
         compile_model(tmp_path / "decoder.onnx", tmp_path / "plan.yaml", tmp_path / "build")
     assert text in str(raised.value)
+
+
+def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
+    onnx.save(decoder(ATTENTION), tmp_path / "decoder.onnx")
+    model = load(tmp_path / "decoder.onnx").model
+    write_declared(model, Declared(decoding=Decoding(longest=16, positions="longrope")), None)
+    ir.save(model, tmp_path / "decoder.onnx")
+    (tmp_path / "plan.yaml").write_text(of_slots(3))
+    with pytest.raises(CompileError, match=r"(?s)beyond 16 tokens .* longrope positions change.*write length: 16"):
+        analyse(tmp_path / "decoder.onnx", tmp_path / "plan.yaml")
 
 
 def test_a_compile_says_where_a_mask_is_not_causal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,15 @@
 """A model of `transformers` that makes tokens, whose forward takes its cache as tensors, and gives it back with a step's entries.
 
-    input_ids [batch, sequence], past_0_key [batch, heads, past, size], past_0_value, ..  ->  logits, present_0_key, present_0_value, ..
+    input_ids, position_ids [batch, sequence], past_0_key [batch, heads, past, size], past_0_value, ..
+        ->  logits, present_0_key, present_0_value, ..
 
 The forward of an encoder with a decoder has both, and gives the keys and values, too, that the decoder makes of the encoder's output:
 
     input_ids or input_features, encoder_attention_mask, decoder_input_ids [batch, target], past_0_key, ..
         ->  logits, present_0_key, .., cross_0_key [batch, heads, sequence, size], cross_0_value, ..
+
+Positions are an input where the model takes them, as `generate` of `transformers` gives them: of positions that it counts itself a forward
+has one row for all sequences, and torch exports that number as a constant.
 
 The module itself stays, so that nodes and weights keep their names; only its `forward` is another one. Layers of which a window alone is
 attended keep all entries: their mask leaves out those before it.
@@ -27,8 +31,8 @@ from partc.compiler.frontend.huggingface.ports import has_encoder, usual_inputs
 if TYPE_CHECKING:
     import torch
 
-PAST, ENCODER_MASK = "past", "encoder_attention_mask"
-"""The name of the dim along which caches grow; of the input that says which entries of an encoder's input are meant."""
+PAST, ENCODER_MASK, POSITIONS = "past", "encoder_attention_mask", "position_ids"
+"""The name of the dim along which caches grow; of the input that says which entries of an encoder's input are meant; of positions."""
 _SIDES = ("key", "value")
 _LAW = "a cache of 'generate' is keys and values of each layer of a decoder"
 
@@ -76,13 +80,14 @@ class _Step:
 
 def _alone(module: Any) -> _Step:
     whole, argument = module.forward, _argument(module)
+    names = [name for name in ("input_ids", POSITIONS) if name in inspect.signature(whole).parameters]
 
     def run(given: Mapping[str, Any], pasts: list[list[Any]]) -> tuple[Any, ...]:
         cache = _cache(pasts)
-        logits = whole(input_ids=given["input_ids"], use_cache=True, **{argument: cache}).logits
+        logits = whole(**{name: given[name] for name in names}, use_cache=True, **{argument: cache}).logits
         return logits, cache.layers
 
-    return _Step({"input_ids": Input(["batch", "sequence"], "int64")}, run)
+    return _Step({name: Input(["batch", "sequence"], "int64") for name in names}, run)
 
 
 def _with_encoder(module: Any, where: str) -> _Step:

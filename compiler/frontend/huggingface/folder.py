@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from partc.compiler.directives.recorder import recording
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.decoding import decoding
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, read_object, stored_tensors
@@ -74,7 +75,11 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
             f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
         )
     declared = Declared(
-        symbols=names.symbols, warnings=tuple(told), tp_plan=tp_plan(module), start=start_tokens(module)
+        symbols=names.symbols,
+        warnings=tuple(told),
+        tp_plan=tp_plan(module),
+        start=start_tokens(module),
+        decoding=decoding(module, folder),
     )
     return Source(model, declared, exported=True)
 

@@ -21,6 +21,7 @@ from partc.compiler.dims.symbol import Symbol
 from partc.compiler.directives.input import Input
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.configuration import attribute
+from partc.compiler.frontend.huggingface.rotary import longest
 from partc.compiler.plan.pattern import nearest
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -63,9 +64,10 @@ def image_inputs(module: Any) -> tuple[dict[str, Input], str] | None:
 def position_symbols(model: Any, inputs: Mapping[str, Input]) -> dict[str, Symbol]:
     """By dim of the inputs its constraint: the model's positions, and two of a decoder whose loss compares each with the next."""
     dims = {dim for one in inputs.values() for dim in one.shape}
-    found = {}
+    found, most = {}, longest(model)
     for dim, keys in _POSITIONS.items():
         sizes = [size for key in keys if (size := attribute(model.config, key, int, 0)) > 0]
+        sizes = sizes if most is None else [min([*sizes[:1], most[0]])]
         least = 2 if dim == "sequence" and "labels" in inputs and _is_decoder(model) else 1
         if dim in dims and (sizes or least > 1):
             found[dim] = Symbol(min=least, max=sizes[0] if sizes else 0)

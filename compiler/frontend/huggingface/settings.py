@@ -26,7 +26,7 @@ HELPS = {
 _SYMPTOMS = (
     (re.compile(r"transformers\.cache_utils|DynamicCache"), "cache"),
     (re.compile(r"grouped_mm"), "experts"),
-    (re.compile(r"Cannot view a tensor with shape|scaled_dot_product"), "attention"),
+    (re.compile(r"Cannot view a tensor with shape|scaled_dot_product|SDPA \(MHA\)"), "attention"),
 )
 """Texts of torch's errors about models of `transformers` that it cannot export unchanged, with the setting that helps."""
 
@@ -52,14 +52,13 @@ def prepare(module: torch.nn.Module) -> None:
 @contextmanager
 def unfused_attention(module: torch.nn.Module) -> Iterator[None]:
     """Within, the models of `transformers` in a module compute attention unfused, and so none looks at the numbers of a mask."""
-    models = [one for one in of_transformers(module) if one._can_set_attn_implementation()]
-    before = [attribute(one.config, "_attn_implementation", str) for one in models]
+    before = [(one, attribute(one.config, "_attn_implementation", str, "eager")) for one in of_transformers(module)]
     settle(module, "attention")
     try:
         yield
     finally:
-        for one, name in zip(models, before, strict=True):
-            one.set_attn_implementation(name)
+        for one, name in before:
+            _attend(one, name)
 
 
 def remedy(message: str, module: torch.nn.Module) -> str:
@@ -81,9 +80,16 @@ def settle(module: torch.nn.Module, setting: str) -> bool:
             for one in models:
                 one.set_experts_implementation("batched_mm")
         case "attention":
-            models = [one for one in models if one._can_set_attn_implementation()]
             for one in models:
-                one.set_attn_implementation("eager")
+                _attend(one, "eager")
         case _:
             return False
     return bool(models)
+
+
+def _attend(model: Any, name: str) -> None:
+    """Sets how a model computes attention. Falcon looks at its configuration in each forward, and lets no function set that."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+    else:
+        vars(model.config)["_attn_implementation_internal"] = name

@@ -22,6 +22,7 @@ from partc.compiler.directives.recorder import Recorder
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import settings
 from partc.compiler.frontend.huggingface.ports import main_outputs
+from partc.compiler.frontend.huggingface.rotary import limit, short_frequencies
 from partc.compiler.frontend.inputs import DimNames, Spec, all_inputs, as_mapping, specs
 from partc.compiler.frontend.names import TORCH_SCOPES, derive_names
 from partc.compiler.frontend.onnx_file import checked
@@ -70,6 +71,7 @@ def export(
     named = _dynamic_dims(dynamic_shapes, list(given), where)
     declared = all_inputs({name: _declared(entry, named.get(name, {})) for name, entry in given.items()}, where)
     read = specs(declared, names, where)
+    limit(module, read, names, where)
     sizes = _sizes(read, names)
     device = next((tensor.device for tensor in module.parameters()), None)
     tensors = {spec.name: examples.get(spec.name, _example(spec, sizes)).to(device) for spec in read}
@@ -114,7 +116,13 @@ def _by_torch(
     settings.prepare(module)
     while True:
         try:
-            with quiet(), _without_gradients(), traced_blocks_detached(), blocks_detached(module) as called:
+            with (
+                quiet(),
+                _without_gradients(),
+                short_frequencies(module),
+                traced_blocks_detached(),
+                blocks_detached(module) as called,
+            ):
                 return torch.onnx.export(module, **arguments, **options), called
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)

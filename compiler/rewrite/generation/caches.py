@@ -15,6 +15,7 @@ grow along one dim by as many entries as the step has tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,7 +36,7 @@ from partc.compiler.rewrite.generation.attended_caches import append_apart
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
 from partc.compiler.rewrite.generation.fused_attention import fuse_attention, head_counts, sights_of
 from partc.compiler.rewrite.generation.limits import refuse_beyond_positions, refuse_unknown_tokens
-from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, scores_of, shards_of
+from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, head_of, scores_of, shards_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
@@ -101,11 +102,21 @@ def caches_as_state(program: Loaded) -> Loaded:
         runs=form.runs,
         padded=work.padded,
         memory=rules.memory,
-        stop=rules.stop,
+        stop=[*program.declared.decoding.stop] if rules.stop is None else rules.stop,
         encoder=None if encoder is None else encoder.record(rules, program.declared.start),
     )
-    generation = Generation({**work.found, **apart}, record, work.unfused)
-    return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation)
+    generation = Generation({**work.found, **apart}, record, work.unfused, work.sizes)
+    warnings = (*program.warnings, *_unfollowed(program))
+    return replace(program, model=model, plan=plan, paths=node_paths(model), generation=generation, warnings=warnings)
+
+
+def _unfollowed(program: Loaded) -> Iterator[str]:
+    """A warning of what the model's configuration of generation sets and no step follows."""
+    if ignored := program.declared.decoding.ignored:
+        yield (
+            f"{program.name}: the model's configuration of generation has {', '.join(ignored)}: tokens are made without; "
+            "a request's temperature, top_p and top_k are its own"
+        )
 
 
 def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepForm) -> Loaded:
@@ -156,6 +167,7 @@ class _Caches:
         self.ranks = _ranks(model)
         self._refuse_other_growth()
         self.scores = scores_of(self.graph, self.rules.where())
+        self.sizes = self._sizes()
         self.found: dict[ir.Value, ir.Value] = {}
         self.unfused: tuple[str, ...] = ()
 
@@ -175,6 +187,8 @@ class _Caches:
         if self.padded or self.form.tokens == 1:
             self.fixed.add(self.tokens)
         tokens = self.form.tokens if self.tokens in self.fixed else self.tokens
+        if isinstance(tokens, str):
+            self.sizes = {}  # one slot, and a prompt's last chunk is as long as it is
         self.ids.shape = ir.Shape([self.form.rows, tokens])
         sights = sights_of(self.graph, self.heads, positions, self.form, self.name)
         if self.padded:  # else a prompt's last step has fewer tokens
@@ -217,6 +231,25 @@ class _Caches:
             )
             raise CompileError(Problem(self.rules.where(), fact, law, help_))
         return found
+
+    def _sizes(self) -> dict[ir.Value, tuple[int | None, ...]]:
+        """By value its dims: slots or tokens of a step where the model has its batch or its tokens, else None."""
+        dims, form = self.ids.shape or (), (self.form.rows, self.form.tokens)
+        sizes = {
+            dim: size for dim, size in zip(dims, form, strict=True) if isinstance(dim, ir.SymbolicDim) and dim.value
+        }
+        shapes = {value: value.shape or () for node in self.graph for value in node.outputs}
+        found = {
+            value: tuple(sizes.get(dim) if isinstance(dim, ir.SymbolicDim) else None for dim in shape)
+            for value, shape in shapes.items()
+        }
+        if (
+            (head := head_of(self.scores)) is not None
+            and head.inputs[0] is not None
+            and self.ranks.get(head.inputs[0]) == 3
+        ):
+            found[head.inputs[0]] = (*form, None)  # whatever is known of it: its last token is scored
+        return {value: known for value, known in found.items() if any(known) and value not in self.graph.outputs}
 
     def _refuse_other_growth(self) -> None:
         """CompileError with the caches that are known to grow by another number of entries than a step has tokens."""

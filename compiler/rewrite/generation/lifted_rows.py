@@ -102,18 +102,44 @@ class Lifting:
             self._axes(node, left)
         else:
             ir.convenience.replace_all_uses_with(node.outputs[0], data)
-        once(data if not left else node.outputs[0])
+        once(data if not left else node.outputs[0], self.build)
 
 
-def once(value: ir.Value) -> None:
-    """Leaves out what repeats a first dim of 1 for each sequence: the value has the batch there."""
-    waiting = [value]
+def once(value: ir.Value, build: NodeBuilder) -> None:
+    """Leaves out what repeats a first dim of 1 for each sequence, and what reshapes to one: the value has the batch there."""
+    waiting, followed = [value], {value}
     while waiting:
         for node, k in [*waiting.pop().uses()]:
             if k == 0 and node.op_type == "Tile" and _repeats_first(node):
                 ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])  # type: ignore[arg-type]
-            elif k == 0 and node.op_type in _AS_ONE and 0 not in (constant_of(node.inputs[-1]) or ()):
+            elif node.outputs[0] not in followed and _keeps_first(node, k, followed):
+                if node.op_type == "Reshape":
+                    shape = [0, *(constant_of(node.inputs[1]) or ())[1:]]
+                    node.replace_input_with(1, build.constant(f"shape_{'_'.join(map(str, shape))}", shape))
+                    node.attributes.pop("allowzero", None)
+                followed.add(node.outputs[0])
                 waiting.append(node.outputs[0])
+
+
+def _keeps_first(node: ir.Node, k: int, followed: set[ir.Value]) -> bool:
+    """Whether a node, whose operand `k` has the batch in place of a first dim of 1, has it there, too, or would reshape it to 1."""
+    others = (value for value in node.inputs if value not in followed and value is not None)
+    match node.op_type:
+        case "Concat":
+            return node.attributes["axis"].as_int() != 0 and not [*others]
+        case "Reshape":
+            shape = constant_of(node.inputs[1])
+            return k == 0 and shape is not None and shape[:1] == [1] and 0 not in shape
+        case "Slice":
+            axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
+            return k == 0 and axes is not None and 0 not in axes
+        case "Transpose":
+            order = node.attributes.get_ints("perm")
+            return order is not None and order[0] == 0
+        case kind if kind in _AS_ONE:
+            return k == 0 and 0 not in (constant_of(node.inputs[-1]) or ())
+    entry = entry_of(node)
+    return entry is not None and entry.is_elementwise and all(value.is_initializer() for value in others)
 
 
 def _repeats_first(node: ir.Node) -> bool:

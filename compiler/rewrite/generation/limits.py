@@ -19,17 +19,21 @@ def refuse_beyond_positions(
     `tokens` that the model declares are fewer.
     """
     said = declared.symbols.get(tokens)
-    limits = [(said.max, f"the model has {said.max} positions")] if said is not None and said.max else []
-    limits += [(size, f"the table of positions '{name}' has {size}") for name, size in _tables(graph, rows)]
-    size, fact = min(limits, default=(rules.length, ""))
+    most, law = declared.decoding.longest, "each token of a sequence has a position of its own"
+    limits = [(said.max, f"the model has {said.max} positions", law)] if said is not None and said.max else []
+    limits += [(size, f"the table of positions '{name}' has {size}", law) for name, size in _tables(graph, rows)]
+    if most:
+        changing = f"beyond {most} tokens the frequencies of the model's {declared.decoding.positions} positions change"
+        limits = [(most, changing, "the keys in a cache stay as they were rotated"), *limits]
+    size, fact, law = min(limits, default=(rules.length, "", ""), key=lambda one: one[0])
     if size < rules.length:
-        fact, law = f"{fact}, and 'length' is {rules.length}", "each token of a sequence has a position of its own"
+        fact = f"{fact}, and 'length' is {rules.length}"
         raise CompileError(Problem(rules.where("length"), fact, law, f"write length: {size} or less"))
 
 
 def refuse_unknown_tokens(vocabulary: int, rules: GenerateRules) -> None:
     """CompileError where a sequence is to stop at what is not a token of the model."""
-    if outside := [token for token in rules.stop if not 0 <= token < vocabulary]:
+    if outside := [token for token in rules.stop or () if not 0 <= token < vocabulary]:
         fact = (
             f"{', '.join(map(str, outside))} {'is not a token' if len(outside) == 1 else 'are not tokens'} of the model"
         )

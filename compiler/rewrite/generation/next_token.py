@@ -89,7 +89,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
     if not isinstance(vocabulary, int):
         fact = f"the last dim of '{scores.name}' is {vocabulary}"
         raise CompileError(Problem(form.rules.where(), fact, "the number of tokens of the vocabulary is known"))
-    head, name, axis = _head(scores), scores.name, build.constant("axis", [1])
+    head, name, axis = head_of(scores), scores.name, build.constant("axis", [1])
     before = build.op("before", "Sub", [count, build.constant("one", 1)])
     row = build.op("row", "Max", [before, build.constant("zero", 0)])  # a sequence without a part has count 0
     scored, rows = scores if head is None else head.inputs[0], build.op("rows", "Unsqueeze", [row, axis])
@@ -124,7 +124,7 @@ def choose(build: NodeBuilder, scores: ir.Value, count: ir.Value, form: StepForm
     return NextToken(chosen, logits, vocabulary)
 
 
-def _head(scores: ir.Value) -> ir.Node | None:
+def head_of(scores: ir.Value) -> ir.Node | None:
     """The last product of a model with weights, behind which nothing mixes tokens; None where there is none."""
     value: ir.Value | None = scores
     while value is not None and (node := value.producer()) is not None:

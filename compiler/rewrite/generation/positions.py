@@ -110,7 +110,7 @@ class Positions:
             for edit in lifting.edits:
                 edit()
             ir.convenience.replace_all_uses_with(counted, rows)
-            once(rows)
+            once(rows, self.build)
 
     @property
     def one_length(self) -> bool:

@@ -1,0 +1,60 @@
+"""How a model's configuration of generation wants its tokens made, where that is not the likeliest token at each step, without end.
+
+`transformers` reads it from `generation_config.json`, else from `config.json`:
+
+    eos_token_id: [2, 7]        a sequence ends after either token
+    repetition_penalty: 1.3     a setting that changes tokens, and that no program follows
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface.configuration import attribute
+from partc.compiler.frontend.huggingface.rotary import longest
+from partc.compiler.frontend.huggingface.safetensors_files import read_object
+from partc.compiler.ir.declared import Decoding
+
+if TYPE_CHECKING:
+    import torch
+
+_FILE = "generation_config.json"
+_NEUTRAL = {
+    "bad_words_ids": None, "begin_suppress_tokens": None, "constraints": None, "diversity_penalty": 0.0, "do_sample": False,
+    "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "exponential_decay_length_penalty": None,
+    "force_words_ids": None, "forced_bos_token_id": None, "forced_decoder_ids": None, "forced_eos_token_id": None, "guidance_scale": 1.0,
+    "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "remove_invalid_values": False,
+    "repetition_penalty": 1.0, "sequence_bias": None, "stop_strings": None, "suppress_tokens": None, "watermarking_config": None,
+}  # fmt: skip
+"""By setting that changes the tokens which are made the value by which it changes none."""
+
+
+def decoding(module: torch.nn.Module, folder: Path | None = None) -> Decoding:
+    """What a module's configuration of generation says, or the file of its folder; of any other module what its positions say."""
+    most, kind = longest(module) or (0, "")
+    settings: Any = getattr(module, "generation_config", None)
+    if folder is not None and settings is not None and (folder / _FILE).exists():
+        settings = _read(folder)
+    if settings is None:
+        return Decoding(longest=most, positions=kind)
+    vocabulary = attribute(getattr(module, "config", None), "vocab_size", int, 1 << 62)
+    ends = getattr(settings, "eos_token_id", None)
+    stop = [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
+    given = {name: getattr(settings, name, None) for name in _NEUTRAL}
+    ignored = [f"{name}: {value}" for name, value in given.items() if value and value != _NEUTRAL[name]]
+    return Decoding(tuple(token for token in stop if 0 <= token < vocabulary), tuple(ignored), most, kind)
+
+
+def _read(folder: Path) -> Any:
+    from transformers import GenerationConfig
+
+    where = f"{folder.name}/{_FILE}"
+    read_object(folder / _FILE, where)
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        fact = f"cannot be read by transformers: {' '.join(str(error).split()) or type(error).__name__}"
+        help_ = "use the file that the model was saved with, or remove it"
+        raise CompileError(Problem(where, fact, help=help_)) from error
