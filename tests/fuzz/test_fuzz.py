@@ -91,7 +91,7 @@ def test_every_script_is_run() -> None:
     """A script that no test runs may be broken for days."""
     scripts = {path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()}
     run = {line.split()[0] for line in (*GIVEN, *COMPARED, *KNOWN, *OVER_MPI)}
-    assert scripts == {*run, "in_turn", "random_torch"}
+    assert scripts == {*run, "in_turn", "random_torch", "decoder_families"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -107,3 +107,12 @@ def test_random_trainings_are_as_those_of_torch(case: int) -> None:
         assert pool.one_case(work, 3, case) == ("ok", "")
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_whose_heads_share_keys_makes_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """Falcon attends with one head of keys, and indexes heads by literals, of which torch makes tensors without numbers."""
+    pytest.importorskip("transformers", "5.0", reason="decoder_families.py compares with transformers")
+    from decoder_families import rows
+
+    assert [*rows("Falcon", ["2 slots"], tmp_path)] == [("2 slots", "equal")]
