@@ -207,7 +207,8 @@ def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
     assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL, **dynamic))) == (24, "dynamic")
     assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL))) is None
     text = "import transformers\ntokens = Symbol(max=20)\ninputs = {'input_ids': Input(['batch', tokens], 'int64')}\n"
-    text = f"from partc.compiler import Input, Symbol\n{text}model = transformers.Phi3ForCausalLM.from_pretrained({str(tmp_path / 'phi3')!r})\n"
+    made = f"transformers.Phi3ForCausalLM.from_pretrained({str(tmp_path / 'phi3')!r})"
+    text = f"from partc.compiler import Input, Symbol\n{text}model = {made}\n"
     (tmp_path / "model.py").write_text(text)
     with pytest.raises(CompileError, match=r"up to 20 tokens, and beyond 16 the frequencies of longrope"):
         load(tmp_path / "model.py")

@@ -91,7 +91,7 @@ def test_every_script_is_run() -> None:
     """A script that no test runs may be broken for days; `test_compare_with_torch.py` plants differences."""
     scripts = {path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()}
     run = {line.split()[0] for line in (*GIVEN, *COMPARED, *KNOWN, *OVER_MPI)}
-    assert scripts == {*run, "in_turn", "random_torch", "planted_differences", "torch_semantics"}
+    assert scripts == {*run, "in_turn", "random_torch", "planted_differences", "torch_semantics", "decoder_families"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -159,3 +159,12 @@ def test_functions_of_torch_at_extremes_are_as_in_the_guide() -> None:
     pytest.importorskip("torch")
     names = "amax log1p expm1 F.logsigmoid logaddexp atan2 // fmax median sigmoid"
     in_turn({f"torch_extremes --only {names}": "10 functions, 0 not as in the guide"})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_whose_heads_share_keys_makes_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """Falcon attends with one head of keys, and indexes heads by literals, of which torch makes tensors without numbers."""
+    pytest.importorskip("transformers", "5.0", reason="decoder_families.py compares with transformers")
+    from decoder_families import rows
+
+    assert [*rows("Falcon", ["2 slots"], tmp_path)] == [("2 slots", "equal")]

@@ -8,7 +8,7 @@ folder's own runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,8 @@ from partc.runtime.units import first_of
 if TYPE_CHECKING:
     import torch
 
+_LITERAL = "lifted_tensor"
+"""In the names that torch gives to tensors of literals in a forward."""
 _ADAPTER = "adapter_config.json"
 
 
@@ -53,14 +55,16 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         names = DimNames({}, set(), position_symbols(module, inputs))
         opset = OPSET_WITH_CACHE if cache else OPSET
         model = export(module, inputs, None, names, outputs, where, recorder, opset)
-    lost = list[str]()
+        lost = _lost(model, {*weights.tensors, *buffers})
+        if lost and all(_LITERAL in name for name in lost):
+            _allocate(module)
+            model = export(module, inputs, None, names, outputs, where, recorder, opset)
+            lost = [name for name in lost if name not in model.graph.initializers]
     for name, value in model.graph.initializers.items():
         if name in weights.tensors:
             value.const_value = weights.tensors[name]
         elif name in buffers:
             value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
-        elif getattr(getattr(value.const_value, "raw", None), "is_meta", False):
-            lost.append(name)
     stored = {**weights.tensors, **{name: ir.Tensor(one.numpy(), name=name) for name, one in buffers.items()}}
     model.meta[TORCH_MODEL] = replace(model.meta[TORCH_MODEL], stored=stored)
     if lost:
@@ -86,6 +90,38 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         decoding=decoding(module, folder),
     )
     return Source(model, declared, exported=True)
+
+
+def _lost(model: ir.Model, known: Collection[str]) -> list[str]:
+    """The names of the initializers without numbers, but for those that are known from elsewhere."""
+    values = model.graph.initializers.items()
+    return [
+        name
+        for name, value in values
+        if name not in known and getattr(getattr(value.const_value, "raw", None), "is_meta", False)
+    ]
+
+
+def _allocate(module: torch.nn.Module) -> None:
+    """Moves parameters and buffers from the meta device to memory that is not written, and so is not taken.
+
+    Of a literal in a forward, such as the index `[-2]` of Falcon's heads, torch makes a tensor on the device of what it indexes. A trace
+    reads no number of a weight, so that the rest of an export stays the same.
+    """
+    import torch
+
+    moved: dict[int, torch.Tensor] = {}
+    for one in module.modules():
+        kinds: tuple[dict[str, Any], ...] = (one._parameters, one._buffers)
+        for tensors in kinds:
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    is_weight = isinstance(tensor, torch.nn.Parameter)
+                    moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+                tensors[name] = moved[id(tensor)]
 
 
 def _settings(folder: Path) -> dict[str, object]:

@@ -58,6 +58,7 @@ OPSET_WITH_CACHE = 23
 
 _BATCH_NORM_IN_TRAINING = "_native_batch_norm_legit_functional"
 _OTHERWISE = "a dim that the module fixes is an int in inputs; torch.export's documentation says what forward may do"
+_IN_ANOTHER = "its forward has sizes that torch does not follow; export it in a module of your own, with a dynamic batch, tokens and past"
 _QUOTED = re.compile(r"'([^']*)'")
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 # Paths and source lines of the machine that exports, and what repeats the graph in another form.
@@ -160,7 +161,9 @@ def _by_torch(
         except Exception as error:
             setting = settings.remedy(str(_root(error)), module)
             if setting in tried or not settings.settle(module, setting):
-                raise _refusal(error, where, recorder, settings.HELPS.get(setting, _OTHERWISE)) from error
+                kind = type(module).__name__ if settings.is_of_transformers(module) else ""
+                help_ = settings.HELPS.get(setting, _IN_ANOTHER if kind else _OTHERWISE)
+                raise _refusal(error, where, recorder, help_, kind or "the module") from error
             tried.add(setting)
 
 
@@ -240,7 +243,7 @@ def _torch_type(spec: Spec) -> torch.dtype:
     return kind
 
 
-def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exception:
+def _refusal(error: Exception, where: str, recorder: Recorder, help: str, what: str) -> Exception:
     """What stopped the export, at its root: the user's own error as it is, torch's with the user's line where it has one."""
     root = _root(error)
     if (node := _untranslated(error)) is not None:
@@ -253,7 +256,7 @@ def _refusal(error: Exception, where: str, recorder: Recorder, help: str) -> Exc
     if frames:
         where = recorder.line(frames[-1].filename, frames[-1].lineno or 0)
         lines[1:] = [frames[-1].line or ""]
-    fact = f"torch cannot export the module: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
+    fact = f"torch cannot export {what}: {'' if own_kind else type(root).__name__ + ': '}{lines[0]}"
     return CompileError(Problem(where, fact, "\n  ".join(lines[1:6]), help))
 
 
