@@ -12,10 +12,11 @@ import collections
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.analysis.bindings import dim_name
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.ir.graph import name_of, nodes_of
 from partc.compiler.plan.pattern import literal_pattern
@@ -191,22 +192,20 @@ def _inputs(
     graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple[str, int], str], free: Collection[str]
 ) -> Iterator[str]:
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
-    uses = collections.Counter(
-        given.get((name_of(value), k), dim.value)
-        for value in inputs
-        for k, dim in enumerate(value.shape or ())
-        if isinstance(dim, ir.SymbolicDim)
-    )
-    names = [dim for dim in uses if dim is not None and dim.isidentifier()]
-    if names:
+    places: dict[str, list[tuple[ir.Value, int]]] = {}
+    for value in inputs:
+        for k, dim in enumerate(value.shape or ()):
+            name = given.get((name_of(value), k)) or str(dim_name(value, k))
+            if not isinstance(dim, int) and name.isidentifier():
+                places.setdefault(name, []).append((value, k))
+    if places:
         head = "symbols:   # the legal sizes of dynamic dims, for example {min: 8, max: 512, divisor: 8}"
-        yield head if {*names} - {*free} else f"# {head}"
-        yield from (
-            f"  # {key(dim)}: undeclared, it may be 0: a cache is empty before the first step"
-            if dim in free
-            else f"  {key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}"
-            for dim in names
-        )
+        yield head if {*places} - {*free} else f"# {head}"
+        for name, uses in places.items():
+            if name in free:
+                yield f"  # {key(name)}: undeclared, it may be 0: a cache is empty before the first step"
+                continue
+            yield f"  {key(name)}: {_promises(symbols.get(name), len(uses) > 1)}{_origin(uses)}"
         yield ""
     if inputs:
         yield "inputs:"
@@ -214,7 +213,7 @@ def _inputs(
         if value.shape is None or not isinstance(value.type, ir.TensorType | None):
             yield f"  # {key(value.name or '')}: {_type(value)}"
         else:
-            dims = ", ".join(given.get((name_of(value), k)) or _dim(dim) for k, dim in enumerate(value.shape))
+            dims = ", ".join(given.get((name_of(value), k)) or _dim(value, k) for k in range(len(value.shape)))
             yield f"  {key(value.name or '')}: [{dims}]   # {_type(value)}"
     if inputs:
         yield ""
@@ -355,9 +354,15 @@ def _name(dim: int | ir.SymbolicDim) -> int | str | None:
     return dim if isinstance(dim, int) else dim.value
 
 
-def _dim(dim: int | ir.SymbolicDim) -> str:
-    name = _name(dim)
-    return str(name) if isinstance(name, int) else key(name) if name is not None and is_dim_name(name) else "null"
+def _dim(value: ir.Value, axis: int) -> str:
+    name = dim_name(value, axis)
+    return str(name) if isinstance(name, int) else key(name) if is_dim_name(name) else "null"
+
+
+def _origin(uses: Sequence[tuple[ir.Value, int]]) -> str:
+    """A comment that says which dims a symbol is, where the model gives them no name."""
+    unnamed = [f"dim {k} of '{_shown(name_of(value))}'" for value, k in uses if _name((value.shape or ())[k]) is None]
+    return f"   # {', '.join(unnamed)}, which the model does not name" if unnamed else ""
 
 
 def key(text: str) -> str:
