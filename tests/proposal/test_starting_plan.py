@@ -49,7 +49,10 @@ def test_the_starting_plan_of_modules() -> None:
     text = starting_plan(*small_model(), "net.onnx")
     plan = parse_plan(text, "p")
     assert (plan.ranks, plan.placement, plan.outputs) == (1, (), ())
-    assert {name: rule.symbol for name, rule in plan.dims.symbols.items()} == {"batch": Symbol(unique=True), "x_0_dim_3": Symbol()}
+    assert {name: rule.symbol for name, rule in plan.dims.symbols.items()} == {
+        "batch": Symbol(unique=True),
+        "x_0_dim_3": Symbol(),
+    }
     assert {name: rule.dims for name, rule in plan.dims.inputs.items()} == {
         "x:0": ("batch", 1, 28, "x_0_dim_3"),
         "mask": ("batch", None, "a.b"),
