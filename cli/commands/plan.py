@@ -229,7 +229,7 @@ def command(
     from partc.compiler.proposal.generation import Generation
     from partc.compiler.proposal.imports.read import read_imported
     from partc.compiler.proposal.imports.strategies import plan_of_strategies
-    from partc.compiler.proposal.propose import propose
+    from partc.compiler.proposal.propose import least_sizes, propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
 
@@ -253,7 +253,8 @@ def command(
         _warn(f"not recognized: {line}" for line in missing)
     else:
         paths, least = node_paths(source.model), source.declared.least_ranks
-        text = starting_plan(source.model, paths, name, source.declared.symbols, ranks=least)
+        symbols, because = least_sizes(source, name)
+        text = starting_plan(source.model, paths, name, symbols, ranks=least, because=because)
     return _written(text, out)
 
 

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -90,17 +90,19 @@ def starting_plan(
     symbols: Mapping[str, Symbol] | None = None,
     given: Proposed | None = None,
     ranks: int = 1,
+    because: Mapping[str, str] | None = None,
 ) -> str:
     """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph.
 
     `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them. `given` is
-    what is proposed in place of the examples, `ranks` the number of ranks that the model's own placement needs.
+    what is proposed in place of the examples, `ranks` the number of ranks that the model's own placement needs. `because`: why a symbol
+    has its least size.
     """
     from partc.compiler.training.shared import parameter_sizes
 
     graph = model.graph
     if given is not None and not given.ports.listed:
-        inputs = _inputs(graph, symbols or {}, given.names, given.free) if given.ports.stated else ()
+        inputs = _inputs(graph, symbols or {}, given, because or {}) if given.ports.stated else ()
         return "\n".join([*given.ranks, *inputs, *given.sections, *given.outputs]) + "\n"
     sizes = [stored_bytes(value) for value in graph.initializers.values()]
     elements = parameter_sizes(model, paths)
@@ -113,7 +115,7 @@ def starting_plan(
         "",
         *chosen.ranks,
         "",
-        *(_inputs(graph, symbols or {}, chosen.names, chosen.free) if chosen.ports.stated else ()),
+        *(_inputs(graph, symbols or {}, chosen, because or {}) if chosen.ports.stated else ()),
         *chosen.sections,
         "",
         *(_outputs_and_training(model, paths, chosen) if chosen.ports.stated else ()),
@@ -189,8 +191,9 @@ def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:
 
 
 def _inputs(
-    graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple[str, int], str], free: Collection[str]
+    graph: ir.Graph, symbols: Mapping[str, Symbol], chosen: Proposed, because: Mapping[str, str]
 ) -> Iterator[str]:
+    given, free = chosen.names, chosen.free
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     places: dict[str, list[tuple[ir.Value, int]]] = {}
     for value in inputs:
@@ -205,7 +208,7 @@ def _inputs(
             if name in free:
                 yield f"  # {key(name)}: undeclared, it may be 0: a cache is empty before the first step"
                 continue
-            yield f"  {key(name)}: {_promises(symbols.get(name), len(uses) > 1)}{_origin(uses)}"
+            yield f"  {key(name)}: {_promises(symbols.get(name), len(uses) > 1)}{_origin(uses, because.get(name, ''))}"
         yield ""
     if inputs:
         yield "inputs:"
@@ -359,10 +362,12 @@ def _dim(value: ir.Value, axis: int) -> str:
     return str(name) if isinstance(name, int) else key(name) if is_dim_name(name) else "null"
 
 
-def _origin(uses: Sequence[tuple[ir.Value, int]]) -> str:
-    """A comment that says which dims a symbol is, where the model gives them no name."""
+def _origin(uses: Sequence[tuple[ir.Value, int]], because: str) -> str:
+    """A comment that says which dims a symbol is, where the model gives them no name, and why it has its least size."""
     unnamed = [f"dim {k} of '{_shown(name_of(value))}'" for value, k in uses if _name((value.shape or ())[k]) is None]
-    return f"   # {', '.join(unnamed)}, which the model does not name" if unnamed else ""
+    words = [f"{', '.join(unnamed)}, which the model does not name"] if unnamed else []
+    words += [_shown(because)] if because else []
+    return f"   # {'; '.join(words)}" if words else ""
 
 
 def key(text: str) -> str:
