@@ -18,7 +18,7 @@ from partc.runtime.artifact.format import Manifest, Shape
 from partc.runtime.artifact.graph.onnx_graph import all_nodes, node_title, path_of
 from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
 from partc.runtime.artifact.tensors.dtypes import type_text
-from partc.runtime.checker.graph.symbols import numbers, samples
+from partc.runtime.checker.graph.symbols import filled_samples, numbers
 from partc.runtime.checker.graph.windows import does_not_fit
 from partc.runtime.errors import ArtifactError, Violation
 
@@ -38,7 +38,8 @@ def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _
     model = _with_constants(model, manifest, file)
     stated = _declared(model)
     makers = {name: node for node in model.graph.node for name in node.output if name}
-    for sizes in samples(manifest)[: count if manifest.symbols else 1]:
+    names = (dim.dim_param for kind in stated.values() for dim in kind.tensor_type.shape.dim if dim.dim_param)
+    for sizes in filled_samples(manifest, names, count if manifest.symbols else 1):
         light = _at(without_weights(model), manifest, sizes)
         declared = _declared(light)
         try:
