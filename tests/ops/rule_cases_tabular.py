@@ -68,6 +68,7 @@ THREE = {"coefficients": [0.5, -1.0, 0.25] * 3, "intercepts": [0.1, -0.2, 0.3]}
 CASES: list[Case] = [
     case("ArrayFeatureExtractor", [(12, 6)], constants={1: [[0, 2, 2, 5, 1, 3]]}, domain=ML),
     case("ArrayFeatureExtractor", [(6,), np.abs(INDICES[0]).reshape(12, 1)], domain=ML),
+    case("ArrayFeatureExtractor", [(12, 6)], constants={1: 4}, domain=ML),
     case("Binarizer", [(6, 12)], {"threshold": 0.5}, domain=ML),
     case("CategoryMapper", [INDICES], {"cats_int64s": [0, 1], "cats_strings": ["a", "b"]}, domain=ML),
     case("FeatureVectorizer", [X, (12, 2)], {"inputdimensions": [3, 2]}, domain=ML),

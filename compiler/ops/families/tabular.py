@@ -44,7 +44,7 @@ op("CastMap", "DictVectorizer", "ZipMap", domain=DOMAIN, why="maps are no tensor
 def _(node: ir.Node) -> Rule | None:
     """Indices count as one list, which is cut where only its first dim is not 1; one record is 1 row of the output."""
     count, indices = rank_of(node.inputs[0]), dims(operand(node, 1))
-    if count is None or not indices:
+    if count is None or indices is None:
         return None
     places = [k for k, dim in enumerate(indices) if dim != 1]
     cut = places[0] if len(places) == 1 else None
