@@ -224,12 +224,13 @@ def command(
     from partc.compiler.cost.machine_file import read_machine
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
+    from partc.compiler.proposal.batch import least_sizes
     from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.edited_plan import with_targets
     from partc.compiler.proposal.generation import Generation
     from partc.compiler.proposal.imports.read import read_imported
     from partc.compiler.proposal.imports.strategies import plan_of_strategies
-    from partc.compiler.proposal.propose import least_sizes, propose
+    from partc.compiler.proposal.propose import propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
 

@@ -2,7 +2,7 @@
 
 ONNX lets a dim be named by any text. All later passes, the manifest and the plan write dims in expressions, so a name must be one that an
 expression can hold: `batch size` becomes `batch_size`, `Max(n` becomes `Max_n`, `past + 1` becomes `past_1`. A mark of an unknown size
-is no name: `?`, `-1`, `None`, `unk`, an empty text, or the size -1. Exporters write it at every place of which they know nothing, so each
+is not a name: `?`, `-1`, `None`, `unk`, an empty text, or the size -1. Exporters write it wherever they know nothing, so each
 such dim is one of its own, as onnxruntime takes it.
 """
 

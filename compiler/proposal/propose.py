@@ -11,10 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import onnx_ir as ir
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.cost.machine import Machine
-from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.frontend.source import Source
@@ -25,7 +23,7 @@ from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
-from partc.compiler.proposal.batch import Batch, batch_of
+from partc.compiler.proposal.batch import Batch, batch_of, with_least_sizes
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import against_the_way
@@ -233,36 +231,6 @@ class Work:
             return against_the_way(run_passes(start(*parsed(self.source, text, self.name)), place), self.degrees)
         except CompileError:
             return {}
-
-
-def least_sizes(source: Source, name: str) -> tuple[dict[str, Symbol], dict[str, str]]:
-    """The model's own symbols with the least sizes that it needs, and why; without these where its shapes cannot be inferred."""
-    symbols = dict(source.declared.symbols)
-    if not any(isinstance(dim, ir.SymbolicDim) for value in source.model.graph.inputs for dim in value.shape or ()):
-        return symbols, {}
-    try:
-        program = run_passes(start(*parsed(source, f"ranks: {source.declared.least_ranks}\n", name)), shapes)
-    except CompileError:
-        return symbols, {}
-    return with_least_sizes(program, symbols, {})
-
-
-def with_least_sizes(
-    program: Typed, symbols: Mapping[str, Symbol], names: Mapping[tuple[str, int], str]
-) -> tuple[dict[str, Symbol], dict[str, str]]:
-    """The symbols with the least sizes that the model needs, and why, by the names that dims have in a plan, `names` before their own."""
-    found, because = dict(symbols), dict[str, str]()
-    for value in program.model.graph.inputs:
-        for k, dim in enumerate(value.shape or ()):
-            own_name = str(dim if isinstance(dim, int) else dim.value)
-            info = program.symbols.get(own_name)
-            if info is None or not info.because:
-                continue
-            name = names.get((name_of(value), k)) or own_name
-            own = found.get(name, Symbol())
-            found[name] = dataclasses.replace(own, min=max(own.min, info.facts.min or 1))
-            because[name] = info.because
-    return found, because
 
 
 def parsed(source: Source, text: str, name: str) -> tuple[Source, Plan, str]:

@@ -176,8 +176,9 @@ def result(path: Path, degrees: tuple[int, int, int], inputs: Arrays, want: Arra
     from partc.compiler.errors import CompileError, OwnFaultError
     from partc.compiler.frontend import load
     from partc.compiler.frontend.names import node_paths
+    from partc.compiler.proposal.batch import least_sizes
     from partc.compiler.proposal.degrees import Degrees
-    from partc.compiler.proposal.propose import least_sizes, propose
+    from partc.compiler.proposal.propose import propose
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.runtime import load_local
 

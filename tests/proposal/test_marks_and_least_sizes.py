@@ -16,8 +16,9 @@ from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import run_passes
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.proposal.batch import least_sizes
 from partc.compiler.proposal.degrees import Degrees
-from partc.compiler.proposal.propose import least_sizes, propose
+from partc.compiler.proposal.propose import propose
 from partc.compiler.start import start
 from partc.runtime.checker.check import check_artifact
 
@@ -69,7 +70,7 @@ def test_a_mark_of_an_unknown_size_is_a_dim_of_its_own_at_each_place(mark: str) 
         same_as_whole(model, plan, feeds, rtol=1e-5, atol=1e-6)
 
 
-def test_a_name_is_no_mark() -> None:
+def test_a_name_is_not_a_mark() -> None:
     assert not any(map(is_mark, ["batch", "unk__12", "batch size", "N", "past + 1", "none_of_them", "p2o.Dynamic.0"]))
 
 

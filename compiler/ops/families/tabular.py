@@ -37,7 +37,7 @@ op("Binarizer", "CategoryMapper", "LabelEncoder", domain=DOMAIN, factors="*->*")
 op("OneHotEncoder", domain=DOMAIN, factors="*->*.")
 op("FeatureVectorizer", domain=DOMAIN, factors="n.,...->n.", linear="joint", kernel="layout")
 extractor = op("ArrayFeatureExtractor", domain=DOMAIN, factors="*.,k->*k", linear="each", partial=(0,), kernel="lookup")
-op("CastMap", "DictVectorizer", "ZipMap", domain=DOMAIN, why="maps are no tensors; a model that has them is refused")
+op("CastMap", "DictVectorizer", "ZipMap", domain=DOMAIN, why="maps are not tensors; a model that has them is refused")
 
 
 @extractor.sharding

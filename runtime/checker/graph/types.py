@@ -201,6 +201,8 @@ def _is_stated(node: NodeProto, model: ModelProto) -> bool:
     """Whether a node's outputs are taken as declared: received from other ranks, of an op unknown to onnx, or inferred wrongly by it."""
     if any((node.domain, node.op_type) == (one.domain, one.name) for one in model.functions):
         return False
+    if node.op_type == "STFT" and all(one.name != "onesided" for one in node.attribute):
+        return True  # onnx infers all frequencies, and the op's default is one side of them
     if node.op_type == "Split" and any(one.name == "num_outputs" for one in node.attribute):
         return True  # of a dim that is smaller than the number of outputs onnx says what cannot be, and nothing runs
     return bool(node.domain) or node.op_type not in _standard_ops() or node.op_type in _OPAQUE
