@@ -226,6 +226,7 @@ def command(
     from partc.compiler.cost.machine_file import read_machine
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
+    from partc.compiler.proposal.batch import least_sizes
     from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.edited_plan import with_targets
     from partc.compiler.proposal.generation import Generation
@@ -255,7 +256,8 @@ def command(
         _warn(f"not recognized: {line}" for line in missing)
     else:
         paths, least = node_paths(source.model), source.declared.least_ranks
-        text = starting_plan(source.model, paths, name, source.declared.symbols, ranks=least)
+        symbols, because = least_sizes(source, name)
+        text = starting_plan(source.model, paths, name, symbols, ranks=least, because=because)
     return _written(text, out)
 
 

@@ -68,6 +68,15 @@ def unnamed(value: ir.Value, axis: int) -> str:
     return f"{value.name}_dim_{axis}"
 
 
+def dim_name(value: ir.Value, axis: int) -> int | str:
+    """The size or the name that an input's dim has where no plan names it."""
+    assert value.shape is not None
+    dim = value.shape[axis]
+    if isinstance(dim, int):
+        return dim
+    return str(dim.value) if dim.value is not None else identifier(unnamed(value, axis))
+
+
 def _unused_symbols(plan: Plan, names: _Names, graph: ir.Graph) -> list[Problem]:
     have = sorted(names.bound)
     problems = []

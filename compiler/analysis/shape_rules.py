@@ -27,6 +27,7 @@ from partc.compiler.analysis.shape_extents import (
     split,
     squeeze,
 )
+from partc.compiler.analysis.shape_tabular import TABULAR
 from partc.compiler.analysis.shape_windows import conv_transpose, pool, resize
 from partc.compiler.dims.expression import facts_of
 from partc.compiler.dims.extremes import largest
@@ -160,6 +161,7 @@ CORRECTIONS: dict[tuple[str, str], Correction] = {
     ("", "Upsample"): resize,
     ("com.microsoft", "GroupQueryAttention"): group_query_attention,
     ("com.microsoft", "MatMulNBits"): matmul_n_bits,
+    **TABULAR,
 }
 
 LIKE: dict[tuple[str, str], tuple[str, str]] = {
@@ -170,7 +172,6 @@ LIKE: dict[tuple[str, str], tuple[str, str]] = {
     **{("com.microsoft", op): ("", op) for op in ("Range", "Trilu", "Unique")},
     **{("com.microsoft", op): ("", "Relu") for op in ("BiasSoftmax", "GemmaRotaryEmbedding", "Inverse")},
     **{("com.microsoft", op): ("", "Dropout") for op in ("BiasDropout",)},
-    **{("ai.onnx.ml", op): ("", "Relu") for op in ("Imputer", "Normalizer")},
     ("com.microsoft", "FusedConv"): ("", "Conv"),
     ("com.microsoft", "FusedGemm"): ("", "Gemm"),
     ("com.microsoft", "IsAllFinite"): ("", "Size"),

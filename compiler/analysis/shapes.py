@@ -15,13 +15,14 @@ from typing import TypeVar
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import bind_inputs
 from partc.compiler.analysis.infer_shapes import infer_shapes, type_text
+from partc.compiler.analysis.least_sizes import with_least_sizes
 from partc.compiler.analysis.operand_types import refuse_other_integers
 from partc.compiler.analysis.part_symbols import part_symbols
 from partc.compiler.analysis.records import batch_dims, contradictions, wrong_batch_dims
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Prepared, Typed
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ir.value_info import Shape, ValueInfo
+from partc.compiler.ir.value_info import Shape, SymbolInfo, ValueInfo
 
 T = TypeVar("T", bound=Typed)
 
@@ -36,7 +37,23 @@ def shapes(program: Prepared) -> Typed:
     found = inferred(program.into(Typed, symbols=symbols, batch_dims=batch_dims, values={}))
     _refuse_other_sizes(found)
     refuse_other_integers(found)
-    return found
+    legal = with_least_sizes(found.model.graph, found.symbols, found.paths, program.name)
+    if legal == found.symbols:
+        return found
+    told = (_too_small(name, symbols[name], info) for name, info in legal.items() if info != symbols[name])
+    before = replace(found, symbols=legal, warnings=program.warnings)
+    return replace(found := inferred(before), warnings=(*found.warnings, *filter(None, told)))
+
+
+def _too_small(name: str, said: SymbolInfo, needed: SymbolInfo) -> str:
+    """A warning that a plan allows smaller sizes than the model has; none where nothing is said of the symbol."""
+    if said.facts.min == 0:
+        return ""
+    least = needed.facts.min
+    return (
+        f"{said.where}: '{name}' may be {said.facts.min}, and the model needs at least {least}: {needed.because}; "
+        f"say `{name}: {{min: {least}}}`"
+    )
 
 
 def _batch_dims(program: Prepared) -> dict[ir.Value, int]:

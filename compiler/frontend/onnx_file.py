@@ -32,6 +32,7 @@ from partc.runtime.garbage_collection import uncollected
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
 _KNOWN_OPSET = 21
 """Every onnxruntime that partc runs on knows the ops of this opset."""
+_TABULAR, _MAPS = "ai.onnx.ml", ("CastMap", "DictVectorizer", "ZipMap")
 _DEEPEST, _MOST_LOOPS, _DEEPEST_CALLS = 60, 6, 100
 
 
@@ -82,6 +83,7 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
         fact = f"has a name or a text that is not UTF-8: {broken}"
         raise CompileError(Problem(where, fact, help="check that the file is complete, or export it again"))
     _raise(_nesting_problems(proto.graph, where))
+    _raise(_map_problems(proto, where))
     _raise(_extent_problems(proto, where))
     _raise(
         [
@@ -218,6 +220,35 @@ def _nesting_problems(graph: onnx.GraphProto, where: str) -> list[Problem]:
             inner = loops + (node.op_type in ("Loop", "Scan"))
             waiting += [(body, depth + 1, inner) for body in graph_bodies(node)]
     return []
+
+
+def _map_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
+    """Problems of ops that take or make maps, which no rank can keep, send or deliver, and of inputs and outputs that are maps."""
+    law = "a value is a tensor, a sequence of tensors or an optional one"
+    without = "export it without: options={'zipmap': False} of skl2onnx, zipmap=False of onnxmltools"
+    with_arrays = "fit the model on arrays or columns in place of dictionaries, and export it again"
+    problems = []
+    for node in (node for nodes in (proto.graph.node, *(one.node for one in proto.functions)) for node in nodes):
+        if node.domain == _TABULAR and node.op_type in _MAPS:
+            made = node.op_type == "ZipMap"
+            fact = f"{node_title(node)} {'makes a sequence of maps' if made else 'takes maps'}"
+            problems.append(Problem(where, fact, law, without if made else with_arrays))
+    ports = [("input", port) for port in proto.graph.input] + [("output", port) for port in proto.graph.output]
+    for kind, port in ports if not problems else ():
+        if _has_map(port.type):
+            problems.append(Problem(where, f"{kind} '{port.name}' is a map", law, with_arrays))
+    return problems
+
+
+def _has_map(kind: onnx.TypeProto) -> bool:
+    match kind.WhichOneof("value"):
+        case "map_type":
+            return True
+        case "sequence_type":
+            return _has_map(kind.sequence_type.elem_type)
+        case "optional_type":
+            return _has_map(kind.optional_type.elem_type)
+    return False
 
 
 def _extent_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:

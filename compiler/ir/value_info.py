@@ -22,7 +22,8 @@ Array = npt.NDArray[Any]
 class SymbolInfo:
     """A dynamic dim of the inputs: what is promised of it, and where (`plan.yaml:3`, or the input that names it).
 
-    `parts`: of how many equal parts the facts speak of one; `whole` are then those of all of them.
+    `parts`: of how many equal parts the facts speak of one; `whole` are then those of all of them. `because`: why smaller sizes are not
+    legal, where the model needs larger ones than `where` says.
     """
 
     facts: Facts
@@ -30,6 +31,7 @@ class SymbolInfo:
     unique: bool = False
     parts: int = 1
     whole: Facts | None = None
+    because: str = ""
 
 
 @dataclass(frozen=True)

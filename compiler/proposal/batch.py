@@ -1,4 +1,4 @@
-"""The batch of a model that a proposal cuts: the first dim that most inputs have."""
+"""What a proposal says of dims: the batch that it cuts, the first dim that most inputs have; and the least sizes that the model needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import onnx_ir as ir
+from partc.compiler.analysis.shapes import shapes
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.source import Source
 from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.program import Typed
+from partc.compiler.pipeline import run_passes
+from partc.compiler.plan.read import parse_plan
+from partc.compiler.start import start
 
 
 @dataclass
@@ -61,3 +67,34 @@ def _divided(symbols: Mapping[str, Symbol], name: str, dp: int) -> Symbol:
     except ValueError as error:
         fact = f"'{name}' cannot be divisible by {dp}: {error}"
         raise CompileError(Problem(name, fact, help="choose another --dp")) from None
+
+
+def least_sizes(source: Source, name: str) -> tuple[dict[str, Symbol], dict[str, str]]:
+    """The model's own symbols with the least sizes that it needs, and why; without these where its shapes cannot be inferred."""
+    symbols = dict(source.declared.symbols)
+    if not any(isinstance(dim, ir.SymbolicDim) for value in source.model.graph.inputs for dim in value.shape or ()):
+        return symbols, {}
+    plan = parse_plan(f"ranks: {source.declared.least_ranks}\n", name)
+    try:
+        program = run_passes(start(dataclasses.replace(source, model=source.model.clone()), plan, name), shapes)
+    except CompileError:
+        return symbols, {}
+    return with_least_sizes(program, symbols, {})
+
+
+def with_least_sizes(
+    program: Typed, symbols: Mapping[str, Symbol], names: Mapping[tuple[str, int], str]
+) -> tuple[dict[str, Symbol], dict[str, str]]:
+    """The symbols with the least sizes that the model needs, and why, by the names that dims have in a plan, `names` before their own."""
+    found, because = dict(symbols), dict[str, str]()
+    for value in program.model.graph.inputs:
+        for k, dim in enumerate(value.shape or ()):
+            own_name = str(dim if isinstance(dim, int) else dim.value)
+            info = program.symbols.get(own_name)
+            if info is None or not info.because:
+                continue
+            name = names.get((name_of(value), k)) or own_name
+            own = found.get(name, Symbol())
+            found[name] = dataclasses.replace(own, min=max(own.min, info.facts.min or 1))
+            because[name] = info.because
+    return found, because

@@ -23,7 +23,7 @@ from partc.compiler.pipeline import run_passes, step_program
 from partc.compiler.placement.placement import place
 from partc.compiler.plan.read import parse_plan
 from partc.compiler.plan.rules import Plan
-from partc.compiler.proposal.batch import Batch, batch_of
+from partc.compiler.proposal.batch import Batch, batch_of, with_least_sizes
 from partc.compiler.proposal.caches import Cache, alike, arriving, caches, lengths
 from partc.compiler.proposal.degrees import Degrees
 from partc.compiler.proposal.flow import against_the_way
@@ -160,7 +160,7 @@ class Work:
         stages, more = self.stages, self.taken_over
         moved: dict[str, int] = {}
         paths = node_paths(source.model)
-        symbols = {**source.declared.symbols, **batch.symbols}
+        symbols, because = with_least_sizes(program, {**source.declared.symbols, **batch.symbols}, batch.names)
         made = (self.generation.line,) if self.generation is not None else ()
         free = tuple(dim for dim in lengths(kept, program) if dim not in symbols)
         for _ in range(_ROUNDS):
@@ -184,7 +184,7 @@ class Work:
                     ]
                 ports = Ports(not made, more.trains, more.listed)
                 given = Proposed((*more.head, *head), tuple(ranks), sections, batch.names, outputs, free, ports)
-                return starting_plan(source.model, paths, name, symbols, given)
+                return starting_plan(source.model, paths, name, symbols, given, because=because)
 
             bare = text([])
             placed_here = 0 < len(stages) <= degrees.stages

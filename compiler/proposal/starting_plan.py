@@ -12,10 +12,11 @@ import collections
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from partc.compiler.analysis.bindings import dim_name
 from partc.compiler.dims.symbol import Symbol
 from partc.compiler.ir.graph import name_of, nodes_of
 from partc.compiler.plan.pattern import literal_pattern
@@ -89,17 +90,19 @@ def starting_plan(
     symbols: Mapping[str, Symbol] | None = None,
     given: Proposed | None = None,
     ranks: int = 1,
+    because: Mapping[str, str] | None = None,
 ) -> str:
     """The text of a plan for the model called `name`; `paths` has the dotted path of every node of the main graph.
 
     `symbols` are what the model itself promises of its dims: the plan would win over them, so it repeats them. `given` is
-    what is proposed in place of the examples, `ranks` the number of ranks that the model's own placement needs.
+    what is proposed in place of the examples, `ranks` the number of ranks that the model's own placement needs. `because`: why a symbol
+    has its least size.
     """
     from partc.compiler.training.shared import parameter_sizes
 
     graph = model.graph
     if given is not None and not given.ports.listed:
-        inputs = _inputs(graph, symbols or {}, given.names, given.free) if given.ports.stated else ()
+        inputs = _inputs(graph, symbols or {}, given, because or {}) if given.ports.stated else ()
         return "\n".join([*given.ranks, *inputs, *given.sections, *given.outputs]) + "\n"
     sizes = [stored_bytes(value) for value in graph.initializers.values()]
     elements = parameter_sizes(model, paths)
@@ -112,7 +115,7 @@ def starting_plan(
         "",
         *chosen.ranks,
         "",
-        *(_inputs(graph, symbols or {}, chosen.names, chosen.free) if chosen.ports.stated else ()),
+        *(_inputs(graph, symbols or {}, chosen, because or {}) if chosen.ports.stated else ()),
         *chosen.sections,
         "",
         *(_outputs_and_training(model, paths, chosen) if chosen.ports.stated else ()),
@@ -188,25 +191,24 @@ def _shared(model: ir.Model, paths: Mapping[ir.Node, str]) -> Iterator[str]:
 
 
 def _inputs(
-    graph: ir.Graph, symbols: Mapping[str, Symbol], given: Mapping[tuple[str, int], str], free: Collection[str]
+    graph: ir.Graph, symbols: Mapping[str, Symbol], chosen: Proposed, because: Mapping[str, str]
 ) -> Iterator[str]:
+    given, free = chosen.names, chosen.free
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
-    uses = collections.Counter(
-        given.get((name_of(value), k), dim.value)
-        for value in inputs
-        for k, dim in enumerate(value.shape or ())
-        if isinstance(dim, ir.SymbolicDim)
-    )
-    names = [dim for dim in uses if dim is not None and dim.isidentifier()]
-    if names:
+    places: dict[str, list[tuple[ir.Value, int]]] = {}
+    for value in inputs:
+        for k, dim in enumerate(value.shape or ()):
+            name = given.get((name_of(value), k)) or str(dim_name(value, k))
+            if not isinstance(dim, int) and name.isidentifier():
+                places.setdefault(name, []).append((value, k))
+    if places:
         head = "symbols:   # the legal sizes of dynamic dims, for example {min: 8, max: 512, divisor: 8}"
-        yield head if {*names} - {*free} else f"# {head}"
-        yield from (
-            f"  # {key(dim)}: undeclared, it may be 0: a cache is empty before the first step"
-            if dim in free
-            else f"  {key(dim)}: {_promises(symbols.get(dim), uses[dim] > 1)}"
-            for dim in names
-        )
+        yield head if {*places} - {*free} else f"# {head}"
+        for name, uses in places.items():
+            if name in free:
+                yield f"  # {key(name)}: undeclared, it may be 0: a cache is empty before the first step"
+                continue
+            yield f"  {key(name)}: {_promises(symbols.get(name), len(uses) > 1)}{_origin(uses, because.get(name, ''))}"
         yield ""
     if inputs:
         yield "inputs:"
@@ -214,7 +216,7 @@ def _inputs(
         if value.shape is None or not isinstance(value.type, ir.TensorType | None):
             yield f"  # {key(value.name or '')}: {_type(value)}"
         else:
-            dims = ", ".join(given.get((name_of(value), k)) or _dim(dim) for k, dim in enumerate(value.shape))
+            dims = ", ".join(given.get((name_of(value), k)) or _dim(value, k) for k in range(len(value.shape)))
             yield f"  {key(value.name or '')}: [{dims}]   # {_type(value)}"
     if inputs:
         yield ""
@@ -355,9 +357,17 @@ def _name(dim: int | ir.SymbolicDim) -> int | str | None:
     return dim if isinstance(dim, int) else dim.value
 
 
-def _dim(dim: int | ir.SymbolicDim) -> str:
-    name = _name(dim)
-    return str(name) if isinstance(name, int) else key(name) if name is not None and is_dim_name(name) else "null"
+def _dim(value: ir.Value, axis: int) -> str:
+    name = dim_name(value, axis)
+    return str(name) if isinstance(name, int) else key(name) if is_dim_name(name) else "null"
+
+
+def _origin(uses: Sequence[tuple[ir.Value, int]], because: str) -> str:
+    """A comment that says which dims a symbol is, where the model gives them no name, and why it has its least size."""
+    unnamed = [f"dim {k} of '{_shown(name_of(value))}'" for value, k in uses if _name((value.shape or ())[k]) is None]
+    words = [f"{', '.join(unnamed)}, which the model does not name"] if unnamed else []
+    words += [_shown(because)] if because else []
+    return f"   # {'; '.join(words)}" if words else ""
 
 
 def key(text: str) -> str:

@@ -12,7 +12,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.preserved import preserving_by_output
 from partc.compiler.ir.declared import Declared
 from partc.compiler.plan.rules import FULL_BATCH, Plan
-from partc.compiler.rewrite.decompose import decompose
+from partc.compiler.rewrite.decompose import decompose, number_labels
 
 OLDEST, TARGET = 18, 21
 """Rules emit ops in forms of opset 18 and later, gradients in those of TARGET; older models are converted to these, and no further."""
@@ -55,4 +55,5 @@ def converted(model: ir.Model, name: str, oldest: int = OLDEST, trains: bool = F
             ) from error
     for node in list(model.graph):
         decompose(node, trains)
+        number_labels(node)
     return model

@@ -12,16 +12,16 @@ from onnx_nodes_case import quiet
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.compiler.ir.value_info import ValueInfo
+from partc.compiler.ir.value_info import SymbolInfo, ValueInfo
 from partc.compiler.pipeline import run_passes, start
 from partc.runtime.artifact.dim_expression import parse
 
-Promised: TypeAlias = tuple[dict[str, ValueInfo], dict[str, list[int | str]]]
-"""What is known of the outputs, and the dims of the inputs."""
+Promised: TypeAlias = tuple[dict[str, ValueInfo], dict[str, list[int | str]], dict[str, SymbolInfo]]
+"""What is known of the outputs, the dims of the inputs, and the symbols in these."""
 
 
 def promised(model: onnx.ModelProto) -> Promised:
-    """What the compiler says of the outputs, and the dims of the inputs by its names."""
+    """What the compiler says of the outputs, the dims of the inputs by its names, and which sizes are legal."""
     source = Source(from_proto(model, Path("model.onnx")))
     program = run_passes(start(source, None, "model.onnx"), shapes)
     graph = program.model.graph
@@ -31,18 +31,20 @@ def promised(model: onnx.ModelProto) -> Promised:
         for v in graph.inputs
         if v.shape is not None
     }
-    return values, inputs
+    return values, inputs, dict(program.symbols)
 
 
 def broken(said: Promised, inputs: dict[str, Any], outputs: dict[str, Any]) -> list[str]:
-    """The promises that a run breaks."""
-    values, dims = said
+    """The promises that a run breaks; none where its sizes are not legal."""
+    values, dims, symbols = said
     bindings = {
         str(dim): size
         for name, value in inputs.items()
         if name in dims and isinstance(value, np.ndarray)
         for dim, size in zip(dims[name], value.shape, strict=True)
     }
+    if any(not symbols[name].facts.contains(size) for name, size in bindings.items() if name in symbols):
+        return []
     found = []
     for name, info in values.items():
         if info.shape is None or not isinstance(outputs[name], np.ndarray):

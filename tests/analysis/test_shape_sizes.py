@@ -16,8 +16,10 @@ HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n'
 
 FORMS = Path(__file__).with_name("dynamic_forms.txt")
 SIZES = (0, 1, 2, 3, 5, 8)
-LEAST = {"pool, valid": 3, "reshape to one dim and a quotient": 1, "norms of rows": 1, "a product divided by a dim": 1}
-"""Sizes from which a case makes sense: below, onnxruntime reads an entry 0 as a copied dim, or slides windows that do not fit."""
+LEAST = {"reshape to one dim and a quotient": 1, "norms of rows": 1, "a product divided by a dim": 1}
+"""Sizes from which a case makes sense: below, onnxruntime reads an entry 0 as a copied dim.
+
+Larger least sizes are derived: what is larger than 1 is not legal without a word of the plan."""
 
 
 def forms() -> dict[str, tuple[str, int]]:

@@ -10,6 +10,7 @@ from mutated import change_file
 from partc.runtime.artifact.format import Manifest, SymbolRecord
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.checker.check import check_artifact
+from partc.runtime.checker.graph.symbols import filled_samples, samples
 from partc.runtime.checker.graph.types import check_types
 from small_training import PERCEPTRON, compiled
 
@@ -46,3 +47,20 @@ def test_a_slice_by_rank_is_as_large_as_its_bounds_say(tmp_path: Path) -> None:
     change_file(folder, "rank_0000.onnx", widen)
     assert [one.node.split()[0] for one in check_artifact(folder)] == ["Slice"]
     assert f"it makes '{wrong[0]}' of" in check_artifact(folder)[0].fact
+
+
+def test_one_side_of_frequencies_is_the_default_of_a_fourier_transform() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        g (float[n, 64, 1] x) => (float[n, 7, 9, 2] y) <int64 step = {8}, float[16] window, int64 length = {16}> {
+            y = STFT(x, step, window, length) }""")
+    model.graph.initializer[1].ClearField("float_data")
+    model.graph.initializer[1].float_data.extend([1.0] * 16)
+    manifest = Manifest.model_construct(symbols={"n": SymbolRecord(min=1)})
+    assert check_types("rank_0000.onnx", model, manifest) == []
+
+
+def test_sizes_at_which_a_value_is_empty_are_not_tried() -> None:
+    manifest = Manifest.model_construct(symbols={"t": SymbolRecord(min=1)})
+    sizes = filled_samples(manifest, ["t", "t - 4", "0*t"], 2)
+    assert [row["t"] for row in sizes] == [7, 13]
+    assert [row["t"] for row in samples(manifest)] == [1, 2, 3]

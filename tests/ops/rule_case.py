@@ -18,7 +18,8 @@ import onnxruntime
 
 Array = np.ndarray[Any, Any]
 Operand = tuple[int, ...] | Array | None
-CONTRIB_OPSET = 1
+OPSETS = {"com.microsoft": 1, "ai.onnx.ml": 5}
+"""The opsets of other domains than the standard's; ensembles of trees that version 5 replaces are those of version 3."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def node_of(this: Case, dynamic: bool = False, feeds: Mapping[str, Array] | None
             inputs.append(None)
             continue
         array = arrays[f"x{k}"]
-        kind = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        kind = ir.TensorType(_data_type(array.dtype))
         if k in this.constants:
             inputs.append(ir.Value(name=f"x{k}", shape=ir.Shape(array.shape), type=kind, const_value=ir.tensor(array)))
         else:
@@ -116,7 +117,7 @@ def node_of(this: Case, dynamic: bool = False, feeds: Mapping[str, Array] | None
     node = ir.Node(this.domain, this.op_type, inputs, attributes, outputs=outputs)
     given = [value for k, value in enumerate(inputs) if value is not None and k not in this.constants]
     known = [value for k, value in enumerate(inputs) if value is not None and k in this.constants]
-    opsets = {"": this.opset, "com.microsoft": CONTRIB_OPSET}
+    opsets = opsets_of(this)
     graph = ir.Graph(given, outputs, nodes=[node], initializers=known, opset_imports=opsets, name="case")
     if dynamic:
         import onnx_shape_inference
@@ -125,8 +126,14 @@ def node_of(this: Case, dynamic: bool = False, feeds: Mapping[str, Array] | None
     else:
         made = _outputs_of(this, node) if feeds is None else run([node], arrays, {}, this)
         for value, array in zip(outputs, made, strict=True):
-            value.shape, value.type = ir.Shape(array.shape), ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            value.shape, value.type = ir.Shape(array.shape), ir.TensorType(_data_type(array.dtype))
     return node
+
+
+def opsets_of(this: Case) -> dict[str, int]:
+    """The versions of the domains that a case's node is of."""
+    replaced = {"ai.onnx.ml": 3} if this.op_type in ("TreeEnsembleClassifier", "TreeEnsembleRegressor") else {}
+    return {"": this.opset, **OPSETS, **replaced}
 
 
 _known: dict[int, tuple[Case, list[Array]]] = {}
@@ -175,20 +182,17 @@ def session_of(
         *(proto.SerializeToString(deterministic=True) for proto in protos),
         *given.items(),
         *((name, array.dtype, array.shape, array.tobytes()) for name, array in known.items()),
-        (this.outputs, this.opset),
+        (this.outputs, *opsets_of(this).values()),
     )
     if key not in _sessions:
         graph = onnx.helper.make_graph(
             protos,
             "case",
-            [
-                onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(dtype), None)
-                for name, dtype in given.items()
-            ],
+            [onnx.helper.make_tensor_value_info(name, int(_data_type(dtype)), None) for name, dtype in given.items()],
             [onnx.ValueInfoProto(name=f"y{k}") for k in range(this.outputs)],
             [onnx.numpy_helper.from_array(array, name) for name, array in known.items()],
         )
-        opsets = [onnx.helper.make_opsetid("", this.opset), onnx.helper.make_opsetid("com.microsoft", CONTRIB_OPSET)]
+        opsets = [onnx.helper.make_opsetid(*one) for one in opsets_of(this).items()]
         model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
@@ -198,6 +202,10 @@ def session_of(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
     return _sessions[key], [*given]
+
+
+def _data_type(dtype: np.dtype[Any]) -> ir.DataType:
+    return ir.DataType.STRING if dtype.kind in "OU" else ir.DataType.from_numpy(dtype)
 
 
 def _numbers(

@@ -49,15 +49,18 @@ def test_the_starting_plan_of_modules() -> None:
     text = starting_plan(*small_model(), "net.onnx")
     plan = parse_plan(text, "p")
     assert (plan.ranks, plan.placement, plan.outputs) == (1, (), ())
-    assert {name: rule.symbol for name, rule in plan.dims.symbols.items()} == {"batch": Symbol(unique=True)}
+    assert {name: rule.symbol for name, rule in plan.dims.symbols.items()} == {
+        "batch": Symbol(unique=True),
+        "x_0_dim_3": Symbol(),
+    }
     assert {name: rule.dims for name, rule in plan.dims.inputs.items()} == {
-        "x:0": ("batch", 1, 28, None),
+        "x:0": ("batch", 1, 28, "x_0_dim_3"),
         "mask": ("batch", None, "a.b"),
     }
     squeezed = [" ".join(line.split()) for line in text.splitlines()]
     for line in [
         "# A plan for net.onnx: 4 nodes, 4 parameters of 315 elements, 716 B.",
-        '"x:0": [batch, 1, 28, null] # float32 [batch, 1, 28, ?]',
+        '"x:0": [batch, 1, 28, x_0_dim_3] # float32 [batch, 1, 28, ?]',
         "mask: [batch, null, a.b] # bool [batch, 2*h, a.b]",
         "# conv1 1 node 624 B 87.2 % Conv",
         "# . weight float32 [6, 1, 5, 5] 600 B",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from partc.runtime.artifact import dim_expression as expression
@@ -10,12 +11,14 @@ from partc.runtime.artifact.format import Box, Manifest, Shape
 Bindings: TypeAlias = dict[str, int]
 """Sizes of the symbols."""
 _SAMPLES = 3
+_LARGER = (3, 6, 12, 24, 48, 96)
+"""At how many steps from the least size the samples are that replace those at which a value is empty."""
 
 
-def samples(manifest: Manifest) -> list[Bindings]:
-    """A few legal sizes of the symbols, no two of them alike where the laws let them differ."""
+def samples(manifest: Manifest, larger: bool = False) -> list[Bindings]:
+    """A few legal sizes of the symbols, no two of them alike where the laws let them differ; with `larger`, also larger ones."""
     found = []
-    for number in range(_SAMPLES):
+    for number in (*range(_SAMPLES), *(_LARGER if larger else ())):
         sizes: Bindings = {}
         for place, (name, law) in enumerate(sorted(manifest.symbols.items())):
             least = max(law.min, law.divisor + law.remainder if law.divisor > 1 else 1)
@@ -24,6 +27,19 @@ def samples(manifest: Manifest) -> list[Bindings]:
             sizes[name] = least if law.max is not None and size > law.max else size
         found.append(sizes)
     return found
+
+
+def filled_samples(manifest: Manifest, dims: Iterable[str], count: int) -> list[Bindings]:
+    """`count` samples at which none of the dims is 0 that is more at others; the first samples where there are none such.
+
+    A Reshape copies a dim where an empty one was computed, and onnx then infers another shape than the one that larger sizes have.
+    """
+    texts: list[int | str] = [*dict.fromkeys(dims)]
+    tried = samples(manifest, larger=True)
+    sizes = [numbers(texts, manifest, sample) for sample in tried]
+    often = {k for row in sizes for k, size in enumerate(row) if size is not None and size > 0}
+    filled = [sample for sample, row in zip(tried, sizes, strict=True) if all((row[k] or 0) > 0 for k in often)]
+    return (filled if len(filled) >= count else tried)[:count]
 
 
 def numbers(shape: Shape, manifest: Manifest, sizes: Bindings) -> list[int | None]:

@@ -18,7 +18,7 @@ from partc.runtime.artifact.format import Manifest, Shape
 from partc.runtime.artifact.graph.onnx_graph import all_nodes, node_title, path_of
 from partc.runtime.artifact.graph.rank_constants import bound, is_rank_constant
 from partc.runtime.artifact.tensors.dtypes import type_text
-from partc.runtime.checker.graph.symbols import numbers, samples
+from partc.runtime.checker.graph.symbols import filled_samples, numbers
 from partc.runtime.checker.graph.windows import does_not_fit
 from partc.runtime.errors import ArtifactError, Violation
 
@@ -38,7 +38,8 @@ def check_types(file: str, model: ModelProto, manifest: Manifest, count: int = _
     model = _with_constants(model, manifest, file)
     stated = _declared(model)
     makers = {name: node for node in model.graph.node for name in node.output if name}
-    for sizes in samples(manifest)[: count if manifest.symbols else 1]:
+    names = (dim.dim_param for kind in stated.values() for dim in kind.tensor_type.shape.dim if dim.dim_param)
+    for sizes in filled_samples(manifest, names, count if manifest.symbols else 1):
         light = _at(without_weights(model), manifest, sizes)
         declared = _declared(light)
         try:
@@ -200,6 +201,8 @@ def _is_stated(node: NodeProto, model: ModelProto) -> bool:
     """Whether a node's outputs are taken as declared: received from other ranks, of an op unknown to onnx, or inferred wrongly by it."""
     if any((node.domain, node.op_type) == (one.domain, one.name) for one in model.functions):
         return False
+    if node.op_type == "STFT" and all(one.name != "onesided" for one in node.attribute):
+        return True  # onnx infers all frequencies, and the op's default is one side of them
     if node.op_type == "Split" and any(one.name == "num_outputs" for one in node.attribute):
         return True  # of a dim that is smaller than the number of outputs onnx says what cannot be, and nothing runs
     return bool(node.domain) or node.op_type not in _standard_ops() or node.op_type in _OPAQUE
