@@ -181,7 +181,7 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
         reporting=dataclasses.replace(
             job.reporting,
             quiet=job.reporting.quiet or console.is_quiet(),
-            verbose=console.verbose(),
+            verbose=bool(console.verbose()),
             json=console.as_json(),
         ),
     )
