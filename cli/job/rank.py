@@ -41,7 +41,7 @@ from partc.runtime.errors import (
 )
 from partc.runtime.files.replace import refuse_other
 from partc.runtime.garbage_collection import uncollected
-from partc.runtime.job.place import Place, surrounding_job
+from partc.runtime.job.place import Place, is_launched, surrounding_job
 from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
 from partc.runtime.units import count, size_text
 
@@ -88,7 +88,7 @@ def _run_rank(job: Job, signals: StopSignals | None) -> int:
     try:
         comm, watch = _join(job, place.rank if place is not None else 0)
     except Exception as error:
-        if place is None or place.rank == 0 or not isinstance(error, UsageError):
+        if place is None or place.rank == 0 or not isinstance(error, UsageError) or not is_launched():
             _report(job, 0, error)
         return described(error)[0]
     code = _run_joined(job, comm, signals)

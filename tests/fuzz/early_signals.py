@@ -62,7 +62,7 @@ COMMANDS = {
     "run alone": ("run", "inferred", "--input", "x.npz", "-o", "y.npz", "--repeat", _LONG, "--in-process"),
     "serve": ("serve", "generated", "--port", "0"),
     "generate": ("generate", "generated", "--ids", "3,1,4,1,5", "--max-tokens", "100"),
-    "plan": ("plan", "model.onnx", "-o", "proposal.yaml", "--ranks", "2"),
+    "plan": ("plan", "model.onnx", "-o", "proposal.yaml", "--ranks", "2", "--batch", "64"),
     "compile": ("compile", "model.onnx", "--plan", "plan.yaml", "-o", "built"),
     "verify": ("verify", "model.onnx", "--plan", "plan.yaml", "--mpi"),
     "check": ("check", "inferred"),
