@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from artifact_edit import chain
 from click.shell_completion import BashComplete
 from partc.cli.doctor import gpu, machine, mpi, packages
 from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding
@@ -188,6 +189,27 @@ def test_ranks_whose_launcher_is_of_another_mpi_say_so_once(tmp_path: Path) -> N
         [launcher, script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert "UsageError: the launcher of MPICH or one of its family (PMI_SIZE=3) started 3 processes" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+        {"PMI_SIZE": "5", "PMI_RANK": "0"},
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_PROCID": "3"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job@1"},
+    ],
+)
+def test_variables_of_a_job_without_its_launcher_are_named(
+    tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # what runs the tests may have been started by a launcher
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert invoke(["run", str(chain(tmp_path / "build")), "--random", "1"]) == 2
+    err = capsys.readouterr().err
+    assert "no launcher is among the processes that have started this one" in err
+    assert err.endswith(f"help: unset {' '.join(sorted(variables))}\n")
 
 
 def test_one_core() -> None:

@@ -124,27 +124,6 @@ def test_a_surrounding_launcher_is_known_by_its_variables(environment: Mapping[s
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [
-        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-        {"PMI_SIZE": "5", "PMI_RANK": "0"},
-        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_PROCID": "3"},
-        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job@1"},
-    ],
-)
-def test_variables_of_a_job_without_its_launcher_are_named(
-    build: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "getppid", lambda: 1)  # what runs the tests may have been started by a launcher
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert invoke(["run", str(build), "--random", "1"]) == 2
-    err = capsys.readouterr().err
-    assert "no launcher is among the processes that have started this one" in err
-    assert err.endswith(f"help: unset {' '.join(sorted(variables))}\n")
-
-
-@pytest.mark.parametrize(
     ("kind", "hosts", "expected"),
     [
         (Kind.OPEN_MPI, Hosts(names="a,b"), "run -n 300 --bind-to none --host a,b -x A prog"),
