@@ -32,6 +32,7 @@ _TRY_AGAIN = 75
 _PATIENCE = 10.0
 """Seconds in which a command cleans up."""
 _STACK = 1 << 18
+_BETWEEN = 0.01
 
 
 class Stopped(KeyboardInterrupt):
@@ -48,6 +49,8 @@ class _State:
     listens = False
     number = 0
     """The signal that has come."""
+    resent = 0
+    """How often it was sent again by `_again`."""
     training = False
     """Whether the command is a training that takes no steps yet in this process."""
     step = staticmethod(lambda: 0)
@@ -57,11 +60,13 @@ class _State:
 def run(command: Callable[[list[str]], int]) -> None:
     """Runs the command of this process, which takes the arguments and returns the exit code, and ends the process."""
     arguments = sys.argv[1:]
-    listen(arguments)
     try:
+        listen(arguments)
         code = command(arguments)
         ignore()
-    except KeyboardInterrupt as error:  # while modules are imported, or the output of the command ends
+    except BaseException as error:  # while modules are imported, or the output of the command ends
+        if not isinstance(error, KeyboardInterrupt) and not _state.number:
+            raise
         ignore()
         code = _print(of_interrupt(error))
     if "partc.runtime.execution.rank_threads" in sys.modules:
@@ -78,6 +83,7 @@ def run(command: Callable[[list[str]], int]) -> None:
 def listen(arguments: list[str]) -> None:
     """Puts the handlers in place, in the main thread. A signal that is ignored at the start (nohup) stays ignored."""
     _state.listens, _state.training = True, arguments[:1] == ["train"]
+    sys.unraisablehook = _unraisable
     for number in _numbers(lambda handler: handler is not signal.SIG_IGN):
         signal.signal(number, _note)
     if os.name == "posix":
@@ -153,12 +159,29 @@ def _note(number: int, frame: FrameType | None) -> None:
         raise stopped(number)
 
 
+def _unraisable(error: sys.UnraisableHookArgs) -> None:
+    """Sends a signal again whose exception is lost, since it was raised in a finalizer."""
+    if isinstance(error.exc_value, Stopped):
+        _thread.start_new_thread(_again, (error.exc_value.number, _thread.get_ident()))
+    else:
+        sys.__unraisablehook__(error)
+
+
+def _again(number: int, thread: int) -> None:
+    time.sleep(_BETWEEN)
+    _state.number, _state.resent = 0, _state.resent + 1
+    signal.pthread_kill(thread, number)
+
+
 def _watch(read: int) -> None:
     """Reads the numbers of the signals that come, whatever the main thread does, and ends a process that does not end by itself."""
     first, until = 0, 0.0
     while not first or select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
         for number in os.read(read, 64):
             if not _is_note(signal.getsignal(number)) or _is_trace(number):
+                continue
+            if _state.resent:
+                _state.resent -= 1
                 continue
             if first:
                 _end_now(first)

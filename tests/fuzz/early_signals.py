@@ -106,7 +106,7 @@ def outcome(command: str, name: str, delay: float, folder: Path, here: Path) -> 
     number = int(getattr(signal, name))
     with (here / "out").open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _DEFAULTS, *COMMANDS[command]],
+            [sys.executable, "-P", "-m", "partc.cli", *COMMANDS[command]],
             cwd=here,
             env=environment,
             stdout=out,
@@ -136,15 +136,6 @@ def outcome(command: str, name: str, delay: float, folder: Path, here: Path) -> 
     problems += [f"left: {path}" for path in (*files, *runs) if path.exists() and word != "python"]
     problems += [f"| {line}" for line in said.splitlines()[-6:]] * bool(problems)
     return Outcome(word, tuple(problems), seconds)
-
-
-_DEFAULTS = """\
-import os, signal, sys
-for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
-    signal.signal(getattr(signal, name), signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-P", "-m", "partc.cli", *sys.argv[1:]])
-"""
-"""Starts partc with the default actions of signals, whatever the shell that runs this script ignores."""
 
 
 def _judged(command: str, name: str, code: int | None, said: str, listens: bool, over: bool) -> tuple[str, list[str]]:
@@ -198,6 +189,8 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(FIRST), help=f"of {', '.join(COMMANDS)}")
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time")
     given = parser.parse_args()
+    for name in SIGNALS:  # a shell may start this script with some ignored, which its commands would inherit
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     random, commands = Random(given.seed), given.only.split(",")
     with tempfile.TemporaryDirectory(prefix="early-") as name:
         place = Path(name)
