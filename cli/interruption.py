@@ -61,6 +61,7 @@ def run(command: Callable[[list[str]], int]) -> None:
     """Runs the command of this process, which takes the arguments and returns the exit code, and ends the process."""
     arguments = sys.argv[1:]
     try:
+        _open_standard_files()
         listen(arguments)
         code = command(arguments)
         ignore()
@@ -78,6 +79,17 @@ def run(command: Callable[[list[str]], int]) -> None:
             os._exit(code)
     gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
     sys.exit(code)
+
+
+def _open_standard_files() -> None:
+    """Opens the null device where the standard input or output is closed: what is opened next would take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+            if number and getattr(sys, name := ("stdout", "stderr")[number - 1]) is None:
+                setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def listen(arguments: list[str]) -> None:
@@ -134,6 +146,12 @@ def of_interrupt(error: BaseException) -> Stopped:
     return error if isinstance(error, Stopped) else stopped(_state.number or signal.SIGINT)
 
 
+def refuse_stopped() -> None:
+    """Raises the exception of a signal that has come, where a library has caught it, before other handlers take the signals over."""
+    if came := swallowed():
+        raise came
+
+
 def swallowed() -> Stopped | None:
     """The end of the command where a signal has come, but its exception has not: a library has caught it, and what it did is not whole."""
     return stopped(_state.number) if _state.number else None
@@ -178,10 +196,10 @@ def _watch(read: int) -> None:
     first, until = 0, 0.0
     while not first or select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
         for number in os.read(read, 64):
-            if not _is_note(signal.getsignal(number)) or _is_trace(number):
-                continue
             if _state.resent:
                 _state.resent -= 1
+                continue
+            if _is_trace(number) or not (_state.number or _is_note(signal.getsignal(number))):
                 continue
             if first:
                 _end_now(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from partc.cli.output import console
@@ -12,6 +13,17 @@ INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ends."""
 
 
+_SPACE, _FILES = "free space where it is written, or write elsewhere", "raise the number of open files (ulimit -n)"
+_REFUSALS = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: _SPACE,
+    errno.EIO: "look at the system's log: a disk or a terminal has failed",
+    errno.EROFS: "write elsewhere: it can only be read",
+    errno.EMFILE: _FILES,
+    errno.ENFILE: _FILES,
+}
+"""Errors of the system that are no bug of partc, with what helps, where no file is named: the standard output, a pipe."""
 _NEAR = 0.8
 """The share of the memory that a process may take behind which an unknown error counts as memory that ran out."""
 
@@ -43,6 +55,8 @@ def described(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return 1, f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
+        return 1, f"the system refused: {error.strerror}\n  help: {_REFUSALS[error.errno]}"
     if _is_near_limit():
         return 1, no_memory(error) + _limit()
     import traceback
