@@ -23,7 +23,7 @@ _REFUSALS = {
     errno.EMFILE: _FILES,
     errno.ENFILE: _FILES,
 }
-"""Errors of the system that are no bug of partc, with what helps, where no file is named: the standard output, a pipe."""
+"""Errors of the system that are not a bug of partc, with what helps, where no file is named: the standard output, a pipe."""
 _NEAR = 0.8
 """The share of the memory that a process may take behind which an unknown error counts as memory that ran out."""
 
