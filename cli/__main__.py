@@ -1,11 +1,32 @@
-"""`python -m partc.cli` is `partc`, and as that it imports nothing from the folder where it is started."""
+"""The process of `partc`, also as `python -m partc.cli`: it listens for signals before it imports anything else.
 
+As `python -m partc.cli` it imports nothing from the folder where it is started.
+"""
+
+import os
 import sys
 
-if not sys.flags.safe_path:
+if __name__ == "__main__" and not sys.flags.safe_path:
     # python -m has put it first
     del sys.path[0]
 
-from partc.cli.main import main
+try:
+    from partc.cli.interruption import run
+except KeyboardInterrupt:  # Python's own handler, which is there before any of partc's
+    os.write(2, b"stopped by SIGINT\n")
+    os._exit(130)
 
-main()
+
+def _command(arguments: list[str]) -> int:
+    from partc.cli.main import invoke
+
+    return invoke(arguments)
+
+
+def main() -> None:
+    """The console script."""
+    run(_command)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ made for the user prints its text and no traceback; anything else is a bug in pa
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import importlib
 import io
 import os
@@ -14,11 +14,13 @@ import sys
 from collections.abc import Sequence
 
 import click
+from partc.cli.interruption import Stopped, of_interrupt, run, swallowed
 from partc.cli.output import console
 from partc.cli.output.console import add_options
-from partc.cli.output.failures import INTERRUPTED, report
+from partc.cli.output.failures import report
 
 _NO_READER = 141
+_COMPLETION = "_PARTC_COMPLETE"
 
 COMMANDS = {
     "export": "Write a model as an .onnx file, so that torch exports it once.",
@@ -91,17 +93,8 @@ def partc() -> None:
 
 
 def main() -> None:
-    """The console script."""
-    code = invoke(sys.argv[1:])
-    if "partc.runtime.execution.rank_threads" in sys.modules:
-        from partc.runtime.execution.rank_threads import left_behind
-
-        if left_behind():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
-    sys.exit(code)
+    """The process of a command, where `__main__`, which begins before anything is imported, is not its entry."""
+    run(invoke)
 
 
 def invoke(arguments: Sequence[str]) -> int:
@@ -114,19 +107,36 @@ def invoke(arguments: Sequence[str]) -> int:
 
 def _invoke(arguments: Sequence[str]) -> int:
     try:
-        code = partc.main(list(arguments), prog_name="partc", standalone_mode=False)
-        sys.stdout.flush()
+        if _COMPLETION in os.environ:
+            partc.main(list(arguments), prog_name="partc", complete_var=_COMPLETION)
+        # not by `partc.main`, which ends the process where nobody reads its output, and forgets by what it was interrupted
+        with partc.make_context("partc", list(arguments)) as ctx:
+            code = partc.invoke(ctx)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        if came := swallowed():
+            return _ended(came)
         return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
         console.failed(error.format_message())
         console.echo(shown.getvalue(), err=True, nl=False)
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return INTERRUPTED
+    except (click.Abort, KeyboardInterrupt) as error:
+        return _ended(of_interrupt(error))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
     except Exception as error:
-        return report(error)
+        # a library that is interrupted while it is loaded raises an ImportError instead
+        return _ended(came) if (came := swallowed()) else report(error)
+
+
+def _ended(stopped: Stopped) -> int:
+    """Prints by what the command was stopped; its exit code."""
+    with contextlib.suppress(OSError):  # the terminal may have gone
+        console.failure(str(stopped))
+    return stopped.exit_code

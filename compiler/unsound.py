@@ -15,7 +15,7 @@ from partc.compiler.frontend import load
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.checker.structures import check_model
-from partc.runtime.errors import PartcError
+from partc.runtime.errors import PartcError, out_of_memory
 from partc.runtime.program.ort import can_load, version
 
 
@@ -25,7 +25,8 @@ def blamed(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, CompileError | PartcError | OSError) and not isinstance(error, OwnFaultError):
+        expected = isinstance(error, CompileError | PartcError | OSError) and not isinstance(error, OwnFaultError)
+        if expected or out_of_memory(error):
             raise
         if reason := unsound(path):
             help = "see onnx.checker.check_model and onnxruntime.InferenceSession, and export the model again"
@@ -45,6 +46,8 @@ def unsound(path: Path) -> str:
             model = onnx_ir.serde.serialize_model(built)
         found = check_model(path.name, model, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
     except Exception as error:  # of a model that cannot even be looked at
+        if out_of_memory(error):
+            raise
         return " ".join(f"{type(error).__name__}: {error}".split())
     if found:
         return f"{found[0].node}: {found[0].fact}" if found[0].node else found[0].fact

@@ -6,14 +6,53 @@ and what; a last line that begins with `help:` says the remedy.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+NO_MEMORY = "no memory is left"
 NO_MEMORY_HELP = (
     "\n  help: `partc inspect` says what each rank takes; give it more memory, or the plan more ranks or smaller sizes"
 )
 """The last line of a message about a rank that has no memory left."""
+
+
+_NO_MEMORY = re.compile(
+    "bad.alloc|failed to allocate|out of memory|(?:cannot|can't|could not|unable to) allocate|failed to map segment|can't start new thread"
+    # what CPython and onnxruntime say later, after an allocation has failed
+    "|error return without exception set|Trying to add a domain to DomainToVersion map",
+    re.IGNORECASE,
+)
+
+
+def speaks_of_memory(text: str) -> bool:
+    """Whether a text is a message about memory that ran out: of C, C++, a loader of libraries, an allocator, a device."""
+    return _NO_MEMORY.search(text) is not None
+
+
+def out_of_memory(error: BaseException) -> BaseException | None:
+    """The exception that says that memory ran out, of those that led to `error`; None where none does.
+
+    MemoryError, ENOMEM of the system (a mapping), and by its text whatever a library raises: ImportError of a library that cannot be
+    mapped, RuntimeError of std::bad_alloc or of a thread that cannot start, what onnxruntime and torch raise.
+    """
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, MemoryError) or (isinstance(reason, OSError) and reason.errno == errno.ENOMEM):
+            return reason
+        if not isinstance(reason, PartcError) and speaks_of_memory(str(reason)):
+            return reason
+        reason = reason.__cause__ or (None if reason.__suppress_context__ else reason.__context__)
+    return None
+
+
+def no_memory(reason: BaseException) -> str:
+    """What `out_of_memory` has found, for a message."""
+    text = " ".join(str(reason).split())
+    if not isinstance(reason, MemoryError):
+        text = f"{type(reason).__name__}: {text}"
+    return NO_MEMORY + (f": {text}" if text else "")
 
 
 class PartcError(Exception):

@@ -17,7 +17,7 @@ import click
 from partc.cli.job.job import InferenceJob, Job, Reporting
 from partc.cli.launch.launcher import Hosts
 from partc.cli.output import console
-from partc.runtime.job.place import Place, surrounding_job
+from partc.runtime.job.place import Place, is_launched, left_over, refuse_left, surrounding_job
 from partc.runtime.units import parse_bytes
 
 _LAUNCHER_OPTIONS = "launcher_options"
@@ -181,7 +181,7 @@ def start(ctx: click.Context, folder: Path, job: Job, given: Mapping[str, Any]) 
         reporting=dataclasses.replace(
             job.reporting,
             quiet=job.reporting.quiet or console.is_quiet(),
-            verbose=console.verbose(),
+            verbose=bool(console.verbose()),
             json=console.as_json(),
         ),
     )
@@ -278,9 +278,14 @@ def _as_rank(job: Job, place: Place) -> int:
     from partc.runtime.errors import PartcError
 
     try:
+        refuse_left(os.environ)
         job, manifest = prepare(job)
         if place.size not in (None, manifest.ranks):
-            return _refused(wrong_ranks(job.folder, manifest.ranks, place.size or 0), 2, place)
+            launched = is_launched()
+            text = (
+                wrong_ranks(job.folder, manifest.ranks, place.size or 0) if launched else left_over(os.environ, place)
+            )
+            return _refused(text, 2, place)
     except PartcError as error:
         return _refused(str(error), error.exit_code, place)
     sys.stdout.flush()
@@ -291,7 +296,7 @@ def _as_rank(job: Job, place: Place) -> int:
 
 def _refused(text: str, code: int, place: Place) -> int:
     """Prints an error that all ranks find alike, on rank 0 only."""
-    if place.rank == 0:
+    if place.rank == 0 or not is_launched():
         console.failure(text)
     else:
         console.leave_to_ranks()

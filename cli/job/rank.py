@@ -1,13 +1,12 @@
 """One rank of `partc run`: reads its inputs, loads its program, runs the steps, and sends the outputs to rank 0.
 
-The launcher starts it as `python -P -m partc.cli.job.rank JOB`; under the user's own launcher it is called directly. A failure is
+The launcher starts it by `__main__.py`; under the user's own launcher it is called directly. A failure is
 printed once: an error that all ranks find alike by rank 0, an error of one rank by that rank, which then ends all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from partc.cli.interruption import restore
 from partc.cli.job.faults import write_faults
 from partc.cli.job.job import BOARD, Job
 from partc.cli.job.processes import end_with_parent
@@ -29,6 +29,7 @@ from partc.cli.output.step_times import timing
 from partc.cli.output.targets import counted, line, mpi_memory
 from partc.runtime.communication.leaving import leaving_message
 from partc.runtime.errors import (
+    NO_MEMORY,
     NO_MEMORY_HELP,
     ArtifactError,
     CheckpointError,
@@ -40,7 +41,7 @@ from partc.runtime.errors import (
 )
 from partc.runtime.files.replace import refuse_other
 from partc.runtime.garbage_collection import uncollected
-from partc.runtime.job.place import Place, surrounding_job
+from partc.runtime.job.place import Place, is_launched, surrounding_job
 from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
 from partc.runtime.units import count, size_text
 
@@ -62,9 +63,12 @@ Result = TypeVar("Result")
 FRAME = "partc-failure: "
 
 
-def run_rank(job: Job) -> int:
-    """Runs this process's rank of the job to its end; the exit code."""
+def run_rank(job: Job, early: StopSignals | None = None) -> int:
+    """Runs this process's rank of the job to its end; the exit code. `early` has noted signals since the process began."""
     with _stop_signals(job) as signals:
+        restore()
+        if early is not None:
+            early.pass_on(signals)
         return _run_rank(job, signals)
 
 
@@ -84,7 +88,7 @@ def _run_rank(job: Job, signals: StopSignals | None) -> int:
     try:
         comm, watch = _join(job, place.rank if place is not None else 0)
     except Exception as error:
-        if place is None or place.rank == 0 or not isinstance(error, UsageError):
+        if place is None or place.rank == 0 or not isinstance(error, UsageError) or not is_launched():
             _report(job, 0, error)
         return described(error)[0]
     code = _run_joined(job, comm, signals)
@@ -124,9 +128,6 @@ def _run_joined(job: Job, comm: MPI.Intracomm, signals: StopSignals | None) -> i
 def _begin(job: Job, place: Place | None) -> None:
     """Registers this process in the job's folder before MPI begins; it ends when its launcher does."""
     end_with_parent(signal.SIGKILL)
-    if job.run_dir is not None:
-        # Ctrl-C is the launching process's to hear; who sends it to a rank alone wants that rank to end.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if job.run_dir is not None and place is not None and Path(job.run_dir).is_dir():
         os.environ[VARIABLE] = str(Path(job.run_dir) / BOARD)
         write_pid(Path(job.run_dir), place.rank)
@@ -367,7 +368,7 @@ def finish(
 
 def _report(job: Job, rank: int, error: Exception) -> None:
     code, text = described(error)
-    told = f"rank {rank}: {text}{NO_MEMORY_HELP}" if isinstance(error, MemoryError) else text
+    told = f"rank {rank}: {text}{NO_MEMORY_HELP}" if text.startswith(NO_MEMORY) else text
     _print_failure(job, rank, code, told)
 
 
@@ -378,9 +379,3 @@ def _print_failure(job: Job, rank: int, code: int, text: str) -> None:
         console.result({"error": text})
     line = printable(text) if job.run_dir is None else FRAME + json.dumps({"rank": rank, "code": code, "text": text})
     os.write(sys.stderr.fileno(), f"{line}\n".encode())
-
-
-if __name__ == "__main__":
-    code = run_rank(Job.loads(sys.argv[1]))
-    gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
-    sys.exit(code)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from partc.cli.interruption import refuse_stopped
 from partc.cli.job.job import Job
 from partc.cli.output import console
 from partc.cli.output.failures import described
@@ -142,6 +143,7 @@ def _ending(front: Front) -> Iterator[None]:
         report_draining(front)
         front.drain()
 
+    refuse_stopped()
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from partc.cli.interruption import refuse_stopped, takes_steps
 from partc.cli.job.job import PROGRESS, Job, TrainingJob
 from partc.cli.job.outputs import hand_over
 from partc.cli.job.profile import measured, op_times, report_not_reached, write_profile
@@ -99,6 +100,7 @@ def run_training(
             listeners = training.listeners(loader, stack)
             recording = training.recording(signals)
             received = (lambda: signals.received) if signals is not None else (lambda: 0)
+            takes_steps(lambda: trainer.step)
             ended = run(trainer, loader, inputs.settings, listeners, test, received, began, resumed, recording)
             training.report_counts(recording)
         training.report_end(ended.reason)
@@ -223,6 +225,7 @@ class _Training:
 
 def run_threads(job: Job, manifest: Manifest) -> int:
     """All ranks as threads of this process."""
+    refuse_stopped()
     bar = TrainingBar()
     watch = bar.show if sys.stderr.isatty() else None
     try:

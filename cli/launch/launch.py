@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from partc.cli.interruption import stopped
 from partc.cli.job.job import PROGRESS, Job
 from partc.cli.job.profile import measured, op_times, write_profile
 from partc.cli.launch.launcher import IN_PROCESS, Hosts, find_launcher
@@ -24,6 +25,9 @@ from partc.cli.output.training_log import read_progress
 from partc.runtime.artifact.format import Manifest
 from partc.runtime.files.removal import remove_hidden
 from partc.runtime.files.replace import remove_left
+
+_GOES_ON = "\n  help: --resume auto goes on from the newest checkpoint"
+_NOT_SAVED = ": nothing was saved\n  help: give --checkpoint DIR, so that it can go on"
 
 
 def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], instead: str = IN_PROCESS) -> int:
@@ -50,6 +54,9 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
         command = command_of(given, launcher, manifest.ranks, hosts, extra)
         here = hosts.are_here
 
+        def last_step() -> int:
+            return min((step for step, _ in run_dir.board()), default=0)
+
         def tick() -> None:
             if signals.has_handed and (pid := run_dir.pids()[0]):
                 signals.has_handed = False
@@ -58,9 +65,8 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
             pids = [pid for pid in run_dir.pids() if pid] if signals.passed else []
             if (number := signals.passed) and (pids or here):
                 signals.passed = 0
-                if not pids or min((step for step, _ in run_dir.board()), default=0) < 1:
-                    signals.noted.append(number)  # before the first step there is nothing to save
-                    pids = []
+                if not pids or not last_step():
+                    raise stopped(number)  # before the first step there is nothing to save
                 for pid in pids:
                     with contextlib.suppress(OSError):
                         os.kill(pid, number)
@@ -69,12 +75,18 @@ def launch(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str], ins
                 if latest := read_progress(run_dir.folder / PROGRESS):
                     bar.show(*latest)
             else:
-                progress.reached(min(step for step, _ in run_dir.board()))
+                progress.reached(last_step())
 
         try:
             before = bar.close if job.training is not None else progress.close
             environment = environment_of(launcher, hosts, run_dir)
-            return supervise(command, environment, run_dir, where_of(job), tick, before, signals, job.stall, here)
+            code = supervise(command, environment, run_dir, where_of(job), tick, before, signals, job.stall, here)
+            if signals.noted:
+                lost = ""
+                if job.training is not None:
+                    lost = _GOES_ON if asks_to_stop else _NOT_SAVED
+                raise stopped(signals.noted[0], last_step(), lost)
+            return code
         finally:
             bar.close()
             if job.inference.output is not None:

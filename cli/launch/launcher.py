@@ -22,6 +22,9 @@ from partc.runtime.errors import UsageError
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
 _ALLOCATED = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 """Variables of schedulers whose allocation may have several machines."""
+_INHERITED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "SLURM_", "PBS_")
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_NAMED = 6
 _SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Settings that name the folder of Open MPI's sessions, from version 5 on and before."""
 IN_PROCESS = ", or run all ranks in this process with --in-process"
@@ -77,6 +80,15 @@ def find_launcher(ranks: int, instead: str = IN_PROCESS) -> Launcher:
     if "SLURM_JOB_ID" in os.environ and (found := shutil.which("srun")) is not None:
         return Launcher(found, Kind.SLURM)
     raise UsageError(_NO_MPI.format(ranks=ranks, instead=instead))
+
+
+def inherited() -> str:
+    """A line of help that names the settings of schedulers and MPI in the environment, which may be another job's; "" without any."""
+    names = sorted(name for name in os.environ if name.startswith(_INHERITED) and name not in _AS_ROOT)
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"\n  help: the environment has {', '.join(names[:_NAMED])}{more}: `unset` what is left of another job"
 
 
 def _kind(path: str) -> Kind:

@@ -14,11 +14,11 @@ from partc.cli.output import console
 
 
 def command_of(job: Job, launcher: Launcher, ranks: int, hosts: Hosts, extra: Sequence[str]) -> list[str]:
-    """The command line that starts the ranks of a job; shown with `-v`."""
+    """The command line that starts the ranks of a job; shown with `-v`, and the job, many lines of JSON, with `-vv`."""
     # -P: modules are never looked for in the folder where the job is started, which may be anybody's
-    program = [sys.executable, "-P", "-m", "partc.cli.job.rank", job.dumps()]
+    program = [sys.executable, "-P", "-m", "partc.cli.job", job.dumps()]
     command = command_line(launcher, ranks, hosts, extra, program)
-    console.detail(shlex.join(command))
+    console.detail(shlex.join(command if console.verbose() > 1 else [*command[:-1], "JOB"]))
     return command
 
 

@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Sequence
 
+from partc.cli.interruption import stopped
 from partc.cli.job.job import Job
 from partc.cli.job.serving import open_front, report_address, report_draining
 from partc.cli.launch.launcher import Hosts, Launcher, find_launcher
@@ -47,7 +48,7 @@ def serve(job: Job, manifest: Manifest, hosts: Hosts, extra: Sequence[str]) -> i
             current = _ServerJob(job, front, signals)
             code = current.run(launcher, manifest.ranks, hosts, extra)
             if signals.exit_code is not None and not current.ends:
-                return signals.exit_code
+                raise stopped(signals.noted[0])
             if current.ends:
                 return 0
             if current.began is None or not left:

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
+from partc.cli.interruption import refuse_stopped
+
 _ASKING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
@@ -28,6 +30,7 @@ class Signals:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
+        refuse_stopped()
         for number in {*(getattr(signal, name, None) for name in _ASKING), *self._asking, self._handed}:
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)

@@ -24,6 +24,7 @@ from typing import IO
 from partc.cli.job.faults import fault_of
 from partc.cli.job.processes import end_with_parent
 from partc.cli.job.rank import FRAME
+from partc.cli.launch.launcher import inherited
 from partc.cli.launch.launcher_output import Ended, LauncherOutput
 from partc.cli.launch.run_dir import RunDir
 from partc.cli.launch.signals import Signals
@@ -245,12 +246,13 @@ def _verdict(
         refused = any("run as root" in line or "allow-run-as-root" in line for line in heard.words())
         help = "\n  help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"
         fact = f"the launcher ended with exit code {code}, and no rank reported an error"
-        failed(fact + (help if refused else ""))
+        failed(fact + (help if refused else inherited()))
         return 1
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"
-    manner, advice = run_dir.ended.get(rank, (manner, _advice(ended)))
+    advice = _advice(ended) or (inherited() if ended.code and not run_dir.board()[rank][0] else "")
+    manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
     return 1
 

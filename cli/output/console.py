@@ -32,7 +32,7 @@ _LONGEST = 4000
 class _Mode:
     json: bool = False
     quiet: bool = False
-    verbose: bool = False
+    verbose: int = 0
     stdout: IO[str] | None = None
     printed: bool = False
     error: str = ""
@@ -62,8 +62,8 @@ def as_json() -> bool:
     return _mode.json
 
 
-def verbose() -> bool:
-    """Whether details are wanted."""
+def verbose() -> int:
+    """Whether details are wanted: 0, 1 by `-v`, or 2 by `-vv`."""
     return _mode.verbose
 
 
@@ -149,7 +149,8 @@ def options_of(name: str) -> list[click.Option]:
         _option(
             ("-v", "--verbose"),
             _verbose,
-            "Print details on stderr: times of passes, the launcher's command, tracebacks.",
+            "Print details on stderr: times of passes, the launcher's command (-vv: with the job of its ranks), tracebacks.",
+            count=True,
         ),
     ]
     if name in WITH_JSON:
@@ -167,26 +168,27 @@ def add_options(command: click.Command, name: str) -> None:
     command.params.extend(option for option in options_of(name) if taken.isdisjoint(option.opts))
 
 
-def _option(names: Sequence[str], act: Callable[[bool], None], text: str) -> click.Option:
-    def called(ctx: click.Context, parameter: click.Parameter, on: bool) -> None:
-        if on and not ctx.resilient_parsing:
-            act(on)
+def _option(names: Sequence[str], act: Callable[[int], None], text: str, count: bool = False) -> click.Option:
+    def called(ctx: click.Context, parameter: click.Parameter, times: int) -> None:
+        if times and not ctx.resilient_parsing:
+            act(times)
 
-    return click.Option(names, is_flag=True, expose_value=False, is_eager=True, callback=called, help=text)
+    kind = {"count": True} if count else {"is_flag": True}
+    return click.Option(names, expose_value=False, is_eager=True, callback=called, help=text, **kind)
 
 
-def _quiet(on: bool, name: str) -> None:
-    _mode.quiet = on
+def _quiet(on: int, name: str) -> None:
+    _mode.quiet = bool(on)
     if name not in _SHOWS_NOTHING_ELSE:
         _silence()
 
 
-def _verbose(on: bool) -> None:
-    _mode.verbose = on
+def _verbose(times: int) -> None:
+    _mode.verbose = times
 
 
-def _json(on: bool) -> None:
-    _mode.json = on
+def _json(on: int) -> None:
+    _mode.json = bool(on)
     _silence()
 
 

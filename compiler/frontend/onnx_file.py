@@ -1,7 +1,7 @@
 """Reads a model from an `.onnx` file, or refuses it with everything that is wrong with it.
 
 Weights kept beside the file stay there: they are memory-mapped and read once, when the artifact is written. The file's own
-opset is kept, from 7 to 26: placement needs no particular one, and a conversion that is not needed can only do harm.
+opset is kept, from 7 to 26: placement needs no particular one, and a conversion that is not needed can only do harm. Opset 6 becomes 7.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from onnx_ir.passes.common import TopologicalSortPass
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.functions import extent_of, inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
+from partc.compiler.frontend.older_forms import OLDER, has_older_forms, modern
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.frontend.torch.torch_file import restored
@@ -39,7 +40,7 @@ _DEEPEST, _MOST_LOOPS, _DEEPEST_CALLS = 60, 6, 100
 def load_onnx(path: Path) -> ir.Model:
     """The model in `path`, its functions inlined, its nodes in topological order, its external weights memory-mapped.
 
-    Raises CompileError for a missing or broken file, an opset outside 7..26, an op or domain that onnxruntime does not
+    Raises CompileError for a missing or broken file, an opset outside 6..26, an op or domain that onnxruntime does not
     know, external weights that are missing, too short or outside of the model's folder, and values that nothing defines.
     """
     try:
@@ -78,6 +79,9 @@ def from_proto(proto: onnx.ModelProto, path: Path) -> ir.Model:
             )
         )
     _raise(_opset_problems(proto, where))
+    if has_older_forms(proto):
+        proto, problems = modern(proto, where)
+        _raise(problems)
     _raise(_more_than_are_read(len(proto.graph.node), where))  # before anything goes through them
     if broken := not_text(proto):
         fact = f"has a name or a text that is not UTF-8: {broken}"
@@ -196,12 +200,14 @@ def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _opset_problems(proto: onnx.ModelProto, where: str) -> list[Problem]:
     problems = []
     for entry in proto.opset_import:
-        if entry.domain in ("", "ai.onnx") and not OLDEST_OPSET <= entry.version <= NEWEST_OPSET:
-            remedy = "a newer partc" if entry.version > NEWEST_OPSET else f"convert it to opset {OLDEST_OPSET} or later"
+        if entry.domain in ("", "ai.onnx") and not OLDER <= entry.version <= NEWEST_OPSET:
+            remedy = (
+                f"export it again, or convert it: onnx.version_converter.convert_version(onnx.load('{where}'), {OLDER})"
+            )
             if entry.version > NEWEST_OPSET:
                 remedy = f"export it with opset {NEWEST_OPSET} or lower: onnxruntime runs no later one"
             problems.append(
-                Problem(where, f"opset {entry.version} is outside of {OLDEST_OPSET} to {NEWEST_OPSET}", help=remedy)
+                Problem(where, f"opset {entry.version} is outside of {OLDER} to {NEWEST_OPSET}", help=remedy)
             )
     return problems
 

@@ -1,7 +1,6 @@
 """Ops as two that may be sharded better: reductions that apply a function to a sum, and classifiers whose labels are texts.
 
-ReduceL2(x)                                Sqrt(ReduceSumSquare(x)); where it trains, of a 1 where the sum is 0, and 0 there: so the gradient
-                                           of a norm is 0 at 0
+ReduceL2(x)                                Sqrt(ReduceSumSquare(x)); where it trains 0 and Sqrt(1) at a sum of 0, so the gradient is 0 there
 ReduceLogSum(x)                            Log(ReduceSum(x))
 LinearClassifier(x) {labels 'no', 'yes'}   CategoryMapper(LinearClassifier(x) {labels 0, 1})
 

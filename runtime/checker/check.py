@@ -21,7 +21,7 @@ from partc.runtime.checker.files import read_artifact
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.rank_file import read_rank
 from partc.runtime.checker.subject import SingleFile, StateCounts, Subject
-from partc.runtime.errors import Violation
+from partc.runtime.errors import Violation, out_of_memory
 
 __all__ = ["Checked", "RowsMemory", "Violation", "check", "check_artifact"]
 
@@ -140,6 +140,8 @@ class _Run:
         try:
             found = [*dict.fromkeys(run(subject))]
         except Exception as error:  # whatever bytes a file has, the artifact counts as not proven sound
+            if out_of_memory(error):
+                raise
             kind = f"{type(error).__name__}: {error}".splitlines()[0]
             fact = f"{proves} cannot be proven: the check itself failed with {kind}"
             self.found += (

@@ -19,7 +19,7 @@ from partc.runtime.artifact.tensors.dtypes import Bytes, Dtype
 from ..artifact.format import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, MAX, REDUCE_SCATTER, REDUCE_TO, SUM
 from ..errors import RankError
 from ..job.open_mpi import settings
-from ..job.place import refuse_alone, refuse_pmix
+from ..job.place import is_launched, refuse_alone, refuse_left, refuse_pmix
 from .mpi_watch import Watch
 from .transport import GATHER, CollectiveArgs, Request
 
@@ -58,6 +58,7 @@ def begin(watch: Watch) -> MPI.Intracomm:
     `pauses` says, and sums that are under way go both ways, unless the environment has it otherwise.
     """
     if not MPI.Is_initialized():
+        refuse_left(os.environ)
         refuse_pmix(os.environ, MPI.Get_library_version())
         maker, version = MPI.get_vendor()
         for name, value in settings(version[0]).items():
@@ -67,7 +68,7 @@ def begin(watch: Watch) -> MPI.Intracomm:
             library.MPI_Init_thread(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int()))
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
-        refuse_alone(os.environ, MPI.COMM_WORLD.size, " ".join((maker, ".".join(map(str, version)))))
+        refuse_alone(os.environ, MPI.COMM_WORLD.size, " ".join((maker, ".".join(map(str, version)))), is_launched())
     return MPI.COMM_WORLD
 
 

@@ -25,7 +25,7 @@ from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message
 from ..communication.transport import Agreements, Transport, Vector
 from ..devices.devices import Asked
-from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError
+from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError, no_memory, out_of_memory
 from ..job.status_board import AGREEING, SLOT, open_board
 from ..job.turn import PROGRAM, Turn, one_at_a_time
 from ..lookups.lookup import Moved
@@ -374,7 +374,8 @@ def load(
 
 def _problem(rank: int, error: Exception) -> str:
     """The error of a rank that cannot load, as all ranks raise it."""
-    return str(error) if isinstance(error, PartcError) else f"rank {rank}: {type(error).__name__}: {error}"
+    text = no_memory(reason) if (reason := out_of_memory(error)) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, PartcError) else f"rank {rank}: {text}"
 
 
 def refuse_recovery(artifact: Artifact, on_error: OnError) -> None:

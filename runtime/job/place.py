@@ -12,9 +12,11 @@ begins MPI as a job of one rank, although the launcher says that there are more,
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..errors import UsageError
 
@@ -26,6 +28,14 @@ _LAUNCHERS = {
     "PMIX_RANK": "PMIx",
 }
 """Whose launcher sets a variable."""
+
+
+_PROGRAMS = re.compile(
+    r"mpiexec|mpirun|orterun|orted|prte|prun$|hydra|pmi_proxy|mpispawn|srun|slurmstepd|pals|aprun|apinit|jsrun|jsm|flux-|pbs_|poe$"
+)
+"""How the programs of launchers are named that start ranks."""
+_FAMILIES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_STEP", "SLURM_PROCID")
+"""How the variables begin that tell a process of its place, or of the launcher's server."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +73,48 @@ def _place(environment: Mapping[str, str], rank: str, size: str) -> Place:
     return Place(int(environment.get(rank, "0")), int(size_text) if size_text.isdecimal() else None, size)
 
 
-def refuse_alone(environment: Mapping[str, str], size: int, library: str) -> None:
+def is_launched() -> bool:
+    """Whether a launcher is among the processes that have started this one; also where the system does not tell."""
+    pid = os.getppid()
+    is_known = pid > 0
+    while pid > 0:
+        try:
+            name, _, fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(") ")
+            pid = int(fields.split()[1])
+        except (OSError, ValueError, IndexError):
+            return True
+        if _PROGRAMS.match(name):
+            return True
+    return not is_known
+
+
+def refuse_left(environment: Mapping[str, str]) -> None:
+    """UsageError where the variables of PMIx name no server: no launcher is there, and MPI would end the process as it begins."""
+    has_server = any(name.startswith("PMIX_SERVER_URI") for name in environment)
+    if "PMIX_RANK" in environment and not has_server and (place := surrounding_job(environment)) and not is_launched():
+        raise UsageError(left_over(environment, place))
+
+
+def left_over(environment: Mapping[str, str], place: Place) -> str:
+    """The message for variables of a job whose launcher has not started this process."""
+    names = sorted(name for name in environment if name.startswith(_FAMILIES))
+    return (
+        f"the environment has variables of a job of {place.launcher}, and no launcher is among the processes that have started this one"
+        f"\n  the variables are left of another job: {', '.join(names)}\n  help: unset {' '.join(names)}"
+    )
+
+
+def refuse_alone(environment: Mapping[str, str], size: int, library: str, launched: bool = True) -> None:
     """UsageError where the launcher started several ranks and `library`, the MPI library that was loaded, found one.
 
-    `size`: the ranks that the library found.
+    `size`: the ranks that the library found; `launched`: whether there is a launcher at all.
     """
     place = surrounding_job(environment)
     # Without a size, a rank that is not the first one shows that there are others.
     if size > 1 or place is None or (place.rank == 0 if place.size is None else place.size == 1):
         return
+    if not launched:
+        raise UsageError(left_over(environment, place))
     started = "several" if place.size is None else str(place.size)
     raise UsageError(
         f"the launcher of {place.launcher} started {started} processes, and the MPI library that mpi4py loads, {library}, "

@@ -21,7 +21,7 @@ from partc.runtime.artifact.tensors.dtypes import BY_CODE, dense, element, type_
 
 from ..artifact.format import DOMAIN, TASKS
 from ..devices.devices import HOST, Device, Devices
-from ..errors import NO_MEMORY_HELP, ArtifactError
+from ..errors import NO_MEMORY_HELP, ArtifactError, speaks_of_memory
 from .kernels import refuse_moved_to_host, refuse_without_kernel
 from .one_thread import in_one_thread, wants_one_thread
 from .ort import NO_FALLBACK, Session, new_session, version
@@ -34,9 +34,6 @@ _NODE = re.compile(r"Name:\s?'([^']*)'")
 _OUTPUT = re.compile(
     r"provided for output '([^']*)' .*has shape (\{[^}]*\}) but the computed output shape for this run is (\{[^}]*\})"
 )
-
-_NO_MEMORY = re.compile(r"failed to allocate|bad_alloc|out of memory", re.IGNORECASE)
-"""In messages of onnxruntime: of its allocators, of C++, of a device."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Runner:
         if promise := _OUTPUT.search(text):
             name, wanted, found = promise.groups()
             text = f"the value '{name}' was promised with shape {wanted} and has {found}: {text}"
-        remedy = NO_MEMORY_HELP if _NO_MEMORY.search(text) else ""
+        remedy = NO_MEMORY_HELP if speaks_of_memory(text) else ""
         return f"{self.culprit(text)}: {text}{remedy}"
 
     def culprit(self, text: str) -> str:

@@ -56,6 +56,18 @@ class StopSignals:
             signal.signal(number, handler)
         self._before.clear()
 
+    def pass_on(self, other: StopSignals | None) -> None:
+        """Notes nothing from here on: a signal that has come is the other's, or, if that does not note it, does what it does otherwise."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._before.clear()
+        for number in filter(None, (self.received, getattr(signal, TRACE, 0) if self._trace else 0)):
+            if other is not None and number in other._before:
+                other._note(number, None)
+            else:
+                signal.raise_signal(number)
+
     def takes_trace(self) -> bool:
         """Whether a trace was asked for since the last call."""
         found, self._trace = self._trace, False

@@ -92,5 +92,5 @@ def install(out: Path) -> None:
     programs.lower_rank_program, programs.Program.close = lowered, closed  # type: ignore[method-assign]
 
 
-if "MEASURED" in os.environ and "partc.cli.job.rank" in " ".join(sys.orig_argv):
+if "MEASURED" in os.environ and "partc.cli.job" in " ".join(sys.orig_argv):
     install(Path(os.environ["MEASURED"]))

@@ -137,7 +137,11 @@ def test_weights_of_other_files(builds: Path, tmp_path: Path, monkeypatch: pytes
     """A state_dict of a wrapped model, safetensors and a folder of shards are one checkpoint, whose optimizer begins anew."""
     monkeypatch.chdir(tmp_path)
     state: Mapping[str, Any] = TorchRun(builds, "adamw").model.state_dict()
-    torch.save({f"module.{name}": one.bfloat16() if "head" in name else one for name, one in state.items()}, "w.pt")
+    torch.save(
+        {f"module.{name}": one.bfloat16() if "head" in name else one for name, one in state.items()},
+        "w.pt",
+        _use_new_zipfile_serialization=False,
+    )
     save_file({name: one.numpy() for name, one in state.items()}, "w.safetensors")
     build = ["--build", str(builds / "adamw")]
     assert invoke(["checkpoint", "import", "w.safetensors", *build, "-o", "a", "--step", "5"]) == 0
@@ -224,6 +228,14 @@ def test_what_does_not_fit_is_said_at_once(
     torch.save({"model": Fraction(1)}, "code.pt")
     assert invoke([*words, "code.pt"]) == 1
     assert "code.pt: cannot be read without running code" in capsys.readouterr().err
+    torch.save({"model": torch.nn.Linear(2, 2)}, "module.pt", _use_new_zipfile_serialization=False)
+    assert invoke([*words, "module.pt"]) == 1
+    assert (
+        "module.pt: cannot be read without running code: WeightsUnpickler error: Unsupported" in capsys.readouterr().err
+    )
+    Path("text.pt").write_text("hello")
+    assert invoke([*words, "text.pt"]) == 1
+    assert "text.pt: is not a file that torch.save wrote" in capsys.readouterr().err
     named = torch.optim.AdamW([{"params": [one]} for one in run.model.parameters()])
     torch.save({"model": run.model.state_dict(), "optimizer": named.state_dict()}, "many.pt")
     assert invoke([*words, "many.pt"]) == 1

@@ -228,7 +228,7 @@ class Running:
     def launcher(self) -> int:
         """The launcher's process id; 0 where there is none yet."""
         lines = {pid: read(pid, "cmdline") for pid in self.alive()}
-        job = b"script.py" if self.case.mode == "script" else b"partc.cli.job.rank"
+        job = b"script.py" if self.case.mode == "script" else b"partc.cli.job"
         own = [pid for pid, line in lines.items() if b"prterun" in line.split(b"\0")[0] and job in line]
         return min(own, default=0)
 

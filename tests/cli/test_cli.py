@@ -112,7 +112,7 @@ def test_a_fault_of_partc_keeps_its_traceback(
     def broken(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("inside")
 
-    monkeypatch.setattr(entry.partc, "main", broken)
+    monkeypatch.setattr(entry.partc, "invoke", broken)
     assert invoke(["check"]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err
@@ -138,15 +138,15 @@ def test_the_pass_of_an_unexpected_fault_is_in_the_last_line(
     assert last == "partc: this is a bug in partc, in the pass 'shard'; please report it with the text above"
 
 
-def test_an_interrupt_ends_with_130_and_no_words(
+def test_an_interrupt_ends_with_130_and_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*arguments: object, **named: object) -> None:
         raise click.Abort
 
-    monkeypatch.setattr(entry.partc, "main", interrupted)
+    monkeypatch.setattr(entry.partc, "invoke", interrupted)
     assert invoke(["check"]) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 
 def test_check_says_what_it_proved_and_what_is_wrong(build: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,3 +97,5 @@ def test_a_verbose_run_says_that_ranks_share_no_memory(
     monkeypatch.setenv("PARTC_SHARED_MEMORY", "0")
     code, _, err = partc("run", folder, "--input", given, "-v")
     assert (code, err.count(told)) == (0, 1), err
+    assert "partc.cli.job JOB\n" in err
+    assert '"reporting": ' in partc("run", folder, "--input", given, "-vv")[2]

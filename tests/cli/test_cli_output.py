@@ -1,6 +1,9 @@
 """`--json`, `-q` and `-v`: one document on stdout whatever happens, nothing, or more; exit codes as ever. The plan is read first."""
 
+import errno
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,9 @@ import pytest
 from equivalence import model
 from partc.cli.main import COMMANDS, LazyGroup, invoke
 from partc.cli.output import console, progress
+from partc.cli.output.failures import described
+from partc.compiler.errors import CompileError, Problem
+from partc.runtime.errors import UsageError
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
 main (float[batch, 3] x) => (float[batch, 2] y)
@@ -152,3 +158,80 @@ def test_a_run_of_one_step_shows_no_progress(
             for step in range(total + 1):
                 shown.reached(step)
     assert capsys.readouterr().err.splitlines() == ["step 0 of 3", "step 1 of 3", "step 2 of 3"]
+
+
+def caused(cause: Exception, error: Exception) -> Exception:
+    """The error as one that is raised from another."""
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "no memory is left"),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            "no memory is left: OSError: [Errno 12] Cannot allocate memory",
+        ),
+        (ImportError("x.so: failed to map segment from shared object"), "no memory is left: ImportError: x.so: failed"),
+        (RuntimeError("std::bad_alloc"), "no memory is left: RuntimeError: std::bad_alloc"),
+        (RuntimeError("can't start new thread"), "no memory is left: RuntimeError: can't start new thread"),
+        (
+            caused(MemoryError("9 GB"), CompileError(Problem("m.onnx", "is not a valid ONNX model"))),
+            "no memory is left: 9 GB",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "the system refused: No space left on device\n  help: free space",
+        ),
+        (UsageError("the plan is out of memory, it says"), "the plan is out of memory, it says"),
+    ],
+)
+def test_what_the_system_refuses_is_no_bug(error: Exception, text: str) -> None:
+    code, told = described(error)
+    assert code == (2 if isinstance(error, UsageError) else 1)
+    assert told.startswith(text)
+    assert "bug" not in told
+
+
+def test_an_error_that_memory_only_preceded_is_told_itself() -> None:
+    def parse() -> None:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise UsageError("the formula is too deep") from None
+
+    with pytest.raises(UsageError) as caught:
+        parse()
+    assert described(caught.value) == (2, "the formula is too deep")
+
+
+LOST = """
+import os, signal, sys
+from partc.cli import interruption
+class Finalized:
+    def __del__(self): os.kill(os.getpid(), signal.SIGTERM); [0 for _ in range(9)]
+def in_a_finalizer(arguments):
+    Finalized()
+    signal.pause()
+def in_a_library(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        pass
+    interruption.refuse_stopped()
+interruption.run(dict(finalizer=in_a_finalizer, library=in_a_library)[sys.argv.pop()])
+"""
+
+
+@pytest.mark.parametrize("where", ["finalizer", "library"])
+def test_a_signal_whose_exception_is_lost_ends_the_command(where: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", LOST, where], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "stopped by SIGTERM\n")
+
+
+def test_a_closed_output_is_the_null_device() -> None:
+    script = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-P', '-m', 'partc.cli', 'ops', 'Relu'])"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from artifact_edit import chain
 from click.shell_completion import BashComplete
 from partc.cli.doctor import gpu, machine, mpi, packages
 from partc.cli.doctor.finding import FAULT, NOTE, OK, Finding
@@ -147,21 +149,31 @@ def test_an_mpich_without_pmix_is_not_begun_under_it(environment: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    ("environment", "text"),
+    ("environment", "launched", "text"),
     [
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "that of MPICH or one of its family (PMI_SIZE=2), mpi4py loads Open MPI"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ""),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"}, ""),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            False,
+            "a job of MPICH or one of its family (PMI_SIZE=2), and no launcher",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            True,
+            "that of MPICH or one of its family (PMI_SIZE=2), mpi4py loads Open MPI",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, True, ""),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"}, True, ""),
     ],
 )
 def test_the_launcher_that_started_doctor(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], text: str
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], launched: bool, text: str
 ) -> None:
+    monkeypatch.setattr(mpi, "is_launched", lambda: launched)
     monkeypatch.setattr(mpi, "output_of", _told_of_open_mpi(mpi.output_of))
     monkeypatch.setattr(mpi, "find_launcher", lambda ranks: mpi.Launcher("/nonexistent", mpi.Kind.OPEN_MPI))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    about = [one.text for one in wrong(mpi.mpi) if "started by" in one.text]
+    about = [one.text for one in wrong(mpi.mpi) if re.search("started by|has variables", one.text)]
     assert [text in one for one in about] == [True] * bool(text)
 
 
@@ -170,10 +182,34 @@ def test_ranks_whose_launcher_is_of_another_mpi_say_so_once(tmp_path: Path) -> N
     environment = {**os.environ, "PMI_RANK": "0", "PMI_SIZE": "3"}
     for name in [name for name in environment if name.startswith(("OMPI_", "PMIX_"))]:
         del environment[name]
+    launcher = tmp_path / "mpiexec"  # whose process has its name
+    launcher.write_text(f'#!/bin/sh\n"{sys.executable}" -c "$1"\nexit $?\n')
+    launcher.chmod(0o755)
     ended = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        [launcher, script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert "UsageError: the launcher of MPICH or one of its family (PMI_SIZE=3) started 3 processes" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+        {"PMI_SIZE": "5", "PMI_RANK": "0"},
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_PROCID": "3"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job@1"},
+    ],
+)
+def test_variables_of_a_job_without_its_launcher_are_named(
+    tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # what runs the tests may have been started by a launcher
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert invoke(["run", str(chain(tmp_path / "build")), "--random", "1"]) == 2
+    err = capsys.readouterr().err
+    assert "no launcher is among the processes that have started this one" in err
+    assert err.endswith(f"help: unset {' '.join(sorted(variables))}\n")
 
 
 def test_one_core() -> None:

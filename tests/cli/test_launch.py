@@ -285,6 +285,16 @@ def test_a_truncated_file_of_one_rank_is_told_once(build: Path, called: Callable
     assert len(err.splitlines()) == 2
 
 
+@needs_mpi
+def test_what_the_launcher_was_given_of_mpi_is_named(
+    called: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_MCA_btl", "nothing")
+    code, _, err = called("run", "--random", 1)
+    assert code == 1
+    assert "help: the environment has OMPI_MCA_btl: `unset` what is left of another job" in err
+
+
 def wait_for_steps(process: subprocess.Popen[str], run_dir: Path) -> list[int]:
     """The ranks' process ids, once each has taken a step."""
     from partc.runtime.job.status_board import read_board, read_pids

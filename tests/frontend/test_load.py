@@ -48,12 +48,12 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
     assert "ends in .onnx or .py" in refused(tmp_path / "model.txt")
 
 
-@pytest.mark.parametrize("opset", [1, 6, 27, 28])
+@pytest.mark.parametrize("opset", [1, 5, 27, 28])
 def test_opsets_that_are_refused(opset: int, tmp_path: Path) -> None:
-    assert f"opset {opset} is outside of 7 to 26" in refused(saved(linear(opset), tmp_path))
+    assert f"opset {opset} is outside of 6 to 26" in refused(saved(linear(opset), tmp_path))
 
 
-@pytest.mark.parametrize("opset", [7, 9, 13, 18, 23, 26])
+@pytest.mark.parametrize("opset", [6, 7, 9, 13, 18, 23, 26])
 def test_opsets_that_run_as_they_are(opset: int) -> None:
     x = np.random.default_rng(0).standard_normal((4, 5), dtype=np.float32)
     same_as_whole(linear(opset), "ranks: 2\nplacement: {mm: 1}\n", {"x": x}, rtol=0, atol=0)

@@ -160,7 +160,7 @@ def ranks_of(folder: Path) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             text = (path / "cmdline").read_bytes()
-            if b"partc.cli.job.rank" in text and str(folder).encode() in text:
+            if b"partc.cli.job" in text and str(folder).encode() in text:
                 words = dict(word.partition(b"=")[::2] for word in (path / "environ").read_bytes().split(b"\0"))
                 if rank := words.get(b"OMPI_COMM_WORLD_RANK"):
                     found.append((int(rank), int(path.name)))

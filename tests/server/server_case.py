@@ -170,7 +170,7 @@ class MpiServer(Client):
                 status = (entry.parent / "environ").read_bytes()
             except OSError:
                 continue
-            if b"partc.cli.job.rank" in words and b"-n" not in words and str(self.folder).encode() in words[-2]:
+            if b"partc.cli.job" in words and b"-n" not in words and str(self.folder).encode() in words[-2]:
                 rank = next(one for one in status.split(b"\0") if one.startswith(b"OMPI_COMM_WORLD_RANK="))
                 found.append((int(rank.rpartition(b"=")[2]), int(entry.parent.name)))
         return [pid for _, pid in sorted(found)]

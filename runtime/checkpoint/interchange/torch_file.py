@@ -8,16 +8,18 @@ Only tensors and plain data are read (`weights_only`), so that nothing in a file
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.files.regular import fault
 from partc.runtime.files.replace import replacing
 
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, UsageError, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +77,16 @@ def read_torch(path: Path) -> TorchFile:
     if why := fault(path):
         raise UsageError(f"{path}: {why}\n  help: give a file that torch.save wrote")
     try:
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+        # before 1.6 torch wrote pickles one after the other, which cannot be mapped
+        mapped = zipfile.is_zipfile(path)
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if out_of_memory(error):
+            raise
+        if not isinstance(error, UnpicklingError | RuntimeError | EOFError):
+            raise CheckpointError(f"{path}: is not a file that torch.save wrote\n  help: copy it again") from None
+        lines = [line.strip() for line in str(error).splitlines()]
+        reason = next((line for line in lines if "Unsupported" in line), next(iter(lines), type(error).__name__))
         raise CheckpointError(
             f"{path}: cannot be read without running code: {reason}\n"
             '  help: save plain data: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'

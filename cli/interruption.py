@@ -1,0 +1,221 @@
+"""The end of a command by a signal: from the first line of the process on, a sentence and an exit code in place of the system's default.
+
+A handler raises `Stopped` in the main thread, so that files and processes are cleaned up on the way out. If the process has not ended
+`_PATIENCE` seconds later, because the main thread is in a call of a library, or the exception was lost, or at a second signal, a thread
+ends it. Parts of a command that end in another way (a training saves first) put handlers of their own in place while they run.
+
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1                     128 + the signal's number
+    SIGTERM, SIGUSR1, before a training's first step     75: nothing is lost, start it again
+
+This module imports little: it is the first that the command's process imports.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import gc
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_ASK_TO_STOP = ("SIGTERM", "SIGUSR1")
+"""Signals by which schedulers ask a training to stop."""
+_TRACE = "SIGUSR2"
+"""The signal that asks a training for a trace; there is none before the first step."""
+_TRY_AGAIN = 75
+_PATIENCE = 10.0
+"""Seconds in which a command cleans up."""
+_STACK = 1 << 18
+_BETWEEN = 0.01
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has asked the command to end; `exit_code` and the text are those of the command's end."""
+
+    def __init__(self, number: int, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.number, self.exit_code = number, exit_code
+
+
+class _State:
+    """What the process does, for the sentence of its end."""
+
+    listens = False
+    number = 0
+    """The signal that has come."""
+    resent = 0
+    """How often it was sent again by `_again`."""
+    training = False
+    """Whether the command is a training that takes no steps yet in this process."""
+    step = staticmethod(lambda: 0)
+    """The last step of a training in this process."""
+
+
+def run(command: Callable[[list[str]], int]) -> None:
+    """Runs the command of this process, which takes the arguments and returns the exit code, and ends the process."""
+    arguments = sys.argv[1:]
+    try:
+        _open_standard_files()
+        listen(arguments)
+        code = command(arguments)
+        ignore()
+    except BaseException as error:  # while modules are imported, or the output of the command ends
+        if not isinstance(error, KeyboardInterrupt) and not _state.number:
+            raise
+        ignore()
+        code = _print(of_interrupt(error))
+    if "partc.runtime.execution.rank_threads" in sys.modules:
+        from partc.runtime.execution.rank_threads import left_behind
+
+        if left_behind():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
+    sys.exit(code)
+
+
+def _open_standard_files() -> None:
+    """Opens the null device where the standard input or output is closed: what is opened next would take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+            if number and getattr(sys, name := ("stdout", "stderr")[number - 1]) is None:
+                setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def listen(arguments: list[str]) -> None:
+    """Puts the handlers in place, in the main thread. A signal that is ignored at the start (nohup) stays ignored."""
+    _state.listens, _state.training = True, arguments[:1] == ["train"]
+    sys.unraisablehook = _unraisable
+    for number in _numbers(lambda handler: handler is not signal.SIG_IGN):
+        signal.signal(number, _note)
+    if os.name == "posix":
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        with contextlib.suppress(RuntimeError):  # the system allows no thread
+            before = _thread.stack_size(_STACK)
+            _thread.start_new_thread(_watch, (read,))
+            _thread.stack_size(before)
+        os.register_at_fork(after_in_child=restore)
+
+
+def restore() -> None:
+    """Gives the signals that are still this module's their defaults: this process is a child, or one rank of a job."""
+    if not _state.listens:
+        return
+    _state.listens = False
+    signal.set_wakeup_fd(-1)
+    for number in _numbers(_is_note):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def ignore() -> None:
+    """Ignores the signals from here on: the command is over, and its exit code is known."""
+    for number in _numbers(_is_note):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def takes_steps(step: Callable[[], int]) -> None:
+    """Records that a training in this process begins its steps, of which `step` returns the last: a stop loses work."""
+    _state.training, _state.step = False, step
+
+
+def stopped(number: int, step: int = 0, lost: str = "") -> Stopped:
+    """The end of the command by a signal: after a step, with what that has lost, where steps are taken by other processes."""
+    name, step = signal.Signals(number).name, step or _state.step()
+    if _state.training and not step:
+        code = _TRY_AGAIN if name in _ASK_TO_STOP else 128 + number
+        return Stopped(
+            number, f"stopped by {name} before the first step: nothing is lost\n  help: start it again", code
+        )
+    return Stopped(number, f"stopped by {name}" + (f" after step {step}{lost}" if step else ""), 128 + number)
+
+
+def of_interrupt(error: BaseException) -> Stopped:
+    """The end of the command by an interrupt that nothing has caught."""
+    return error if isinstance(error, Stopped) else stopped(_state.number or signal.SIGINT)
+
+
+def refuse_stopped() -> None:
+    """Raises the exception of a signal that has come, where a library has caught it, before other handlers take the signals over."""
+    if came := swallowed():
+        raise came
+
+
+def swallowed() -> Stopped | None:
+    """The end of the command where a signal has come, but its exception has not: a library has caught it, and what it did is not whole."""
+    return stopped(_state.number) if _state.number else None
+
+
+def _numbers(of: Callable[[object], bool]) -> list[int]:
+    """The signals of `_NAMES` on this system whose handler is such."""
+    numbers = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+    return [number for number in numbers if of(signal.getsignal(number))]
+
+
+def _is_note(handler: object) -> bool:
+    return handler is _note
+
+
+def _is_trace(number: int) -> bool:
+    return _state.training and signal.Signals(number).name == _TRACE
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if not _state.number and not _is_trace(number):
+        _state.number = number
+        raise stopped(number)
+
+
+def _unraisable(error: sys.UnraisableHookArgs) -> None:
+    """Sends a signal again whose exception is lost, since it was raised in a finalizer."""
+    if isinstance(error.exc_value, Stopped):
+        _thread.start_new_thread(_again, (error.exc_value.number, _thread.get_ident()))
+    else:
+        sys.__unraisablehook__(error)
+
+
+def _again(number: int, thread: int) -> None:
+    time.sleep(_BETWEEN)
+    _state.number, _state.resent = 0, _state.resent + 1
+    signal.pthread_kill(thread, number)
+
+
+def _watch(read: int) -> None:
+    """Reads the numbers of the signals that come, whatever the main thread does, and ends a process that does not end by itself."""
+    first, until = 0, 0.0
+    while not first or select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
+        for number in os.read(read, 64):
+            if _state.resent:
+                _state.resent -= 1
+                continue
+            if _is_trace(number) or not (_state.number or _is_note(signal.getsignal(number))):
+                continue
+            if first:
+                _end_now(first)
+            first, until = number, time.monotonic() + _PATIENCE
+    _end_now(first)
+
+
+def _end_now(number: int) -> None:
+    os._exit(_print(stopped(number)))
+
+
+def _print(error: Stopped) -> int:
+    """Prints a sentence where nothing else can be relied on; the exit code."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{error}\n".encode())
+    return error.exit_code
+
+
+_state = _State()

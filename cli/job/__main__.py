@@ -1,0 +1,27 @@
+"""One rank of a job as the launcher starts it, `python -P -m partc.cli.job JOB`: it notes signals before it imports anything else.
+
+A training that saves takes them over; any other rank then ends by them, as by default.
+"""
+
+import gc
+import signal
+import sys
+
+from partc.runtime.training.stopping import StopSignals
+
+
+def main() -> None:
+    """Runs the rank to its end."""
+    # Ctrl-C is the launching process's to hear; who sends it to a rank alone wants that rank to end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with StopSignals(traces=True) as early:
+        from partc.cli.job.job import Job
+        from partc.cli.job.rank import run_rank
+
+        code = run_rank(Job.loads(sys.argv[1]), early)
+    gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
