@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
-from partc.runtime.artifact.format import DOMAIN, DTYPE, PHASE, PIECE, RULE, TASK
+from partc.runtime.artifact.format import DOMAIN, DTYPE, PHASE, PIECE, RECV, RULE, SEND, TAG, TASK
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.training.training_record import TrainingRecord
@@ -29,7 +29,7 @@ from partc.runtime.checker.subject import NamedNode, Origin, Subject
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
-UPDATE = "update"
+_UPDATE = "update"
 _COUNTS = frozenset({"group", "num_heads", "kv_num_heads", "q_num_heads", "split", "num_outputs"})
 """Attributes that follow from the sizes of shards."""
 _MODES = frozenset({"training_mode"})
@@ -37,7 +37,9 @@ _MODES = frozenset({"training_mode"})
 _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
 """Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
-_VALUE, _CONSTANT = "value", "constant"
+_VALUE, _CONSTANT, _INPUT = "value", "constant", "input"
+_MOST_HOPS = 8
+"""The most messages behind each other by which a value is followed to the node that makes it."""
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 
 
@@ -47,7 +49,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     files = {file: subject.models[ranks[0]] for file, ranks in manifest.by_file(subject.models).items()}
     tensors = {record.value: (record.tensor,) for record in manifest.state}
     origins = {file: _origins(model, tensors) for file, model in files.items()}
-    sent = {name: origin for known in origins.values() for name, origin in known.items() if origin[0] is not _VALUE}
+    sent = {name: origin for known in origins.values() for name, origin in known.items() if origin != (_VALUE, name)}
     told = set[tuple[str, str]]()
     for file, ranks in manifest.by_file(subject.models).items():
         yield from _other_weights(subject, file, ranks[0])
@@ -55,7 +57,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
         seen = set[tuple[str, str]]()
         for node in model.graph.node:
             key = name, _ = _name(node), source_path(node)
-            if node.domain == DOMAIN or not name or key in seen or name.endswith("'") or " -> " in name:
+            if _is_of_one_rank(node) or not name or key in seen or name.endswith("'") or " -> " in name:
                 continue
             seen.add(key)
             operands = tuple(_resolved(origins[file], sent, operand) for operand in node.input)
@@ -82,6 +84,11 @@ def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation
             )
 
 
+def _is_of_one_rank(node: NodeProto) -> bool:
+    """Whether a node may be another one on each rank: communication, and sums over the gradients that a rank has."""
+    return node.domain == DOMAIN or (metadata_of(node, PHASE) == _UPDATE and not node.domain)
+
+
 def _name(node: NodeProto) -> str:
     """The name of a node, without what tells its microbatch, the task that alone reads it, or that it is computed again."""
     name, path = node.name, source_path(node)
@@ -96,7 +103,7 @@ def _name(node: NodeProto) -> str:
 
 def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Origin]:
     """By value its origin, as far as a file tells it."""
-    found: dict[str, Origin] = {}
+    found: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
     for tensor in model.graph.initializer:
         stored = tensor.external_data or any(entry.key == PIECE for entry in tensor.metadata_props)
         found[tensor.name] = (tensor.name,) if stored else _numbers(tensor)
@@ -104,6 +111,10 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
     for node in model.graph.node:
         if is_rank_constant(node):
             found[node.output[0]] = (_CONSTANT, integer_of(node, DTYPE, 0), *node.output)
+        elif node.domain == DOMAIN and node.op_type in (SEND, RECV):
+            for source in node.input:
+                found[f"{_VALUE} {integer_of(node, TAG, -1)}"] = found.get(source, (_VALUE, source))
+            found |= {result: (_VALUE, f"{_VALUE} {integer_of(node, TAG, -1)}") for result in node.output}
         elif node.domain == DOMAIN:
             for source, result in zip(node.input, node.output, strict=False):
                 origin = found.get(source, (_VALUE, source))
@@ -135,7 +146,11 @@ def _numbers(constant: TensorProto | AttributeProto) -> Origin:
 def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str) -> Origin:
     """The origin of an operand; of one that comes from another rank the one that it has there."""
     origin = known.get(name, (_VALUE, name))
-    return sent.get(str(origin[1]), origin) if origin[0] is _VALUE else origin
+    for _ in range(_MOST_HOPS):
+        if origin[0] is not _VALUE:
+            break
+        origin = sent.get(str(origin[1]), origin)
+    return origin
 
 
 def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> str:
@@ -146,8 +161,6 @@ def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | Non
     names -= (_COUNTS if first.sizes != own.sizes else set()) | (_MODES if first.program != own.program else set())
     if names and not _counts_batches(first, own, training):
         return f"its attribute {min(names)} differs from that in {first.file}"
-    if metadata_of(own.node, PHASE) == UPDATE and not own.node.domain:
-        return ""  # sums over the gradients that a rank has
     for at, (one, two) in enumerate(zip(first.operands, own.operands, strict=False)):
         if not _same(one, two, first, own) and not _counts_batches(first, own, training):
             return f"its operand '{own.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"
@@ -158,12 +171,15 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     """Whether operands are one, or constants of integers of nodes on shards of other sizes, or made of one source that is rewritten.
 
     A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
-    if one == two:
+    if one == two or _VALUE in (one[0], two[0]):
         return True
     if one[0] is two[0] is _CONSTANT:
         return one[1] == two[1] and one[1] in _INTEGERS and first.sizes != own.sizes
-    rewritten = first.program != own.program or not metadata_of(own.node, PHASE)
-    return rewritten and len(one) == len(two) == 3 and one[2] == two[2] != ""
+    if len(one) < 3 or len(two) < 3 or not one[2] or not two[2]:
+        return False
+    if first.program == own.program:
+        return one[2] == two[2] and not metadata_of(own.node, PHASE)
+    return f"{one[2]}.".startswith(f"{two[2]}.") or f"{two[2]}.".startswith(f"{one[2]}.")
 
 
 def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> bool:
