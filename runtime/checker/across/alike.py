@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
-from partc.runtime.artifact.format import DOMAIN, DTYPE, PHASE, PIECE, RECV, RULE, SEND, TAG, TASK
+from partc.runtime.artifact.format import DOMAIN, DTYPE, PHASE, PIECE, RECV, RULE, SEND, SHAPE_ARITHMETIC, TAG, TASK
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.training.training_record import TrainingRecord
@@ -85,8 +85,14 @@ def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation
 
 
 def _is_of_one_rank(node: NodeProto) -> bool:
-    """Whether a node may be another one on each rank: communication, and sums over the gradients that a rank has."""
-    return node.domain == DOMAIN or (metadata_of(node, PHASE) == _UPDATE and not node.domain)
+    """Whether a node may be another one on each rank: communication, sums over the gradients that a rank has, and what tells sizes."""
+    summed = metadata_of(node, PHASE) == _UPDATE and not node.domain
+    return (
+        node.domain == DOMAIN
+        or summed
+        or node.op_type in ("Shape", "Size")
+        or metadata_of(node, RULE) == SHAPE_ARITHMETIC
+    )
 
 
 def _name(node: NodeProto) -> str:
@@ -106,7 +112,9 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
     found: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
     for tensor in model.graph.initializer:
         stored = tensor.external_data or any(entry.key == PIECE for entry in tensor.metadata_props)
-        found[tensor.name] = (tensor.name,) if stored else _numbers(tensor)
+        found[tensor.name] = (
+            (tensor.name.partition("@[")[0],) if stored else _numbers(tensor)
+        )  # `w@[2, 1]` is w in a layout
     found |= tensors
     for node in model.graph.node:
         if is_rank_constant(node):
@@ -161,6 +169,8 @@ def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | Non
     names -= (_COUNTS if first.sizes != own.sizes else set()) | (_MODES if first.program != own.program else set())
     if names and not _counts_batches(first, own, training):
         return f"its attribute {min(names)} differs from that in {first.file}"
+    if metadata_of(own.node, PHASE) == _UPDATE:
+        return ""  # that copies stay equal is proven by their numbers, and a sum over a target's gradients is called after it
     for at, (one, two) in enumerate(zip(first.operands, own.operands, strict=False)):
         if not _same(one, two, first, own) and not _counts_batches(first, own, training):
             return f"its operand '{own.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"

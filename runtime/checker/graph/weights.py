@@ -90,7 +90,8 @@ def _named_otherwise(file: str, model: ModelProto, kept: Sequence[StateRecord]) 
     state = {record.value for record in kept}
     for tensor in model.graph.initializer:
         text = metadata_of(tensor, PIECE)
-        if text and tensor.name not in state and tensor.name not in (text, _BOX.sub("", text)):
+        whole = _BOX.sub("", text)
+        if text and tensor.name not in (*state, text, whole) and not tensor.name.startswith(f"{whole}@["):
             yield Violation(file, f"its data is that of '{text}'", f"weight '{tensor.name}'", help=_AGAIN)
 
 
