@@ -21,7 +21,20 @@ import re
 from collections.abc import Iterator, Mapping
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
-from partc.runtime.artifact.format import DOMAIN, DTYPE, PHASE, PIECE, RECV, RULE, SEND, SHAPE_ARITHMETIC, TAG, TASK
+from partc.runtime.artifact.format import (
+    DOMAIN,
+    DTYPE,
+    PHASE,
+    PIECE,
+    PULL,
+    PUSH,
+    RECV,
+    RULE,
+    SEND,
+    SHAPE_ARITHMETIC,
+    TAG,
+    TASK,
+)
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.training.training_record import TrainingRecord
@@ -126,7 +139,11 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
         elif node.domain == DOMAIN:
             for source, result in zip(node.input, node.output, strict=False):
                 origin = found.get(source, (_VALUE, source))
-                found[result] = (_VALUE, result) if origin[0] is _CONSTANT else origin  # zeros of a rank, say, in a sum
+                unknown = origin[0] is _CONSTANT or node.op_type in (
+                    PULL,
+                    PUSH,
+                )  # zeros of a rank in a sum; rows of a table
+                found[result] = (_VALUE, result) if unknown else origin
         elif node.op_type in ("Identity", "Expand") and not node.domain:
             found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))
         elif node.op_type == "Constant" and not node.domain:
@@ -166,7 +183,8 @@ def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | Non
     if (first.node.domain, first.node.op_type) != (own.node.domain, own.node.op_type):
         return f"it is {first.node.op_type} in {first.file}" if not _counts_batches(first, own, training) else ""
     names = {name for name, _ in first.attributes.items() ^ own.attributes.items()}
-    names -= (_COUNTS if first.sizes != own.sizes else set()) | (_MODES if first.program != own.program else set())
+    names -= _MODES if first.program != own.program else set()
+    names -= _COUNTS if names and first.sizes != own.sizes else set()
     if names and not _counts_batches(first, own, training):
         return f"its attribute {min(names)} differs from that in {first.file}"
     if metadata_of(own.node, PHASE) == _UPDATE:
