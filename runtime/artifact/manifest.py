@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
     from .generation import GenerationRecord
+    from .training.training_record import TrainingRecord
 
 _LINE_END = re.compile(
     rb"(?<!\\)(?:\\\\)*\\(?:[nrf]|u000[a-dA-D]|u001[c-eC-E]|u0085|u202[89])|\xc2\x85|\xe2\x80[\xa8\xa9]"
@@ -63,6 +64,11 @@ class Artifact:
     def programs(self) -> list[str]:
         """The names of the artifact's programs, the main one first."""
         return [*self._index.programs]
+
+    @property
+    def training(self) -> TrainingRecord | None:
+        """What it says of its training, whichever program this is of; None where nothing is trained."""
+        return self._index.training
 
     @property
     def generation(self) -> GenerationRecord | None:

@@ -79,12 +79,15 @@ def check(folder: str | Path) -> Checked:
 class _Run:
     """A run of all checks over one program: `found` are the violations, `failed` names the checks and files that have any.
 
-    The folder is looked at once, with the main program; `wrong` are the files that are then known to be others.
+    The folder is looked at once, with the main program; what is then known is in the subject `main` of the runs of other programs.
     """
 
-    def __init__(self, artifact: Artifact, wrong: frozenset[str] = frozenset()) -> None:
+    def __init__(self, artifact: Artifact, main: Subject | None = None) -> None:
         others = artifact.programs[1:] if artifact.manifest.is_main else []
-        self.subject = Subject(artifact.folder, artifact.manifest, self._beside, others, artifact.generation, wrong)
+        about = artifact.generation, artifact.training
+        self.subject = Subject(artifact.folder, artifact.manifest, self._beside, others, *about)
+        if main is not None:
+            self.subject.wrong, self.subject.known = main.wrong, main.known
         self.artifact = artifact
         self.found: list[Violation] = []
         self.failed: set[str] = set()
@@ -96,7 +99,7 @@ class _Run:
 
     def _beside(self, program: str) -> list[Violation]:
         """The violations of another program of the artifact."""
-        found = _Run(self.artifact.beside(program), self.subject.wrong).found
+        found = _Run(self.artifact.beside(program), self.subject).found
         return [replace(one, file=f"{MANIFEST}: {program}") if one.file == MANIFEST else one for one in found]
 
     def _run(self, *scopes: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from partc.runtime.artifact.training.named import carried_code
+from partc.runtime.checker.across.alike import check_alike
 from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.across.microbatches import check_microbatches
 from partc.runtime.checker.across.ordering import check_order
@@ -59,7 +60,7 @@ CHECKS = (
     Check(
         "the weights",
         GRAPH,
-        lambda one: check_weights(one.folder, one.file.name, one.file.model, one.manifest, one.wrong),
+        lambda one: check_weights(one.folder, one.file.name, one.file.model, one.manifest, one.wrong, one.file.kept),
     ),
     Check(RANKS, GRAPH, lambda one: check_ranks(one.file.name, one.file.model, one.manifest)),
     Check("the targets", GRAPH, lambda one: check_targets(one.file.name, one.file.model, one.file.kept)),
@@ -85,4 +86,5 @@ CHECKS = (
         "the other programs", TRAINING, lambda one: (found for name in one.others for found in one.check_beside(name))
     ),
     Check("that copies stay equal", TRAINING, check_copies, SOUND),
+    Check("that nodes of one name are one", TRAINING, check_alike, SOUND),
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
-from onnx import ModelProto
+from onnx import AttributeProto, ModelProto, NodeProto
 from partc.runtime.artifact.format import Manifest, StateRecord
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tasks.rows import Row
+from partc.runtime.artifact.training.training_record import TrainingRecord
+from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.errors import Violation
 
 
@@ -35,6 +39,62 @@ class SingleFile:
     row: Row | None = None
 
 
+Origin: TypeAlias = tuple[Hashable, ...]
+"""A tensor's name; a constant's numbers; the node of a result, which output it is, and the node's source; else a value's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class NamedNode:
+    """The node of a name, with the origins of what it reads, in the first file that has it."""
+
+    file: str
+    program: str
+    streams: bool
+    """Whether its program has microbatches."""
+    node: NodeProto
+    operands: tuple[Origin, ...]
+    model: ModelProto
+
+    @cached_property
+    def attributes(self) -> dict[str, Hashable]:
+        """The attributes by name."""
+        return {one.name: _content(one) for one in self.node.attribute}
+
+    @cached_property
+    def sizes(self) -> tuple[object, ...]:
+        """What the file declares of its operands and its first result."""
+        types = declared_types(self.model)
+        return tuple(types.get(name) for name in (*self.node.input, *self.node.output[:1]))
+
+
+def _content(attribute: AttributeProto) -> Hashable:
+    """An attribute, of a body its ops, their attributes and its constants: values may have other names there, and a training notes some."""
+    bodies = [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+    if not bodies:
+        return bytes(attribute.SerializeToString(deterministic=True))
+    return tuple(
+        (
+            tuple((one.data_type, *one.dims, one.raw_data) for one in body.initializer),
+            tuple(
+                (node.domain, node.op_type, *sorted(map(_content, node.attribute), key=repr))
+                for node in body.node
+                if node.op_type != "Identity"
+            ),
+        )
+        for body in bodies
+    )
+
+
+@dataclass
+class Known:
+    """What programs of an artifact have: nodes by name and source, by rank and weight its shard's text, and by such a text its numbers in
+    rank files."""
+
+    nodes: dict[tuple[str, str], NamedNode] = field(default_factory=dict)
+    shards: dict[tuple[int, str], str] = field(default_factory=dict)
+    numbers: dict[str, bytes] = field(default_factory=dict)
+
+
 @dataclass
 class Subject:
     """A program of an artifact that is checked: `wrong` are the files that are not the manifest's, `models` those of the ranks whose files
@@ -50,6 +110,10 @@ class Subject:
     others: Sequence[str] = ()
     generation: GenerationRecord | None = None
     """What the artifact says of making tokens, whichever of its programs this is."""
+    training: TrainingRecord | None = None
+    """What the artifact says of its training, likewise."""
+    known: Known = field(default_factory=Known)
+    """What the programs that have been looked at have; one object for all of them."""
     wrong: frozenset[str] = frozenset()
     models: dict[int, ModelProto] = field(default_factory=dict)
     file: SingleFile = field(default_factory=SingleFile)

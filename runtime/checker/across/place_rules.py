@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from onnx import ModelProto, NodeProto, numpy_helper
+from partc.runtime.artifact.format import MAX, MIN, SUM
 from partc.runtime.artifact.graph.onnx_graph import integer_of
 
 Begins: TypeAlias = tuple[int, ...]
@@ -91,7 +92,15 @@ _PAIRS = {
 }
 _PAIRS |= {"GreaterOrEqual", "And", "Or", "Xor", "Mod", "PRelu"}
 _ALONG = {"Softmax", "LogSoftmax"}
-_SUMS = {"ReduceMean", "ReduceSum"}
+PARTIAL = {SUM: "a partial sum", MAX: "the largest of a shard", MIN: "the least of a shard"}
+"""What a value is that a reduction of several ranks makes whole, in words."""
+_REDUCTIONS = {"ReduceMean": SUM, "ReduceSum": SUM, "ReduceMax": MAX, "ReduceMin": MIN}
+"""The reduction that makes whole what a node makes of a sharded dim."""
+_MOVING = _LINEAR - {"AveragePool", "GlobalAveragePool", "Neg", "Pad", "ReduceMean", "ReduceSum", "Trilu"} | {"Concat"}
+"""Ops that move elements: what they make of the largest of all is the largest of what they make."""
+_RISING = {"Ceil", "Exp", "Floor", "Log", "Relu", "Round", "Sigmoid", "Sqrt", "Tanh"}
+"""Functions by which the largest of all stays the largest."""
+_COMPARED = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
 _BROKEN = (
     _UNARY
     | _ALONG
@@ -166,7 +175,7 @@ def apply(node: NodeProto, places: Mapping[str, Places], sizes: Mapping[str, Siz
 
 def _by_axes(node: NodeProto, there: Sequence[Begins | None], model: ModelProto) -> Ruled | None:
     """Reductions and changes of dims, whose axes are an attribute or a constant."""
-    if node.op_type not in (*_SUMS, "ReduceMax", "ReduceMin", "Squeeze", "Unsqueeze"):
+    if node.op_type not in (*_REDUCTIONS, "Squeeze", "Unsqueeze"):
         return None
     axes = _ints(node, "axes") or _constant(node, model)
     if axes is None:
@@ -178,7 +187,7 @@ def _by_axes(node: NodeProto, there: Sequence[Begins | None], model: ModelProto)
     gone = {axis % max(len(there), 1) for axis in axes} or {*range(len(there))}
     kept = node.op_type != "Squeeze" and integer_of(node, "keepdims", 1)
     made = [None if at in gone else one for at, one in enumerate(there) if kept or at not in gone]
-    summed = [there[at] for at in sorted(gone) if at < len(there)] if node.op_type in _SUMS else []
+    summed = [there[at] for at in sorted(gone) if at < len(there)] if node.op_type in _REDUCTIONS else []
     return Ruled([made], [], summed)
 
 
@@ -263,30 +272,50 @@ def _reshaped(there: Sequence[Begins | None], old: Sizes | None, new: Sizes | No
     return [*there[:front], *middle, *(there[len(there) - back :] if back else [])]
 
 
-def passes_partial(node: NodeProto, is_term: Callable[[str], bool]) -> bool:
-    """Whether a node that reads partial values makes partial values."""
-    op, terms = node.op_type, [is_term(name) for name in node.input]
+def passes_partial(node: NodeProto, reduction: Callable[[str], str]) -> str:
+    """The reduction of which a node makes a partial value of those that it reads; '' where it makes none, or where that is not known.
+
+    `reduction` tells that of an operand, '' of one that is not partial.
+    """
+    op, given = node.op_type, [reduction(name) for name in node.input]
+    first = given[0] if given else ""
+    some = next(filter(None, given), "")
+    if some in (MAX, MIN):
+        if op in _MOVING | _RISING or _REDUCTIONS.get(op) == first:
+            return first
+        return some if op in ("Add", "Concat") else ""
     if op in _LINEAR or op == "Div":
-        return bool(terms) and terms[0]
+        return first
     if op == "Where":
-        return any(terms[1:])
-    return op in _ADDING | _PRODUCTS and any(terms)
+        return next(filter(None, given[1:]), "")
+    return some if op in _ADDING | _PRODUCTS else ""
 
 
-def misuse(node: NodeProto, is_term: Callable[[str], bool], is_known: Callable[[str], bool]) -> str:
+def misuse(node: NodeProto, reduction: Callable[[str], str], is_known: Callable[[str], bool]) -> str:
     """Why a node must not read the partial values that it reads; '' where it may, or where no table knows."""
-    op, terms = node.op_type, [name for name in node.input if is_term(name)]
+    op, terms = node.op_type, [name for name in node.input if reduction(name)]
     if not terms:
         return ""
-    lost = f"'{terms[0]}' is a partial sum that no collective has reduced"
-    if op in _BROKEN or (op == "Div" and is_term(node.input[1])):
+    kind = reduction(terms[0])
+    lost = f"'{terms[0]}' is {PARTIAL[kind]} that no collective has reduced"
+    if kind in (MAX, MIN):
+        breaks = op in _COMPARED | _ALONG | _PRODUCTS | {"Div", "Mod", "Pow"} or (
+            op == "Sub" and reduction(node.input[1])
+        )
+        return f"{lost}, and {op} reads it as that of all" if breaks or _REDUCTIONS.get(op, kind) != kind else ""
+    if op in _BROKEN or (op == "Div" and reduction(node.input[1])):
         return f"{lost}, and {op} of a sum is not the sum of {op} of its parts"
     if op in ("Add", "Sub", "Sum"):
-        others = [name for name in node.input if name and not is_term(name) and is_known(name)]
+        others = [name for name in node.input if name and not reduction(name) and is_known(name)]
         return f"{lost}, and '{others[0]}', which is replicated, would be added on every rank" if others else ""
-    if op in _PRODUCTS and all(is_term(name) for name in node.input[:2]) and len(node.input) > 1:
+    if op in _PRODUCTS and all(reduction(name) for name in node.input[:2]) and len(node.input) > 1:
         return f"{lost}, nor is '{node.input[1]}', which it is multiplied by"
     return ""
+
+
+def reduction_of(node: NodeProto) -> str:
+    """The reduction of the partial values that a node makes which reduces, or sums products, over a sharded dim."""
+    return _REDUCTIONS.get(node.op_type, SUM)
 
 
 def _ints(node: NodeProto, name: str) -> list[int]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from onnx import ModelProto, NodeProto, TensorProto
 from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_call
@@ -40,7 +39,7 @@ from partc.runtime.artifact.format import (
 )
 from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, metadata_of, node_title, path_of
 from partc.runtime.checker.across import place_rules
-from partc.runtime.checker.across.place_rules import Begins, Places, Sizes
+from partc.runtime.checker.across.place_rules import PARTIAL, Begins, Places, Sizes
 from partc.runtime.checker.across.rank_shards import Layout, layout_of
 from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.graph.symbols import numbers, samples
@@ -52,11 +51,8 @@ _REPEATED = re.compile(r"\.recomputed(?=(\.\d+)?$)")
 """What the name of a value that is computed again has beside that of the kept one; the number of the microbatch is behind it."""
 
 
-class Partiality(Enum):
-    """What is known of a value: that it is partial, or that it is not."""
-
-    PARTIAL = "partial"
-    WHOLE = "whole"
+_WHOLE = ""
+"""The reduction of a value that is known not to be partial."""
 
 
 @dataclass
@@ -68,7 +64,8 @@ class _File:
     ranks: list[int]
     sizes: dict[str, Sizes]
     places: dict[str, Places] = field(default_factory=dict)
-    kinds: dict[str, Partiality] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    """By value the reduction that it still needs; of other values nothing is known."""
     kept: dict[str, str] = field(default_factory=dict)
     """By a value that is computed again the name under which other ranks keep it."""
 
@@ -96,7 +93,7 @@ class _Places:
         self.shifts: dict[tuple[object, ...], int] = {}
         self.nodes: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
         self.sums: dict[tuple[str, ...], set[int]] = {}
-        self.sent: dict[int, Partiality | None] = {}
+        self.sent: dict[int, str | None] = {}
         self.found: list[Violation] = []
         self.reported: set[tuple[object, ...]] = set()
 
@@ -131,18 +128,18 @@ class _Places:
         for tensor in file.model.graph.initializer:
             if (begins := _shard(tensor)) is not None:
                 file.places[tensor.name] = [(begin,) * len(file.ranks) for begin in begins]
-                file.kinds[tensor.name] = Partiality.WHOLE
+                file.kinds[tensor.name] = _WHOLE
         for port in self.manifest.inputs:
             if {*file.ranks} <= {*port.ranks} and port.shape is not None:
                 whole = numbers(port.shape, self.manifest, self.symbols)
                 boxes = [port.box(rank) or [[0, 1, 1] for _ in whole] for rank in file.ranks]
                 file.places[port.name] = _begins(boxes, whole)
-                file.kinds[port.name] = Partiality.WHOLE
+                file.kinds[port.name] = _WHOLE
         for record in self.manifest.state:
             if {*file.ranks} <= {*record.ranks}:
                 shards = [record.shard(rank) for rank in file.ranks]
                 file.places[record.value] = _begins(shards, list(record.shape))
-                file.kinds[record.value] = Partiality.WHOLE
+                file.kinds[record.value] = _WHOLE
 
     def _place(self, file: _File, node: NodeProto) -> None:
         """Where the shards of what a node makes lie, and whether what it reads meets in the same places on all ranks."""
@@ -245,16 +242,16 @@ class _Places:
         elif node.domain == DOMAIN:
             record = self.records.get(integer_of(node, TAG, -1))
             made = record.made if record is not None else None
-            terms = made is None or any(made.mesh[axis] > 1 for axis, _ in made.partial)
+            left = [reduction for axis, reduction in made.partial if made.mesh[axis] > 1] if made is not None else []
             for name in filter(None, node.output):
-                self._know(kinds, name, None if made is None else Partiality.PARTIAL if terms else Partiality.WHOLE)
+                self._know(kinds, name, None if made is None else left[0] if left else _WHOLE)
         elif node.domain in ("", "ai.onnx"):
             makes = len(self.sums.get(_key(node), ())) > 1
-            term = makes or place_rules.passes_partial(node, lambda name: kinds.get(name) is Partiality.PARTIAL)
+            passed = place_rules.passes_partial(node, lambda name: kinds.get(name, _WHOLE))
             for name in filter(None, node.output):
-                self._know(kinds, name, Partiality.PARTIAL if term else None)
+                self._know(kinds, name, (place_rules.reduction_of(node) if makes else passed) or None)
 
-    def _know(self, kinds: dict[str, Partiality], name: str, kind: Partiality | None) -> None:
+    def _know(self, kinds: dict[str, str], name: str, kind: str | None) -> None:
         if kind is None:
             kinds.pop(name, None)
         else:
@@ -264,17 +261,15 @@ class _Places:
         """Partial values in places that take only reduced ones."""
         kinds = file.kinds
         for node in file.model.graph.node:
-            terms = [name for name in node.input if kinds.get(name) is Partiality.PARTIAL]
+            terms = [name for name in node.input if kinds.get(name)]
             if not terms:
                 continue
             if node.domain == DOMAIN:
-                fact = self._communicated_partial(node)
+                fact = self._communicated_partial(node, PARTIAL[kinds[terms[0]]])
             elif node.domain == OPTIMIZER:
-                fact = f"it updates a tensor by '{terms[0]}', which is a partial sum that no collective has reduced"
+                fact = f"it updates a tensor by '{terms[0]}', which is {PARTIAL[kinds[terms[0]]]} that no collective has reduced"
             elif node.domain in ("", "ai.onnx"):
-                fact = place_rules.misuse(
-                    node, lambda name: kinds.get(name) is Partiality.PARTIAL, lambda name: name in kinds
-                )
+                fact = place_rules.misuse(node, lambda name: kinds.get(name, _WHOLE), lambda name: name in kinds)
             else:
                 continue
             self._report(file, node, fact)
@@ -282,10 +277,10 @@ class _Places:
         kept = {record.next for record in self.manifest.state if record.kind != "statistics"}
         for node in file.model.graph.node:
             for name in node.output:
-                if kinds.get(name) is Partiality.PARTIAL and name in outputs | kept:
-                    self._report(file, node, f"'{name}' is a partial sum that no collective has reduced")
+                if kinds.get(name) and name in outputs | kept:
+                    self._report(file, node, f"'{name}' is {PARTIAL[kinds[name]]} that no collective has reduced")
 
-    def _communicated_partial(self, node: NodeProto) -> str:
+    def _communicated_partial(self, node: NodeProto, what: str) -> str:
         record = self.records.get(integer_of(node, TAG, -1))
         if (
             record is None
@@ -293,7 +288,7 @@ class _Places:
             or any(record.given.mesh[axis] > 1 for axis, _ in record.given.partial)
         ):
             return ""
-        return f"it is given '{node.input[0]}' as a reduced value, and it is a partial sum"
+        return f"it is given '{node.input[0]}' as a reduced value, and it is {what}"
 
     def _report(self, file: _File, node: NodeProto, fact: str) -> None:
         key = ("term", node.output[0] if node.output else integer_of(node, TAG, -1))

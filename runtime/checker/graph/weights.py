@@ -7,19 +7,21 @@ its name there. What stands in the rank file itself has a hash beside it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from onnx import ModelProto, TensorProto
-from partc.runtime.artifact.format import DIGEST, PIECE, Manifest, stays_inside
+from partc.runtime.artifact.format import DIGEST, PIECE, Manifest, StateRecord, stays_inside
 from partc.runtime.artifact.graph.onnx_graph import metadata_of, model_tensors
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, METADATA, sound_header
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
+_BOX = re.compile(r"\[[\d:, ]*\]$")
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,18 @@ class _Weights:
 
 
 def check_weights(
-    folder: Path, file: str, model: ModelProto, manifest: Manifest, wrong: Collection[str] = ()
+    folder: Path,
+    file: str,
+    model: ModelProto,
+    manifest: Manifest,
+    wrong: Collection[str] = (),
+    kept: Sequence[StateRecord] = (),
 ) -> Iterator[Violation]:
     """Weights whose bytes are not inside the folder and the file's data, or are another tensor's.
 
-    The files `wrong` are not those of the manifest, which is said elsewhere, and are not read.
+    The files `wrong` are not those of the manifest, which is said elsewhere, and are not read. `kept` is the state of the file's ranks.
     """
+    yield from _named_otherwise(file, model, kept)
     opened: dict[str, _Weights | None] = {}
     for tensor in model_tensors(model):
         title = f"weight '{tensor.name}'"
@@ -75,6 +83,16 @@ def check_weights(
             yield from _check_region(
                 file, title, tensor, location, weights, (offset, offset + _number(entries, "length"))
             )
+
+
+def _named_otherwise(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> Iterator[Violation]:
+    """Weights that are called otherwise than the tensor which they say that they are; of the state the manifest says that (`state.py`)."""
+    state = {record.value for record in kept}
+    for tensor in model.graph.initializer:
+        text = metadata_of(tensor, PIECE)
+        whole = _BOX.sub("", text)
+        if text and tensor.name not in (*state, text, whole) and not tensor.name.startswith(f"{whole}@["):
+            yield Violation(file, f"its data is that of '{text}'", f"weight '{tensor.name}'", help=_AGAIN)
 
 
 def _check_region(

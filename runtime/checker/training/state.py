@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from onnx import ModelProto
-from partc.runtime.artifact.format import CACHE, MANIFEST, SCALE, Law, Manifest, Shape, StateRecord
+from partc.runtime.artifact.format import CACHE, MANIFEST, PIECE, SCALE, Law, Manifest, Shape, StateRecord
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
 from partc.runtime.artifact.tensors.boxes import Region, full_region, overlap, region, remaining
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.checker.graph.declared import declared_types, type_of
@@ -171,6 +172,10 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
+            elif (said := metadata_of(first[record.value], PIECE)) and said != (text := _text(record, rank)):
+                yield Violation(
+                    file, f"its first value is '{said}', and {MANIFEST} makes it '{text}'", title, help=_AGAIN
+                )
         elif (
             record.kind not in ("optimizer", SCALE, CACHE) and not isinstance(record.initial, Law) and manifest.is_main
         ):
@@ -178,6 +183,13 @@ def _check_file(
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )
+
+
+def _text(record: StateRecord, rank: int) -> str:
+    """A rank's shard as rank files write it: `fc1.weight[0:8, 16:32]`; of a whole tensor its name."""
+    shard = region(record.shard(rank), record.shape)
+    spans = ", ".join(f"{begin}:{end}" for begin, end in zip(shard.begin, shard.end, strict=True))
+    return record.tensor if shard == full_region(record.shape) else f"{record.tensor}[{spans}]"
 
 
 def _violation(record: StateRecord, fact: str) -> Violation:

@@ -1,0 +1,224 @@
+"""Proves that nodes of one name are one node, on all ranks and in all programs of an artifact.
+
+A node is called after the op of the model that it computes, or after what adds it (a gradient, a loss, a step that makes tokens). What
+ranks and programs compute of it is one op on shards of other sizes. So nodes of one name have one op, the same attributes, and
+operands of one origin:
+
+    weight, state    the tensor that it is
+    constant         its numbers
+    value            the node that makes it, and which output of that node: reshards, messages and collectives change nothing of it
+    input            its name
+
+What follows from sizes may differ where the sizes of the node's operands and results do: constants of integers, such as the target of a
+Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are others in a program of microbatches.
+
+    LayerNormalization(%h, %w, %b) {epsilon: 1e-05} in rank_0000.onnx, {epsilon: 1e-02} in rank_0001.onnx     one of them is wrong
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
+from partc.runtime.artifact.format import (
+    DOMAIN,
+    DTYPE,
+    PHASE,
+    PIECE,
+    PULL,
+    PUSH,
+    RECV,
+    RULE,
+    SEND,
+    SHAPE_ARITHMETIC,
+    TAG,
+    TASK,
+)
+from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
+from partc.runtime.artifact.graph.rank_constants import is_rank_constant
+from partc.runtime.artifact.training.training_record import TrainingRecord
+from partc.runtime.checker.subject import NamedNode, Origin, Subject
+from partc.runtime.errors import Violation
+
+_AGAIN = "compile the model again"
+_UPDATE = "update"
+_COUNTS = frozenset({"group", "num_heads", "kv_num_heads", "q_num_heads", "split", "num_outputs"})
+"""Attributes that follow from the sizes of shards."""
+_MODES = frozenset({"training_mode"})
+"""Attributes by which a training runs an op otherwise."""
+_RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
+"""Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
+_TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
+_VALUE, _CONSTANT, _INPUT = "value", "constant", "input"
+_MOST_HOPS = 8
+"""The most messages behind each other by which a value is followed to the node that makes it."""
+_INTEGERS = (TensorProto.INT32, TensorProto.INT64)
+
+
+def check_alike(subject: Subject) -> Iterator[Violation]:
+    """Nodes of one name that differ, within a program and from those of the programs that have been looked at."""
+    manifest = subject.manifest
+    files = {file: subject.models[ranks[0]] for file, ranks in manifest.by_file(subject.models).items()}
+    tensors = {record.value: (record.tensor,) for record in manifest.state}
+    origins = {file: _origins(model, tensors) for file, model in files.items()}
+    sent = {name: origin for known in origins.values() for name, origin in known.items() if origin != (_VALUE, name)}
+    told = set[tuple[str, str]]()
+    for file, ranks in manifest.by_file(subject.models).items():
+        yield from _other_weights(subject, file, ranks[0])
+    for file, model in files.items():
+        seen = set[tuple[str, str]]()
+        for node in model.graph.node:
+            key = name, _ = _name(node), source_path(node)
+            if _is_of_one_rank(node) or not name or key in seen or name.endswith("'") or " -> " in name:
+                continue
+            seen.add(key)
+            operands = tuple(_resolved(origins[file], sent, operand) for operand in node.input)
+            own = NamedNode(file, manifest.name, bool(subject.rows), node, operands, model)
+            first = subject.known.nodes.setdefault(key, own)
+            if first is not own and key not in told and (fact := _difference(first, own, subject.training)):
+                told.add(key)
+                yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
+
+
+def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation]:
+    """Weights that are another shard than in another program of the rank, or of which another file has other numbers."""
+    for tensor in subject.models[rank].graph.initializer:
+        text = metadata_of(tensor, PIECE)
+        shard = subject.known.shards.setdefault((rank, tensor.name), text)
+        numbers = subject.known.numbers.setdefault(text, tensor.raw_data) if text and tensor.raw_data else b""
+        if shard != text:
+            yield Violation(
+                file, f"it is '{text}', and '{shard}' in another program", f"weight '{tensor.name}'", help=_AGAIN
+            )
+        elif text and tensor.raw_data and numbers != tensor.raw_data:
+            yield Violation(
+                file, f"'{text}' has other numbers than in another file", f"weight '{tensor.name}'", help=_AGAIN
+            )
+
+
+def _is_of_one_rank(node: NodeProto) -> bool:
+    """Whether a node may be another one on each rank: communication, sums over the gradients that a rank has, and what tells sizes."""
+    summed = metadata_of(node, PHASE) == _UPDATE and not node.domain
+    return (
+        node.domain == DOMAIN
+        or summed
+        or node.op_type in ("Shape", "Size")
+        or metadata_of(node, RULE) == SHAPE_ARITHMETIC
+    )
+
+
+def _name(node: NodeProto) -> str:
+    """The name of a node, without what tells its microbatch, the task that alone reads it, or that it is computed again."""
+    name, path = node.name, source_path(node)
+    if any(entry.key == TASK for entry in node.metadata_props):
+        name = name.rpartition(".")[0]
+    for suffix in (_TASK, _REPEATED):
+        match = suffix.search(name)
+        if match and not path.endswith(match[0]):
+            name = name[: match.start()]
+    return name
+
+
+def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Origin]:
+    """By value its origin, as far as a file tells it."""
+    found: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
+    for tensor in model.graph.initializer:
+        stored = tensor.external_data or any(entry.key == PIECE for entry in tensor.metadata_props)
+        found[tensor.name] = (
+            (tensor.name.partition("@[")[0],) if stored else _numbers(tensor)
+        )  # `w@[2, 1]` is w in a layout
+    found |= tensors
+    for node in model.graph.node:
+        if is_rank_constant(node):
+            found[node.output[0]] = (_CONSTANT, integer_of(node, DTYPE, 0), *node.output)
+        elif node.domain == DOMAIN and node.op_type in (SEND, RECV):
+            for source in node.input:
+                found[f"{_VALUE} {integer_of(node, TAG, -1)}"] = found.get(source, (_VALUE, source))
+            found |= {result: (_VALUE, f"{_VALUE} {integer_of(node, TAG, -1)}") for result in node.output}
+        elif node.domain == DOMAIN:
+            for source, result in zip(node.input, node.output, strict=False):
+                origin = found.get(source, (_VALUE, source))
+                unknown = origin[0] is _CONSTANT or node.op_type in (
+                    PULL,
+                    PUSH,
+                )  # zeros of a rank in a sum; rows of a table
+                found[result] = (_VALUE, result) if unknown else origin
+        elif node.op_type in ("Identity", "Expand") and not node.domain:
+            found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))
+        elif node.op_type == "Constant" and not node.domain:
+            texts = (one.t if one.HasField("t") else one for one in node.attribute)
+            found[node.output[0]] = next(map(_numbers, texts), (_CONSTANT, 0))
+        else:
+            made = [(_name(node), at, source_path(node)) for at in range(len(node.output))]
+            if node.op_type in _RESHARDS and not any(entry.key == RULE for entry in node.metadata_props):
+                given = {found.get(name, (_VALUE, name)) for name in node.input}
+                given = {origin for origin in given if origin[0] is not _CONSTANT}
+                made = [*given] * len(node.output) if len(given) == 1 else made
+            found |= zip(node.output, made, strict=True)
+    return found
+
+
+def _numbers(constant: TensorProto | AttributeProto) -> Origin:
+    """The numbers of a constant, without its name."""
+    copy = type(constant)()
+    copy.CopyFrom(constant)
+    copy.ClearField("name")
+    kind = constant.data_type if isinstance(constant, TensorProto) else constant.type
+    return _CONSTANT, kind, copy.SerializeToString(deterministic=True)
+
+
+def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str) -> Origin:
+    """The origin of an operand; of one that comes from another rank the one that it has there."""
+    origin = known.get(name, (_VALUE, name))
+    for _ in range(_MOST_HOPS):
+        if origin[0] is not _VALUE:
+            break
+        origin = sent.get(str(origin[1]), origin)
+    return origin
+
+
+def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> str:
+    """In what a node is another one than the first of its name; '' where nothing, or what follows from sizes or microbatches."""
+    if (first.node.domain, first.node.op_type) != (own.node.domain, own.node.op_type):
+        return f"it is {first.node.op_type} in {first.file}" if not _counts_batches(first, own, training) else ""
+    names = {name for name, _ in first.attributes.items() ^ own.attributes.items()}
+    names -= _MODES if first.program != own.program else set()
+    names -= _COUNTS if names and first.sizes != own.sizes else set()
+    if names and not _counts_batches(first, own, training):
+        return f"its attribute {min(names)} differs from that in {first.file}"
+    if metadata_of(own.node, PHASE) == _UPDATE:
+        return ""  # that copies stay equal is proven by their numbers, and a sum over a target's gradients is called after it
+    for at, (one, two) in enumerate(zip(first.operands, own.operands, strict=False)):
+        if not _same(one, two, first, own) and not _counts_batches(first, own, training):
+            return f"its operand '{own.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"
+    return ""
+
+
+def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
+    """Whether operands are one, or constants of integers of nodes on shards of other sizes, or made of one source that is rewritten.
+
+    A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
+    if one == two or _VALUE in (one[0], two[0]):
+        return True
+    if one[0] is two[0] is _CONSTANT:
+        return one[1] == two[1] and one[1] in _INTEGERS and first.sizes != own.sizes
+    if len(one) < 3 or len(two) < 3 or not one[2] or not two[2]:
+        return False
+    if first.program == own.program:
+        return one[2] == two[2] and not metadata_of(own.node, PHASE)
+    return f"{one[2]}.".startswith(f"{two[2]}.") or f"{two[2]}.".startswith(f"{one[2]}.")
+
+
+def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> bool:
+    """Whether nodes are of a loss or a metric, and the program of only one of them has microbatches."""
+    if training is None or first.streams == own.streams:
+        return False
+    names = (training.loss, *training.metrics, *training.denominators.values())
+    return any(f"{source_path(own.node)}.".startswith(f"{name}.") for name in names)
+
+
+def _text(origin: Origin) -> str:
+    if origin[0] is _CONSTANT:
+        return "another constant"
+    return f"'{origin[1] if origin[0] is _VALUE else origin[0]}'"

@@ -1,0 +1,93 @@
+"""Nodes of one name are one node on all ranks and in all programs, and a weight is the tensor that it is called after."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutated import change_file, rewrite_raw, texts
+from onnx import ModelProto, NodeProto
+from semantic_mutants import build
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build("generation", tmp_path_factory.mktemp("decoder") / "build")
+    assert texts(folder) == ""
+    return folder
+
+
+def node(model: ModelProto, name: str) -> NodeProto:
+    return next(one for one in model.graph.node if one.name == name)
+
+
+def another_op(model: ModelProto) -> None:
+    node(model, "layers.1.Add").op_type = "Sub"
+
+
+def another_scale(model: ModelProto) -> None:
+    next(one for one in node(model, "generate.attention").attribute if one.name == "scale").f = 0.5
+
+
+def another_operand(model: ModelProto) -> None:
+    node(model, "layers.1.Add").input[0] = "embed.Add"
+
+
+def another_constant(model: ModelProto) -> None:
+    tensor = next(one for one in model.graph.initializer if one.name == "axes_0")
+    tensor.raw_data = (1).to_bytes(8, "little")
+    del tensor.metadata_props[1:]
+
+
+def swapped_weights(model: ModelProto) -> None:
+    one, two = (next(x for x in model.graph.initializer if x.name == f"layers.{k}.o.weight") for k in (0, 1))
+    one.name, two.name = two.name, one.name
+
+
+def without_reduction(model: ModelProto) -> None:
+    call = next(one for one in model.graph.node if one.op_type == "AllReduce" and one.output[0] == "generate.top")
+    call.op_type, call.domain = "Identity", ""
+    del call.attribute[:]
+
+
+DECODE, PREFILL = ("rank_0000.onnx", "rank_0001.onnx"), ("prefill_rank_0000.onnx", "prefill_rank_0001.onnx")
+RANK_1 = DECODE[1:] + PREFILL[1:]
+
+
+@pytest.mark.parametrize("files", [RANK_1, DECODE, PREFILL])
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (another_op, "'layers.1.Add' (layers.1.Add): it is "),
+        (another_scale, "'generate.attention' (generate.attention): its attribute scale differs from that in"),
+        (another_operand, "Add 'layers.1.Add' (layers.1.Add): its operand '"),
+        (another_constant, "'axes_0' has other numbers than in another file"),
+        (swapped_weights, "weight 'layers.1.o.weight': its data is that of 'layers.0.o.weight"),
+    ],
+)
+def test_what_ranks_and_programs_have_alike(
+    decoder: Path, tmp_path: Path, files: Sequence[str], change: Callable[[ModelProto], None], fact: str
+) -> None:
+    shutil.copytree(decoder, tmp_path / "build")
+    for file in files:
+        change_file(tmp_path / "build", file, change)
+    assert fact in texts(tmp_path / "build")
+
+
+def test_the_largest_of_each_shard_is_not_that_of_all(decoder: Path, tmp_path: Path) -> None:
+    """The reduction by which ranks agree on the likeliest token is away in all programs, and in the manifest."""
+    shutil.copytree(decoder, tmp_path / "build")
+    for file in (*DECODE, *PREFILL):
+        change_file(tmp_path / "build", file, without_reduction)
+    rewrite_raw(tmp_path / "build", forget_reduction)
+    found = texts(tmp_path / "build")
+    fact = "'generate.top' is the largest of a shard that no collective has reduced, and Equal reads it as that of all"
+    assert fact in found
+
+
+def forget_reduction(data: dict[str, Any]) -> None:
+    for program in data["programs"].values():
+        program["collectives"] = [one for one in program["collectives"] if one["value"] != "generate.top"]
