@@ -149,7 +149,7 @@ def _judged(command: str, name: str, code: int | None, said: str, listens: bool,
         return "python", []
     if code == -number:
         return "wordless", [*problems, "the default action"]
-    told = re.search(rf"^stopped by {name}\b|^(no more requests|draining|the server)", said, re.MULTILINE) is not None
+    told = re.search(rf"stopped by {name}\b|^(no more requests|draining|the server)", said, re.MULTILINE) is not None
     problems += [] if told else ["no sentence"]
     saves = command == "train" or "before the first step" in said
     right = {128 + number} if name in ("SIGINT", "SIGHUP") or not (command.startswith("train") and saves) else {75}
