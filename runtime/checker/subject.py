@@ -13,7 +13,6 @@ from partc.runtime.artifact.format import Manifest, StateRecord
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tasks.rows import Row
 from partc.runtime.artifact.training.training_record import TrainingRecord
-from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.errors import Violation
 
 
@@ -59,12 +58,6 @@ class NamedNode:
     def attributes(self) -> dict[str, Hashable]:
         """The attributes by name."""
         return {one.name: _content(one) for one in self.node.attribute}
-
-    @cached_property
-    def sizes(self) -> tuple[object, ...]:
-        """What the file declares of its operands and its first result."""
-        types = declared_types(self.model)
-        return tuple(types.get(name) for name in (*self.node.input, *self.node.output[:1]))
 
 
 def _content(attribute: AttributeProto) -> Hashable:

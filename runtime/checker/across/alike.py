@@ -38,6 +38,7 @@ from partc.runtime.artifact.format import (
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.training.training_record import TrainingRecord
+from partc.runtime.checker.graph.declared import declared_types
 from partc.runtime.checker.subject import NamedNode, Origin, Subject
 from partc.runtime.errors import Violation
 
@@ -184,7 +185,7 @@ def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | Non
         return f"it is {first.node.op_type} in {first.file}" if not _counts_batches(first, own, training) else ""
     names = {name for name, _ in first.attributes.items() ^ own.attributes.items()}
     names -= _MODES if first.program != own.program else set()
-    names -= _COUNTS if names and first.sizes != own.sizes else set()
+    names -= _COUNTS if names and _sizes(first) != _sizes(own) else set()
     if names and not _counts_batches(first, own, training):
         return f"its attribute {min(names)} differs from that in {first.file}"
     if metadata_of(own.node, PHASE) == _UPDATE:
@@ -202,7 +203,7 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     if one == two or _VALUE in (one[0], two[0]):
         return True
     if one[0] is two[0] is _CONSTANT:
-        return one[1] == two[1] and one[1] in _INTEGERS and first.sizes != own.sizes
+        return one[1] == two[1] and one[1] in _INTEGERS and _sizes(first) != _sizes(own)
     if len(one) < 3 or len(two) < 3 or not one[2] or not two[2]:
         return False
     if first.program == own.program:
@@ -216,6 +217,12 @@ def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord |
         return False
     names = (training.loss, *training.metrics, *training.denominators.values())
     return any(f"{source_path(own.node)}.".startswith(f"{name}.") for name in names)
+
+
+def _sizes(own: NamedNode) -> tuple[object, ...]:
+    """What the file declares of a node's operands and of its first result."""
+    types = declared_types(own.model)
+    return tuple(types.get(name) for name in (*own.node.input, *own.node.output[:1]))
 
 
 def _text(origin: Origin) -> str:
