@@ -55,7 +55,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         names = DimNames({}, set(), position_symbols(module, inputs))
         opset = OPSET_WITH_CACHE if cache else OPSET
         model = export(module, inputs, None, names, outputs, where, recorder, opset)
-        lost = _lost(model, {*weights.tensors, *buffers})
+        lost = _without_numbers(model, {*weights.tensors, *buffers})
         if lost and all(_LITERAL in name for name in lost):
             _allocate(module)
             model = export(module, inputs, None, names, outputs, where, recorder, opset)
@@ -92,7 +92,7 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
     return Source(model, declared, exported=True)
 
 
-def _lost(model: ir.Model, known: Collection[str]) -> list[str]:
+def _without_numbers(model: ir.Model, known: Collection[str]) -> list[str]:
     """The names of the initializers without numbers, but for those that are known from elsewhere."""
     values = model.graph.initializers.items()
     return [
