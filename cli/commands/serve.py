@@ -31,6 +31,12 @@ _RESTARTS = 5
     help="The address of this machine on which it listens; 0.0.0.0: all of them.",
 )
 @click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="A further name by which clients call it; may be repeated. Without one localhost and its address are served.",
+)
+@click.option(
     "--tokenizer",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The model's tokenizer.json, for text; its chat template is looked for beside it.",
@@ -79,6 +85,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         queue=given["queue"],
         timeout=given["timeout"],
         tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
+        hosts=given["allow_host"],
         restart=_RESTARTS if given["restart"] else 0,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)
