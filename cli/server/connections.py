@@ -11,14 +11,12 @@ passes no more bytes on than the present request needs:
 | `CLOSING` | the end of the connection | 5 s |
 
 Times begin with a state: a client that sends a byte now and then gains nothing. Where there are as many connections as there may be, a new
-one displaces the oldest in the first of the states `CLOSING`, `HEAD` and `BODY`. So who opens many and completes no request displaces its
-own.
+one displaces the oldest in the first of the states `CLOSING`, `HEAD` and `BODY`: who opens many and completes no request displaces its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import json
 import os
@@ -41,6 +39,8 @@ _OTHER_FILES = 16
 """Files of the process that are left to others than connections."""
 _LEAST = 4
 _RETRY_SECONDS = 0.05
+_YOUNG_SECONDS = 0.02
+"""How long a connection stays: its client may be late with the head. With 26 connections the last of 1,024 new ones waits for 1 s."""
 _REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
@@ -84,15 +84,26 @@ class Connections:
                     self._displace()
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
-                if len(self._open) >= self.most and not self._displace():
-                    with end, contextlib.suppress(OSError):
-                        end.send(_refusal(503, f"{self.most} connections have requests, and there are no more"))
-                    await asyncio.sleep(0)
-                    continue
-                with contextlib.suppress(OSError):
-                    await loop.connect_accepted_socket(lambda: Connection(self, protocol), end)
+                try:
+                    await self._admit(end, protocol)
+                except BaseException as error:
+                    end.close()
+                    if not isinstance(error, OSError):
+                        raise
         finally:
             clock.cancel()
+
+    async def _admit(self, end: socket.socket, protocol: Callable[..., Any]) -> None:
+        """Adds a connection, in the place of another one if need be."""
+        while len(self._open) >= self.most and (young := self._displace()):
+            await asyncio.sleep(young)
+        if len(self._open) < self.most:
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: Connection(self, protocol), end)
+            return
+        with end:
+            end.send(_refusal(503, f"{self.most} connections have requests, and there are no more"))
+        await asyncio.sleep(0)
 
     async def _watch(self) -> None:
         """Ends connections whose time is over."""
@@ -101,13 +112,17 @@ class Connections:
             for connection in [*self._open]:
                 connection.end_late()
 
-    def _displace(self) -> bool:
-        """Ends the connection that has waited longest for its client; False where all have a request."""
+    def _displace(self) -> float:
+        """Ends a connection that waits for its client, if one does for long enough; else after how many seconds one will, 0 without one.
+
+        A client that sends a head at once is never found with a part of it: those with a part are ended before those with none.
+        """
         waiting = [one for one in self._open if one.state is not State.ANSWER]
-        if not waiting:
-            return False
-        min(waiting, key=lambda one: (one.state, one.since)).abort()
-        return True
+        since = asyncio.get_running_loop().time() - _YOUNG_SECONDS
+        if old := [one for one in waiting if one.since <= since]:
+            min(old, key=lambda one: (one.state, not one.has_begun, one.since)).abort()
+            return 0.0
+        return min((one.since for one in waiting), default=since) - since
 
     def add(self, connection: Connection) -> None:
         """Counts a connection."""
@@ -138,6 +153,11 @@ class Connection(asyncio.Protocol):
         self._unread: float | None = None
         """Since when the client has not read."""
         self.state, self.since = State.HEAD, self._loop.time()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a part of a head or body."""
+        return self._size > 0
 
     # as the protocol of the socket
 

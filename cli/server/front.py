@@ -35,7 +35,7 @@ from partc.runtime.errors import UsageError
 
 _LAST_SECONDS = 2
 _LINE_SECONDS = 60
-_BACKLOG = 512
+_BACKLOG = 1024
 _PATH_BYTES = 100
 
 
