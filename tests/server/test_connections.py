@@ -68,7 +68,7 @@ class Served:
         except asyncio.CancelledError:
             for one in [*self.connections._open]:
                 one.abort()
-            self.loop.run_until_complete(asyncio.sleep(0.05))
+            self.loop.run_until_complete(asyncio.sleep(0.3))
         finally:
             self.loop.close()
 

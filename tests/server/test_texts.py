@@ -191,7 +191,7 @@ def test_a_template_that_computes_without_end_is_ended_and_the_next_conversation
     monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.1)
     cases = {
         "loop": NOTHING, "sum": "{% for a in range(3000) %}{% set x = range(99999) | sum %}{% endfor %}",
-        "power": "{% set n = messages | length + 8 %}{{ n**n**9 > 3 }}", "text": "{{ messages[0].content * 1500000000 }}",
+        "power": "{% set n = messages | length + 8 %}{{ n**(n**9) > 3 }}", "text": "{{ messages[0].content * 1500000000 }}",
         "zero": "{{ 1 // (messages | length - 1) }}",
     }  # fmt: skip
     choice = "".join(f"{{% if messages[0].content == '{name}' %}}{text}{{% endif %}}" for name, text in cases.items())
