@@ -31,6 +31,12 @@ _RESTARTS = 5
     help="The address of this machine on which it listens; 0.0.0.0: all of them.",
 )
 @click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="A further name by which clients call it; may be repeated. Without one localhost and its address are served.",
+)
+@click.option(
     "--tokenizer",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The model's tokenizer.json, for text; its chat template is looked for beside it.",
@@ -68,6 +74,9 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     Its API is OpenAI's: /v1/completions and /v1/chat/completions, also as streams, and /v1/models; /health,
     /metrics for Prometheus, and a page at / to try it. Requests run at once in the artifact's slots.
 
+    A connection has 10 s and 16 KiB for the head of a request, 30 s and 1 MB for its body; there are as many as slots
+    and queue, and 128 more, and each takes 1.7 MB at most.
+
     \b
     partc serve --tokenizer llama/tokenizer.json
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 50}'
@@ -79,6 +88,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         queue=given["queue"],
         timeout=given["timeout"],
         tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
+        hosts=given["allow_host"],
         restart=_RESTARTS if given["restart"] else 0,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)

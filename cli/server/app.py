@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 _BODY_SECONDS = 30.0
 _SHORT_BYTES = 1024
 """A body up to this size is read at once: another thread takes longer to begin than a tokenizer for so much text."""
 _PAGE_BYTES = 1 << 20
+_MOST_CHATS = 8
+"""How many conversations may wait for the template."""
+_LOCAL = {"localhost", "127.0.0.1", "::1"}
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+
+
+Read = Callable[[bytes], Completion]
 
 
 class Document(JSONResponse):
@@ -36,14 +44,53 @@ class Document(JSONResponse):
         return super().render(content) + b"\n"
 
 
+class Turns:
+    """Bodies that are read in another thread: one at once, the shortest first; `most` may wait, or any number."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most, self._is_taken, self._count = most, False, 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    async def run(self, read: Read, body: bytes) -> Completion:
+        """What is read; RefusedError where too many wait."""
+        if self._is_taken:
+            if self._most is not None and len(self._waiting) >= self._most:
+                raise RefusedError(429, f"{self._most} conversations wait for the template", code="queue_full", retry=1)
+            turn = asyncio.get_running_loop().create_future()
+            self._count += 1
+            heappush(self._waiting, (len(body), self._count, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                raise
+        self._is_taken = True
+        try:
+            return await asyncio.to_thread(read, body)
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Lets the shortest body that waits be read."""
+        self._is_taken = False
+        while self._waiting and not self._is_taken:
+            turn = heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                self._is_taken = True
+
+
 class Server:
-    """What the routes share: who reads bodies, and who has the open requests."""
+    """What the routes share: who reads bodies, who has the open requests, and by which names of hosts it is served."""
 
-    def __init__(self, reader: Reader, engine: Engine, timeout: float) -> None:
+    def __init__(self, reader: Reader, engine: Engine, timeout: float, hosts: Collection[str]) -> None:
         self.reader, self.engine, self.timeout = reader, engine, timeout
+        self.hosts = {_host_of(name) for name in hosts} | _LOCAL
         self.created = int(time.time())
+        self._texts, self._chats = Turns(), Turns(_MOST_CHATS)
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The application."""
         routes = [  # in this order a path is looked for
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -59,7 +106,28 @@ class Server:
             HTTPException: _http_error,
             Exception: _fault,
         }
-        return Starlette(routes=routes, exception_handlers=handlers)
+        served = Starlette(routes=routes, exception_handlers=handlers)
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                self._refuse_other_host(scope)
+            except RefusedError as error:
+                await Document(error.body(), error.status)(scope, receive, send)
+            else:
+                await served(scope, receive, send)
+
+        return application
+
+    def _refuse_other_host(self, scope: Scope) -> None:
+        """RefusedError of a request to another host: a stranger may give a name the address of this machine, and browsers then take
+        this server for the origin of the stranger's page.
+        """
+        names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        served = self.hosts | {_host_of(scope["server"][0])} if scope["server"] else self.hosts
+        if any(_host_of(name) not in served for name in names) or len(names) > 1:
+            fact = f"the host '{', '.join(names)}' is not served here; --allow-host gives the server a further name"
+            self.engine.metrics.requests["refused"] += 1
+            raise RefusedError(421, fact, code="host")
 
     async def page(self, request: Request) -> Response:
         """The page on which to try it."""
@@ -99,11 +167,11 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         """Continues a prompt."""
-        return await self._answer(request, self.reader.completion)
+        return await self._answer(request, self.reader.completion, self._texts, _SHORT_BYTES)
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
-        return await self._answer(request, self.reader.chat)
+        return await self._answer(request, self.reader.chat, self._chats)
 
     def refused(self, request: Request, error: RefusedError) -> Response:
         """The answer to a request that is not met."""
@@ -111,12 +179,14 @@ class Server:
         headers = {"Retry-After": str(error.retry)} if error.retry else None
         return Document(error.body(), error.status, headers=headers)
 
-    async def _answer(self, request: Request, read: Callable[[bytes], Completion]) -> Response:
+    async def _answer(self, request: Request, read: Read, turns: Turns, short: int = 0) -> Response:
+        """The answer to a request whose body is read by `read`: in this thread if it is `short`, else in one of `turns`."""
         _refuse_other_origin(request)
         body = await _body(request)
-        completion = read(body) if len(body) <= _SHORT_BYTES else await asyncio.to_thread(read, body)
-        timeout = self.timeout if completion.timeout is None else completion.timeout
-        ticket = self.engine.submit(completion.request, timeout)
+        with self.engine.place():
+            completion = read(body) if len(body) <= short else await turns.run(read, body)
+            timeout = self.timeout if completion.timeout is None else completion.timeout
+            ticket = self.engine.submit(completion.request, timeout)
         answer = Answer(completion, self.reader.model, ticket, Letters(self.reader.tokenizer, completion.stops))
         if completion.streams:
             return EventStream(answer, self.engine)
@@ -147,6 +217,14 @@ async def _body(request: Request) -> bytes:
 
 def _too_long() -> RefusedError:
     return RefusedError(413, f"the body has more than {MOST_BYTES:,} bytes", code="too_large")
+
+
+def _host_of(name: str) -> str:
+    """The host of an address with or without a port, without the brackets of IPv6."""
+    name = name.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name if name.count(":") > 1 else name.partition(":")[0]
 
 
 def _refuse_other_origin(request: Request) -> None:

@@ -11,11 +11,13 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn
 
 from partc.cli.server.refusals import RefusedError
 from partc.cli.text.chat_template import ChatTemplate
-from partc.cli.text.message_text import MessageText
+from partc.cli.text.message_text import MARK_LETTERS, MessageText
+from partc.cli.text.tokenizer import ids_of
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.errors import InputError
 from partc.runtime.generation.request import Request, faults_of
@@ -25,6 +27,8 @@ from pydantic_core import ErrorDetails
 MOST_BYTES = 1_000_000
 """The longest body."""
 MOST_STOPS, MOST_STOP_LETTERS = 16, 256
+_MOST_MESSAGES = _MOST_PARTS = 1024
+_MOST_FIELDS, _MOST_LABELS = 64, 64
 _DEFAULT_TOKENS = 16
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
@@ -47,6 +51,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
 }
 """Fields of the API that ask for what this server does not do, and the values that ask for nothing."""
+
+
+def _is_neutral(value: object, neutral: object) -> bool:
+    """Whether JSON has both in one way: `true` is not the number 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _stops(given: object) -> object:
@@ -76,7 +85,33 @@ def _prompt(given: object) -> object:
     return found
 
 
+def _content(given: object) -> object:
+    """The text of a message's content, a text or a list of parts; ValueError where a part is not a text."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise ValueError("is a text, or a list of parts with the type 'text'")
+    if len(given) > _MOST_PARTS:
+        raise ValueError(f"has {len(given):,} parts; at most {_MOST_PARTS:,}")
+    for at, part in enumerate(given):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"has a part of the type {json.dumps(kind)[:80]} at {at}; this model reads text alone")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise ValueError(f'has no {{"type": "text", "text": ...}} at {at}')
+        if unknown := [*(part.keys() - {"type", "text"})]:
+            raise ValueError(f"has the field {json.dumps(min(unknown))[:80]} in its part {at}; leave it out")
+    return "".join(part["text"] for part in given)
+
+
 Stops = Annotated[list[str] | None, BeforeValidator(_stops)]
+
+
+def _labels(given: object) -> object:
+    """Labels that are few enough for a message about each that is wrong; ValueError."""
+    if isinstance(given, dict) and len(given) > _MOST_LABELS:
+        raise ValueError(f"has {len(given):,} labels; at most {_MOST_LABELS:,}")
+    return given
 
 
 class _StreamOptions(BaseModel):
@@ -92,7 +127,7 @@ class _Labels(BaseModel):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_labels)] | None = None
 
 
 class _Body(_Labels):
@@ -112,21 +147,15 @@ class _CompletionBody(_Body):
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
 
 
-class _TextContent(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    type: Annotated[str, Field(pattern="^text$")]
-    text: str
-
-
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
-    content: str | list[_TextContent]
+    content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
 
 
 class _ChatBody(_Body):
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=1024)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
 
 
@@ -165,13 +194,38 @@ class Reader:
             fact = "the server has no chat template: start it with --tokenizer, and the template in tokenizer_config.json beside it"
             raise RefusedError(400, fact, "messages")
         body = self._body(data, _ChatBody.model_validate)
+        messages = [_plain(message) for message in body.messages]
+        self._refuse_long(sum(len(message["content"]) for message in messages), "messages")
         text = MessageText(self.tokenizer)
+        marked = text.marked(messages)
+        if len(text.marks) > self.most_tokens:
+            raise self._too_many_tokens(f"the messages have {len(text.marks):,} texts of control tokens", "messages")
         try:
-            prompt = self.template.prompt(text.marked([_plain(message) for message in body.messages]))
+            prompt = self.template.prompt(marked, self.most_letters + len(text.marks) * MARK_LETTERS)
         except InputError as error:
             raise RefusedError(400, str(error), "messages") from None
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return self._checked(body, text.ids(prompt), most, self.record.length, True)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a text."""
+        return self.record.length if self.record.encoder is None else self.record.encoder.length
+
+    @cached_property
+    def most_letters(self) -> int:
+        """The most letters of a text: those of as many of the longest token as the model reads. A longer text is refused unread."""
+        longest = max((len(one.encode()) for one in self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        return self.most_tokens * longest
+
+    def _refuse_long(self, letters: int, field: str) -> None:
+        """RefusedError where a text cannot fit, before its tokens are looked for."""
+        if letters > self.most_letters:
+            raise self._too_many_tokens(f"the text has {letters:,} letters", field)
+
+    def _too_many_tokens(self, fact: str, field: str) -> RefusedError:
+        law = f"more than {self.most_tokens:,} tokens have, the length of this model"
+        return RefusedError(400, f"{fact}, {law}", field, "context_length_exceeded")
 
     def refuse_other(self, model: str) -> None:
         """RefusedError where a client asks for another model."""
@@ -193,11 +247,16 @@ class Reader:
         if not isinstance(found, dict):
             raise RefusedError(400, "the body is not a JSON object")
         for name, neutral in _NEUTRAL.items():
-            if name in found and (value := found.pop(name)) not in neutral:
+            if name not in found:
+                continue
+            value = found.pop(name)
+            if not any(_is_neutral(value, one) for one in neutral):
                 shown = json.dumps(value)[:80]
                 raise RefusedError(
                     400, f"'{name}' is {shown}: this server does not do that; leave it out", name, "unsupported"
                 )
+        if len(found) > _MOST_FIELDS:
+            raise RefusedError(400, f"the body has {len(found):,} fields, more than this server knows")
         try:
             body = validate(found)
         except ValidationError as error:
@@ -213,8 +272,8 @@ class Reader:
             raise RefusedError(
                 400, "text needs a tokenizer: start the server with --tokenizer, or give a list of ids", "prompt"
             )
-        found: list[int] = self.tokenizer.encode(text).ids
-        return found
+        self._refuse_long(len(text), "prompt")
+        return ids_of(self.tokenizer, text)
 
     def _checked(self, body: _Body, ids: list[int], most: int | None, default: int, chat: bool) -> Completion:
         encoder = self.record.encoder  # the prompt is the encoder's, where there is one
@@ -263,10 +322,9 @@ def _fact_of(fault: ErrorDetails) -> str:
 
 
 def _plain(message: _Message) -> dict[str, str]:
-    """A message as templates read it, its content one text."""
-    content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    """A message as templates read it."""
     name = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content, **name}
+    return {"role": message.role, "content": message.content, **name}
 
 
 def _not_json(word: str) -> NoReturn:

@@ -10,7 +10,8 @@ import asyncio
 import enum
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -89,8 +90,10 @@ class Engine:
     def __init__(self, slots: int, queue: int, metrics: Metrics) -> None:
         self.state = State.STARTING
         self.metrics = metrics
-        self._most = slots + queue
+        self.most = slots + queue
+        """How many requests may run or wait, those that are read included."""
         self._open: dict[int, Ticket] = {}
+        self._read = 0
         self._next = 0
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: list[bytes] = []
@@ -113,13 +116,25 @@ class Engine:
                 if self.state is State.READY:
                     self.state = State.FAILED
 
-    def submit(self, request: Request, timeout: float) -> Ticket:
-        """Sends a request to the ranks; RefusedError where they take none now."""
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place in the queue for a request that is read meanwhile, and then submitted; RefusedError where there is none."""
+        self._refuse_where_none_is_taken()
+        if (count := len(self._open) + self._read) >= self.most:
+            raise RefusedError(429, f"{count} requests are open, and no more can wait", code="queue_full", retry=_RETRY)
+        self._read += 1
+        try:
+            yield
+        finally:
+            self._read -= 1
+
+    def _refuse_where_none_is_taken(self) -> None:
         if self.state is not State.READY or self._writer is None:
             raise RefusedError(503, f"no request is taken: {self.state.value}", code="unavailable", retry=_RETRY)
-        if len(self._open) >= self._most:
-            fact = f"{len(self._open)} requests are open, and no more can wait"
-            raise RefusedError(429, fact, code="queue_full", retry=_RETRY)
+
+    def submit(self, request: Request, timeout: float) -> Ticket:
+        """Sends a request to the ranks; RefusedError where they take none now."""
+        self._refuse_where_none_is_taken()
         ticket = Ticket(self._next, time.monotonic())
         self._next += 1
         self._open[ticket.number] = ticket

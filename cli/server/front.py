@@ -13,14 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from partc.cli.server.bodies import Reader
+from partc.cli.server.connections import HEAD_BYTES, HEAD_SECONDS, Connections, most_connections
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.link import MOST_BYTES
 from partc.cli.server.metrics import Metrics
@@ -28,9 +34,8 @@ from partc.cli.server.settings import ServerSettings
 from partc.runtime.errors import UsageError
 
 _LAST_SECONDS = 2
-_BACKLOG = 512
-_CONNECTIONS = 800
-"""How many may be open: a process has a thousand files at most by default."""
+_LINE_SECONDS = 60
+_BACKLOG = 1024
 _PATH_BYTES = 100
 
 
@@ -85,6 +90,8 @@ class Front:
         if error is not None:
             self.fail("the server has ended")
         self._call(self._end)
+        if self._reader.template is not None:
+            self._reader.template.close()
         self._thread.join(_LAST_SECONDS + 3)
         self._socket.close()
 
@@ -123,31 +130,42 @@ class Front:
     async def _serve(self) -> None:
         import uvicorn
         from partc.cli.server.app import Server
+        from partc.cli.server.bodies import MOST_BYTES as BODY_BYTES
 
         self._stop = asyncio.Event()
         record = self._reader.record
         engine = self._engine = Engine(record.slots, self.settings.queue, Metrics(slots=record.slots))
-        app = Server(self._reader, engine, self.settings.timeout).app()
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                http="auto",  # httptools where it is installed; with h11 a stream takes a fifth more CPU
-                loop="asyncio",
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=_CONNECTIONS,
-                timeout_graceful_shutdown=_LAST_SECONDS,
-            )
+        hosts = (self.settings.host, *self.settings.hosts)
+        connections = Connections(most_connections(engine.most), BODY_BYTES)
+        app = Server(self._reader, engine, self.settings.timeout, hosts).app()
+        config = uvicorn.Config(
+            connections.around(app),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http="auto",  # httptools where it is installed; with h11 a stream takes a fifth more CPU
+            loop="asyncio",
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=2 * HEAD_BYTES,
+            timeout_keep_alive=HEAD_SECONDS,
+            timeout_graceful_shutdown=_LAST_SECONDS,
         )
-        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        config.load()
+        server = uvicorn.Server(config)
+        protocol: Any = config.http_protocol_class
+        protocol = partial(protocol, config=config, server_state=server.server_state)
+        serving = asyncio.create_task(server.serve(sockets=[]))
+        accepting = asyncio.create_task(connections.serve(self._socket, protocol))
         self._ready.set()
-        await asyncio.wait({serving, asyncio.ensure_future(self._stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
+        stop = asyncio.ensure_future(self._stop.wait())
+        with few_lines("uvicorn.error", "asyncio"):
+            await asyncio.wait({serving, accepting, stop}, return_when=asyncio.FIRST_COMPLETED)
+            accepting.cancel()
+            server.should_exit = True
+            await serving
+        self._tasks.add(accepting)
         for link in self._links:
             link.close()
         for task in self._tasks:
@@ -196,6 +214,30 @@ class Front:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
 
+@contextmanager
+def few_lines(*loggers: str) -> Iterator[None]:
+    """Meanwhile each line of code that writes to these loggers does so once in some seconds, with how often it would have between."""
+    due, left_out = dict[object, float](), Counter[object]()
+
+    def is_written(record: logging.LogRecord) -> bool:
+        place, now = (record.pathname, record.lineno), time.monotonic()
+        if now < due.get(place, 0.0):
+            left_out[place] += 1
+            return False
+        due[place] = now + _LINE_SECONDS
+        if count := left_out.pop(place, 0):
+            record.msg, record.args = f"{record.getMessage()} (and {count:,} times since the last such line)", ()
+        return True
+
+    for name in loggers:
+        logging.getLogger(name).addFilter(is_written)
+    try:
+        yield
+    finally:
+        for name in loggers:
+            logging.getLogger(name).removeFilter(is_written)
+
+
 def _bound(host: str, port: int) -> socket.socket:
     """A socket that listens; UsageError where the address cannot be had."""
     try:
@@ -209,6 +251,7 @@ def _bound(host: str, port: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
         found.listen(_BACKLOG)
+        found.setblocking(False)
     except OSError as error:
         found.close()
         fact = f"cannot listen on {host}, port {port}: {error.strerror}"

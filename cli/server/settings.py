@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 class ServerSettings:
     """Where it listens and for how long it waits; times in seconds, paths absolute.
 
-    `drain`: how long open requests may go on when the server ends. `queue`: how many may wait for a slot. `timeout`: of a request
-    that does not say its own. `restart`: how often a job that fails is started again. `link`: the socket by which rank 0 reaches the
-    launching process, empty where the server runs in rank 0 itself.
+    `hosts`: further names by which clients may call it. `drain`: how long open requests may go on when the server ends. `queue`: how many
+    may wait for a slot. `timeout`: of a request that does not say its own. `restart`: how often a job that fails is started again. `link`:
+    the socket by which rank 0 reaches the launching process, empty where the server runs in rank 0 itself.
     """
 
     host: str = "127.0.0.1"
@@ -22,3 +23,4 @@ class ServerSettings:
     tokenizer: str | None = None
     restart: int = 0
     link: str = ""
+    hosts: Sequence[str] = ()

@@ -1,62 +1,113 @@
 """The template that makes one prompt of a conversation, as models have it beside their tokenizer, run by jinja2 in its sandbox.
 
 The template belongs to the model and what it is given to the client, so it can neither reach Python's objects nor change what it is given.
-Its text is taken in pieces, and given up where it gets too long or takes too much time.
+It runs in a process of its own (`template_process.py`), which is killed with its CPU time or memory used up, and is started again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
-import time
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from partc.cli.text.tokenizer import tokenizer_settings
 from partc.runtime.errors import InputError, UsageError
 from partc.runtime.files import counted
 
 MOST_LETTERS = 1 << 22
-MOST_SECONDS = 2.0
+MOST_SECONDS = 1.0
+"""CPU time of a conversation, and of the compile."""
+_LONGEST_WAIT, _LONGEST_START = 5.0, 30.0
+"""Seconds in which the process must have had the CPU time of a conversation, and those in which it must have started."""
 _FILE_BYTES = 1 << 20
 _FILE = "chat_template.jinja"
 
 
 class ChatTemplate:
-    """A compiled template; InputError where it cannot be compiled."""
+    """A compiled template, for one conversation at a time; InputError where it cannot be compiled."""
 
     def __init__(self, where: str, text: str, special: dict[str, str]) -> None:
-        try:
-            from jinja2 import TemplateError
-            from jinja2.ext import loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise UsageError('a chat template needs the package jinja2\n  help: pip install "partc[serve]"') from None
-        self._where, self._error = where, TemplateError
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-        try:
-            self._template = environment.from_string(text)
-        except TemplateError as error:
-            raise InputError(f"{where}: is not a template: {error}") from None
-        self._special = special
+        if importlib.util.find_spec("jinja2") is None:
+            raise UsageError('a chat template needs the package jinja2\n  help: pip install "partc[serve]"')
+        self._begin = {"template": text, "special": special, "seconds": MOST_SECONDS}
+        self._lock, self._closed = threading.Lock(), False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        """The process that runs now; empty before the first one."""
+        self._at_exit = weakref.finalize(self, _end, self._processes)
+        if (answer := self._start()).get("error") is not None:
+            self.close()
+            raise InputError(f"{where}: is not a template: {answer['error']}")
 
-    def prompt(self, messages: Sequence[dict[str, str]]) -> str:
-        """The text of a conversation, up to where the answer begins; InputError where the template refuses it."""
-        until, parts, letters = time.monotonic() + MOST_SECONDS, list[str](), 0
+    def prompt(self, messages: Sequence[dict[str, str]], letters: int = MOST_LETTERS) -> str:
+        """The text of a conversation, up to where the answer begins; InputError where the template refuses it or makes too many letters."""
+        with self._lock:
+            answer = self._ask({"messages": [*messages], "letters": letters}, _LONGEST_WAIT)
+            if self._processes[0].poll() is not None and not self._closed:
+                with contextlib.suppress(OSError):  # no file or memory is left: the next conversation tries again
+                    self._start()
+                if self._closed:
+                    _end(self._processes)
+        if "error" in answer:
+            raise InputError(f"the chat template refuses these messages: {answer['error']}")
+        return str(answer["prompt"])
+
+    def close(self) -> None:
+        """Ends the process, also while it runs."""
+        self._closed = True
+        self._at_exit()
+
+    def _start(self) -> dict[str, Any]:
+        """Starts the process anew; its answer to the template."""
+        _end(self._processes)
+        command = [sys.executable, "-P", "-m", "partc.cli.text.template_process"]
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        self._processes[:] = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing)]
+        return self._ask(self._begin, _LONGEST_START)
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The process's answer; an error where it ended instead, or took longer."""
+        process = self._processes[0]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line, in_time = b"", True
         try:
-            for part in self._template.generate(messages=messages, add_generation_prompt=True, **self._special):
-                parts.append(part)
-                letters += len(part)
-                if letters > MOST_LETTERS:
-                    raise InputError(f"the chat template makes more than {MOST_LETTERS:,} letters of these messages")
-                if time.monotonic() > until:
-                    raise InputError(f"the chat template takes more than {MOST_SECONDS:.0f} s for these messages")
-        except (self._error, TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise InputError(f"the chat template refuses these messages: {error}") from None
-        return "".join(parts)
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            answers = select.poll()
+            answers.register(process.stdout, select.POLLIN)
+            in_time = bool(answers.poll(seconds * 1000))
+            line = process.stdout.readline() if in_time else b""
+        except (OSError, ValueError):  # the process has ended, or `close` has
+            pass
+        if line.endswith(b"\n"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        if not in_time:
+            process.kill()
+        code = process.wait()
+        if not in_time or code == -signal.SIGPROF:
+            return {"error": f"it takes more than {self._begin['seconds']:g} s of CPU time, or {seconds:g} s"}
+        return {"error": f"the process in which it runs has ended with code {code}"}
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends processes and closes their pipes."""
+    for process in processes:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
 
 def find_chat_template(tokenizer: str) -> ChatTemplate | None:
@@ -87,8 +138,3 @@ def _text(token: object) -> str:
     """A special token's text, which files write as a text or as a mapping with its `content`."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else ""
-
-
-def _refuse(text: str) -> NoReturn:
-    """What templates call to refuse a conversation."""
-    raise ValueError(text)

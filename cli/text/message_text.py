@@ -19,6 +19,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from partc.cli.text.tokenizer import ids_of
+
+MARK_LETTERS = 32
+"""The most letters of a mark."""
 _BEFORE = "\n"
 """Stands in front of a text that is encoded by itself, and is taken off again: some tokenizers put a space at the begin."""
 
@@ -43,7 +47,7 @@ class MessageText:
     def ids(self, prompt: str) -> list[int]:
         """The tokens of a prompt that was made of the marked messages."""
         if not self.marks:
-            return [*self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+            return ids_of(self.tokenizer, prompt, special=False)
         parts = re.split(f"(\ue000{self.secret}\\.[0-9]+\ue001)", prompt)
         made = _following(self.tokenizer, parts[0], "")
         for part in parts[1:]:
@@ -63,10 +67,8 @@ class MessageText:
 
 def _following(tokenizer: Any, text: str, before: str) -> list[int]:
     """The tokens of a text behind another one; by itself where both would be one token."""
-    first, both = (tokenizer.encode(one, add_special_tokens=False).ids for one in (before, before + text))
-    if both[: len(first)] == first:
-        return [*both[len(first) :]]
-    return [*tokenizer.encode(text, add_special_tokens=False).ids]
+    first, both = (ids_of(tokenizer, one, special=False) for one in (before, before + text))
+    return both[len(first) :] if both[: len(first)] == first else ids_of(tokenizer, text, special=False)
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from partc.runtime.files import counted
 CONFIG = "tokenizer_config.json"
 """The file beside a tokenizer that names its special tokens, and has its chat template."""
 _CONFIG_BYTES = 1 << 24
+_SHORT_LETTERS = 1024
 _PADDED = 1024
 """By how many numbers, or by a tenth, a model's vocabulary may be padded."""
 
@@ -26,10 +28,18 @@ def open_tokenizer(path: str | None) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise UsageError('--tokenizer needs the package tokenizers\n  help: pip install "partc[text]"') from None
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at once needs no threads of its own
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # what tokenizers raises has no class of its own
         raise InputError(f"{path}: is not a tokenizer: {error}\n  help: give the tokenizer.json of the model") from None
+
+
+def ids_of(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """The tokens of a text; with those that the tokenizer puts around one, if `special`. Other threads run while a long text is read."""
+    if len(text) <= _SHORT_LETTERS:
+        return [*tokenizer.encode(text, add_special_tokens=special).ids]
+    return [*tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids]  # without the interpreter's lock
 
 
 def refuse_other_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:

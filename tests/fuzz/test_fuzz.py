@@ -50,6 +50,7 @@ KNOWN = {
 OVER_MPI = {
     "saving --kills 1": "1 kills .* files that differ: none",
     "preemption --signals 1 --seed 1 --ranks 2": "1 signals, .* files that differ: none",
+    "hostile_clients --seconds 3 --only all --late 0 --in-process": "all .* attacks .* 0 wrong",
     "kills --cases 1 --seed 326 --only run --start 8": "1 cases, 0 wrong",
     "early_signals --count 8 --seed 2 --within 1.5 --only train,run,serve,compile": "8 signals, 0 wrong",
     "little_memory --from 240 --to 400 --step 80 --only run,compile": "6 commands, 0 wrong",

@@ -146,10 +146,22 @@ class MpiServer(Client):
 
     folder: Path = Path()
     options: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    """A program that starts it, with its arguments."""
     lines: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "partc.cli", "serve", str(self.folder), "--port", "0", *self.options]
+        command = [
+            *self.before,
+            sys.executable,
+            "-m",
+            "partc.cli",
+            "serve",
+            str(self.folder),
+            "--port",
+            "0",
+            *self.options,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.await_ready()
         return self

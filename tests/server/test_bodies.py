@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -105,3 +106,80 @@ def test_memory_that_is_not_there_is_no_fault_of_partc(capfd: pytest.CaptureFixt
 def test_some_are_met(reader: Reader) -> None:
     assert len(read(reader, b'{"prompt": "abc"}')) == 1
     assert len(read(reader, b'{"messages": [{"role": "user", "content": "ab"}]}')) == 1
+
+
+NUMBERS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "timeout",
+    "n",
+    "best_of",
+    "top_logprobs",
+    "presence_penalty",
+)
+SWITCHES = ("stream", "echo", "store", "parallel_tool_calls")
+
+
+def test_true_is_no_number_and_one_no_switch(reader: Reader) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for name, value in [
+        *((name, value) for name in NUMBERS for value in (True, False)),
+        *((name, 1) for name in SWITCHES),
+    ]:
+        assert read(reader, json.dumps({"prompt": [1], name: value}).encode()) == [], name
+        assert read(reader, json.dumps({**chat, name: value}).encode()) == [], name
+    for name, value in (("n", 1), ("n", 1.0), ("presence_penalty", 0.0), ("logprobs", False), ("logprobs", 0)):
+        assert len(read(reader, json.dumps({"prompt": [1], name: value}).encode())) == 1, name
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        ([{"type": "text", "text": "a"}, IMAGE], "'messages.0.content' has a part of the type \"image_url\" at 1; this model reads text alone"),  # noqa: E501
+        ([{"type": "text"}], "'messages.0.content' has no {\"type\": \"text\", \"text\": ...} at 0"),
+        ([{"type": "text", "text": "a", "x": 1}], "'messages.0.content' has the field \"x\" in its part 0; leave it out"),
+        (1, "'messages.0.content' is a text, or a list of parts with the type 'text'"),
+        ([{}] * 2000, "'messages.0.content' has 2,000 parts; at most 1,024"),
+        ("a" * 33, "the text has 33 letters, more than 32 tokens have, the length of this model"),
+    ],
+)  # fmt: skip
+def test_what_a_message_may_be_is_said_without_the_names_of_validators(
+    reader: Reader, content: object, fact: str
+) -> None:
+    with pytest.raises(RefusedError) as caught:
+        reader.chat(json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
+    assert str(caught.value) == fact
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(reader: Reader) -> None:
+    class Untouched:
+        """A tokenizer whose tokens are letters, and which reads no text."""
+
+        def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+            return {"a": 0, "bc": 1}
+
+    found = dataclasses.replace(reader, tokenizer=Untouched())
+    with pytest.raises(RefusedError, match="the text has 65 letters, more than 32 tokens have"):
+        found.completion(b'{"prompt": "%b"}' % (b"a" * 65))
+    with pytest.raises(AttributeError):
+        found.completion(b'{"prompt": "%b"}' % (b"a" * 64))
+
+
+def test_documents_of_many_faults_are_refused_in_few_words(reader: Reader) -> None:
+    many = {f"k{at}": 0 for at in range(70)}
+    for body in (
+        {"prompt": [1], **many},
+        {"prompt": [1], "metadata": many},
+        {"messages": [{}] * 1000},
+        {"messages": [{"role": "user", "content": [{}] * 1000}]},
+    ):
+        for how in (reader.completion, reader.chat):
+            with pytest.raises(RefusedError) as caught:
+                how(json.dumps(body).encode())
+            assert len(str(caught.value)) < 1000

@@ -205,6 +205,18 @@ def test_wrong_paths_methods_and_origins_have_errors_of_the_same_form(server: Lo
     assert b"\x1b" not in text
 
 
+def test_only_its_own_hosts_are_served(build: Path) -> None:
+    """A stranger's name that has the address of this machine makes a browser send requests of the stranger's page as this server's own."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    with LocalServer(build, hosts=("Models.Example",)) as server:
+        for host in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80", "LOCALHOST:1", "models.example:80"):
+            assert server.request("POST", COMPLETIONS, body, Host=host, Origin=f"http://{host}")[0] == 200, host
+        for host in ("evil.example", f"evil.example:{server.port}", "localhost.evil.example", "127.0.0.2", ""):
+            for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/"), ("GET", "/none")):
+                status, _, text = server.request(method, path, body, Host=host, Origin=f"http://{host}")
+                assert (status, json.loads(text)["error"]["code"]) == (421, "host"), (host, path)
+
+
 def test_a_client_that_leaves_frees_its_slot(server: LocalServer) -> None:
     """One that gets a stream, one that waits for a whole answer, and one whose request waits for a slot."""
     before = server.metrics().get('partc_requests_total{finish="left"}', 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,17 @@ CONTROL.add_special_tokens(["<s>", "</s>", "</s></s>"])
 TURNS = "{% for m in messages %}<s>{{ m.role }}:{{ m.content | trim }}</s>{% endfor %}<s>"
 
 
+@cache
+def turns_template() -> ChatTemplate:
+    return ChatTemplate("t", TURNS, {})
+
+
 @given(st.lists(st.lists(st.sampled_from(["<s>", "</s>", "</", "s>", "a", " ", LETTER]), max_size=6), max_size=3))
 @settings(deadline=None)
 def test_a_message_has_no_control_token(contents: list[list[str]]) -> None:
     messages = [{"role": "user", "content": "".join(content)} for content in contents]
     text = MessageText(CONTROL)
-    ids = text.ids(ChatTemplate("t", TURNS, {}).prompt(text.marked(messages)))
+    ids = text.ids(turns_template().prompt(text.marked(messages)))
     begin, end, _ = (CONTROL.token_to_id(token) for token in ("<s>", "</s>", "</s></s>"))
     turns = [[begin, *BYTES.encode(f"user:{one['content'].strip()}").ids, end] for one in messages]
     assert ids == [*(token for turn in turns for token in turn), begin]
@@ -173,3 +179,35 @@ def test_a_template_cannot_leave_its_sandbox(template: str, fact: str, monkeypat
     monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.1)
     with pytest.raises(InputError, match=fact):
         ChatTemplate("t", template, {}).prompt([{"role": "user", "content": "x"}])
+
+
+NOTHING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_computes_without_end_is_ended_and_the_next_conversation_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also within one call of an operator or filter, by memory, and when it is compiled."""
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.1)
+    cases = {
+        "loop": NOTHING, "sum": "{% for a in range(3000) %}{% set x = range(99999) | sum %}{% endfor %}",
+        "power": "{% set n = messages | length + 8 %}{{ n**(n**9) > 3 }}", "text": "{{ messages[0].content * 1500000000 }}",
+        "zero": "{{ 1 // (messages | length - 1) }}",
+    }  # fmt: skip
+    choice = "".join(f"{{% if messages[0].content == '{name}' %}}{text}{{% endif %}}" for name, text in cases.items())
+    template = ChatTemplate("t", choice + "{{ messages[0].content }}", {})
+    facts = dict.fromkeys(cases, "takes more than 0.1 s") | {"text": "512 MiB", "zero": "by zero"}
+    for name, fact in facts.items():
+        with pytest.raises(InputError, match=fact):
+            template.prompt([{"role": "user", "content": name}])
+        assert template.prompt([{"role": "user", "content": "x"}]) == "x"
+    with pytest.raises(InputError, match="more than 3 letters"):
+        template.prompt([{"role": "user", "content": "xxxx"}], 3)
+    template.close()
+    for text in (
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ 10**5000 }}",
+        "{{ [1] | slice(10**8) | list | length }}",
+    ):
+        with pytest.raises(InputError, match="t: is not a template"):
+            ChatTemplate("t", text, {})

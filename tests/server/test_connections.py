@@ -1,0 +1,295 @@
+"""Limits of connections in front of both protocols of uvicorn: what a client may send, leave unread and keep open, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import uvicorn
+from partc.cli.server import connections as connections_module
+from partc.cli.server import front
+from partc.cli.server.app import Turns
+from partc.cli.server.connections import HEAD_BYTES, Connections, State
+from partc.cli.server.front import few_lines
+from partc.cli.server.refusals import RefusedError
+from server_case import until
+
+BODY = 100_000
+BOTH = pytest.mark.parametrize("http", ["h11", "httptools"])
+
+
+class Served:
+    """Connections to an application that answers with the path and the body of a request: `/refused` unread, `/waits` after `release`."""
+
+    def __init__(self, http: str, most: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        self.port = self.listener.getsockname()[1]
+        self.connections = Connections(most, BODY)
+        self.release, self.calls = threading.Event(), 0
+        self.loop = asyncio.new_event_loop()
+        config = uvicorn.Config(self.connections.around(self.answer), log_config=None, http=http, ws="none")
+        config.load()
+        protocol: Any = config.http_protocol_class
+        self.protocol = partial(protocol, config=config, server_state=uvicorn.Server(config).server_state)
+
+    async def answer(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        body, more = scope["path"].encode(), scope["path"] != "/refused"
+        while more:
+            message = await receive()
+            more = message.get("more_body", False)
+            body += message.get("body", b"")
+        while scope["path"] == "/waits" and not self.release.is_set():
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+    def run(self) -> None:
+        with self.loop_until_cancelled():
+            self.serving = self.loop.create_task(self.connections.serve(self.listener, self.protocol))
+            self.loop.run_until_complete(self.serving)
+
+    @contextmanager
+    def loop_until_cancelled(self) -> Iterator[None]:
+        try:
+            yield
+        except asyncio.CancelledError:
+            for one in [*self.connections._open]:
+                one.abort()
+            self.loop.run_until_complete(asyncio.sleep(0.3))
+        finally:
+            self.loop.close()
+
+
+@contextmanager
+def served(http: str, most: int = 16) -> Iterator[Served]:
+    found = Served(http, most)
+    thread = threading.Thread(target=found.run)
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.release.set()
+        found.loop.call_soon_threadsafe(lambda: found.serving.cancel())
+        thread.join(10)
+        found.listener.close()
+
+
+@contextmanager
+def dialled(server: Served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as end:
+        yield end
+
+
+def read_all(end: socket.socket) -> bytes:
+    """What comes until the end of a connection, also by a reset."""
+    found = b""
+    try:
+        while data := end.recv(1 << 16):
+            found += data
+    except ConnectionError:
+        pass
+    return found
+
+
+def answers(end: socket.socket, count: int) -> list[bytes]:
+    """The bodies of so many answers."""
+    found, rest = list[bytes](), b""
+    while len(found) < count:
+        head, blank, body = rest.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]) if blank else 0
+        if blank and len(body) >= size:
+            assert head.startswith(b"HTTP/1.1 200")
+            found, rest = [*found, body[:size]], body[size:]
+        else:
+            data = end.recv(1 << 16)
+            assert data, (found, rest)
+            rest += data
+    return found
+
+
+def request_of(random: Random) -> tuple[bytes, bytes]:
+    """A request, and the body of its answer."""
+    path = b"/%d" % random.randrange(1000)
+    head = b"POST %b HTTP/1.1\r\nHost: h\r\n" % path
+    body = random.randbytes(random.choice((0, 1, 900, 3000, 70_000)))
+    if random.random() < 0.3:
+        return b"GET %b HTTP/1.1\r\nHost: h\r\n\r\n" % path, path
+    if random.random() < 0.5:
+        return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body), path + body
+    cuts = sorted({0, len(body), *(random.randrange(len(body) + 1) for _ in range(3))})
+    shards = [body[begin:end] for begin, end in pairwise(cuts)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in shards)
+    return b"%bTransfer-Encoding: chunked\r\n\r\n%b0\r\n\r\n" % (head, chunks), path + body
+
+
+@BOTH
+def test_requests_cut_anywhere_and_sent_ahead_are_answered_in_their_order(http: str) -> None:
+    random = Random(1)
+    with served(http) as server:
+        for _ in range(6):
+            requests, wanted = zip(*(request_of(random) for _ in range(8)), strict=True)
+            data = b"".join(requests)
+            cuts = sorted({0, len(data), *(random.randrange(len(data)) for _ in range(random.choice((1, 9))))})
+
+            def send(end: socket.socket, data: bytes = data, cuts: list[int] = cuts) -> None:
+                for begin, stop in pairwise(cuts):
+                    end.sendall(data[begin:stop])
+
+            with dialled(server) as end:
+                sender = threading.Thread(target=send, args=(end,))
+                sender.start()
+                assert answers(end, 8) == [*wanted]
+                sender.join()
+
+
+@BOTH
+def test_a_head_or_trailer_without_end_is_refused(http: str) -> None:
+    with served(http) as server:
+        for line in (b"a: b\r\n", b"x" * 1000):
+            with dialled(server) as end:
+                end.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n" + line * (2 * HEAD_BYTES // len(line)))
+                assert read_all(end).startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+        for begin, rest in ((b"0\r\n", b"a: b\r\n" * 100), (b"", b"1;" + b"a" * 5000 + b"\r\n \r\n")):
+            with dialled(server) as end:
+                end.sendall(b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + begin)
+                with suppress(ConnectionError):
+                    for _ in range(60):
+                        end.sendall(rest)
+                until(lambda: all(one.state is State.CLOSING for one in server.connections._open))
+
+
+@BOTH
+def test_requests_whose_answers_nobody_reads_wait_at_their_client(http: str) -> None:
+    with served(http) as server, dialled(server) as end:
+        end.sendall(b"GET /waits HTTP/1.1\r\nHost: h\r\n\r\n")
+        end.settimeout(0.5)
+        with suppress(TimeoutError):
+            for _ in range(10_000):
+                end.sendall(b"GET /1 HTTP/1.1\r\nHost: h\r\n\r\n" * 100)
+            raise AssertionError("it reads on")
+        (connection,) = server.connections._open
+        assert len(connection._ahead) < 600_000
+        assert len(getattr(connection._http, "pipeline", ())) < 60
+        assert (server.calls, connection.state) == (1, State.ANSWER)
+
+
+@BOTH
+def test_an_answer_before_the_end_of_its_body_is_read_by_who_still_sends(http: str) -> None:
+    with served(http) as server, dialled(server) as end:
+        end.sendall(b"POST /refused HTTP/1.1\r\nHost: h\r\nContent-Length: 5000000\r\n\r\n")
+        assert answers(end, 1) == [b"/refused"]
+        end.sendall(b" " * 4_000_000)
+        assert read_all(end) == b""
+
+
+@BOTH
+def test_connections_without_a_request_make_room_for_others(http: str) -> None:
+    with served(http, most=4) as server, ExitStack() as stack:
+        for size in range(40):
+            end = stack.enter_context(dialled(server))
+            end.sendall(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n1"[: size * 2])
+        with dialled(server) as end:
+            end.sendall(b"GET /2 HTTP/1.1\r\nHost: h\r\n\r\n")
+            assert answers(end, 1) == [b"/2"]
+        assert len(server.connections._open) <= 4
+
+
+def test_where_all_have_a_request_a_new_connection_is_refused() -> None:
+    with served("httptools", most=2) as server, ExitStack() as stack:
+        ends = [stack.enter_context(dialled(server)) for _ in range(2)]
+        for end in ends:
+            end.sendall(b"GET /waits HTTP/1.1\r\nHost: h\r\n\r\n")
+        until(lambda: server.calls == 2)
+        with dialled(server) as end:
+            assert read_all(end).startswith(b"HTTP/1.1 503")
+        server.release.set()
+        assert [answers(end, 1) for end in ends] == [[b"/waits"], [b"/waits"]]
+
+
+def test_a_time_begins_with_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then gives a head no more time; one that has none is closed without an answer."""
+    monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.2)
+    with served("httptools") as server, dialled(server) as slow, dialled(server) as silent:
+        slow.settimeout(0.05)
+        slow.sendall(b"GET / HTTP/1.1\r\n")
+        found = b""
+        while not found:
+            slow.sendall(b"a: b\r\n")
+            with suppress(TimeoutError):
+                found = slow.recv(1 << 16)
+        assert found.startswith(b"HTTP/1.1 408")
+        assert read_all(silent) == b""
+
+
+def test_a_process_without_files_accepts_again_once_it_has_some() -> None:
+    with served("httptools") as server:
+        accept, left = server.loop.sock_accept, [2]
+
+        async def scarce(listener: socket.socket) -> Any:
+            found = await accept(listener)
+            if left[0]:
+                left[0] -= 1
+                found[0].close()
+                raise OSError(errno.EMFILE, "too many open files")
+            return found
+
+        server.loop.sock_accept = scarce  # type: ignore[method-assign]
+        found = b""
+        for _ in range(3):
+            with dialled(server) as end, suppress(ConnectionError):
+                end.sendall(b"GET /3 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+                found = read_all(end)
+        assert found.endswith(b"/3")
+
+
+def test_of_equal_lines_one_is_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(front, "_LINE_SECONDS", 0.1)
+    logger = logging.getLogger("uvicorn.error")
+    with few_lines("uvicorn.error"):
+        for _ in range(100):
+            logger.warning("Invalid HTTP request received.")
+        logger.warning("another")
+        time.sleep(0.15)
+        for number in range(2):
+            logger.warning("x %d", number)
+    assert [record.getMessage() for record in caplog.records][:3] == [
+        "Invalid HTTP request received.",
+        "another",
+        "x 0",
+    ]
+    assert len(caplog.records) == 3
+
+
+def test_bodies_are_read_one_at_once_and_the_shortest_first() -> None:
+    begin, order = threading.Event(), list[bytes]()
+
+    def read(body: bytes) -> Any:
+        begin.wait(10)
+        order.append(body)
+
+    async def run() -> None:
+        turns = Turns(most=4)
+        tasks = [asyncio.create_task(turns.run(read, body)) for body in (b"first", b"333", b"22", b"4444", b"1")]
+        await asyncio.sleep(0)
+        with pytest.raises(RefusedError):
+            await turns.run(read, b"")
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+        begin.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert order == [b"first", b"1", b"333", b"4444"]
