@@ -19,6 +19,7 @@ On a weight:
 On the model:
     partc.declared   {"placements": ..., "symbols": ...}        what a `model.py` declares (`ir/declared.py`), of `partc export`
     partc.untrainable  [["'head'", "has a hook", "", ""]]       why its training would not be that of its module (`ir/graph.py`)
+    partc.changed_by_forward  'center', 'steps'                 what its module's forward changes, and the graph does not; a text
     partc.mesh       [["dp", 2], ["tp", 4]]                     the names of the mesh's axes
     partc.kept       {"w": [{"ranks": [0, 1], "mesh": [2], "cuts": [[0], []]}]}    weights that are kept otherwise than they are read
     partc.symbols    {"batch": {"divisor": 8, "remainder": 0, "min": 8, "max": 512}}

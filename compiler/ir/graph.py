@@ -29,6 +29,8 @@ GRADIENT_FORM = "partc.gradient"
 """The metadata of a node whose gradient in torch is not that of its op (`rewrite/gradient_forms.py`); in files, too."""
 UNTRAINABLE = "partc.untrainable"
 """The metadata of a model whose training would not be its module's: a list of problems (where, fact, law, help); in files, too."""
+CHANGED_BY_FORWARD = "partc.changed_by_forward"
+"""The metadata of a model: the buffers and numbers, quoted, that its module's forward changes and the graph does not; in files, too."""
 INSIDE = "partc.local"
 """The metadata of nodes inside of a local map: which one it is."""
 

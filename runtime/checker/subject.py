@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,9 @@ class SingleFile:
     row: Row | None = None
 
 
+CONSTANT = "constant"
+"""The first part of the origin of a constant."""
+
 Origin: TypeAlias = tuple[Hashable, ...]
 """A tensor's name; a constant's numbers; the node of a result, which output it is, and the node's source; else a value's name."""
 
@@ -52,7 +55,8 @@ class NamedNode:
     """Whether its program has microbatches."""
     node: NodeProto
     operands: tuple[Origin, ...]
-    model: ModelProto
+    types: Mapping[str, object]
+    """What the file declares of its values."""
 
     @cached_property
     def attributes(self) -> dict[str, Hashable]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mutated import change_file, rewrite_raw, texts
 from onnx import ModelProto, NodeProto
@@ -47,8 +48,8 @@ def swapped_weights(model: ModelProto) -> None:
     one.name, two.name = two.name, one.name
 
 
-def without_reduction(model: ModelProto) -> None:
-    call = next(one for one in model.graph.node if one.op_type == "AllReduce" and one.output[0] == "generate.top")
+def without(model: ModelProto, reduced: str) -> None:
+    call = next(one for one in model.graph.node if one.op_type == "AllReduce" and one.output[0] == reduced)
     call.op_type, call.domain = "Identity", ""
     del call.attribute[:]
 
@@ -81,13 +82,53 @@ def test_the_largest_of_each_shard_is_not_that_of_all(decoder: Path, tmp_path: P
     """The reduction by which ranks agree on the likeliest token is away in all programs, and in the manifest."""
     shutil.copytree(decoder, tmp_path / "build")
     for file in (*DECODE, *PREFILL):
-        change_file(tmp_path / "build", file, without_reduction)
-    rewrite_raw(tmp_path / "build", forget_reduction)
+        change_file(tmp_path / "build", file, lambda model: without(model, "generate.top"))
+    rewrite_raw(tmp_path / "build", lambda data: forget(data, "generate.top"))
     found = texts(tmp_path / "build")
     fact = "'generate.top' is the largest of a shard that no collective has reduced, and Equal reads it as that of all"
     assert fact in found
 
 
-def forget_reduction(data: dict[str, Any]) -> None:
+def forget(data: dict[str, Any], reduced: str) -> None:
     for program in data["programs"].values():
-        program["collectives"] = [one for one in program["collectives"] if one["value"] != "generate.top"]
+        program["collectives"] = [one for one in program["collectives"] if one["value"] != reduced]
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build("pipeline", tmp_path_factory.mktemp("training") / "build")
+    assert texts(folder) == ""
+    return folder
+
+
+def in_tasks(model: ModelProto, name: str) -> list[NodeProto]:
+    return [one for task in model.functions for one in task.node if one.name.startswith(name)]
+
+
+def another_slope(model: ModelProto) -> None:
+    for one in in_tasks(model, "layers.1.mlp.gelu.Gelu.grad.float32_0.3989"):
+        one.attribute[0].t.raw_data = np.float32(0.4).tobytes()
+
+
+def another_backward_op(model: ModelProto) -> None:
+    for one in in_tasks(model, "layers.1.norm2.LayerNormalization.grad.Sub2"):
+        one.op_type = "Add"
+
+
+@pytest.mark.parametrize("change", [another_slope, another_backward_op])
+def test_layers_that_are_equal_have_equal_gradients(
+    training: Path, tmp_path: Path, change: Callable[[ModelProto], None]
+) -> None:
+    shutil.copytree(training, tmp_path / "build")
+    change_file(tmp_path / "build", "rank_0001.onnx", change)
+    assert "both are gradients of one function" in texts(tmp_path / "build")
+
+
+def test_tokens_that_each_rank_finds_in_its_shard_are_told(decoder: Path, tmp_path: Path) -> None:
+    """The reduction by which ranks agree on the first of the likeliest tokens is away in all programs, and in the manifest."""
+    shutil.copytree(decoder, tmp_path / "build")
+    for file in (*DECODE, *PREFILL):
+        change_file(tmp_path / "build", file, lambda model: without(model, "next_token"))
+    rewrite_raw(tmp_path / "build", lambda data: forget(data, "next_token"))
+    fact = "all ranks have 'next_token' whole, and it is made of 'logits', of which each has another shard"
+    assert fact in texts(tmp_path / "build")

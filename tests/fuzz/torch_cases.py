@@ -172,6 +172,26 @@ _of_layer(
     "layer.running_mean",
 )
 _of_layer(
+    "functional.instance_norm, which moves buffers",
+    lambda: nn.BatchNorm1d(4),
+    lambda s, x, ids, label: _bent(
+        functional.instance_norm(
+            torch.sin(x[:, None, :] + torch.arange(4 * WIDTH).reshape(4, WIDTH)),
+            s.layer.running_mean,
+            s.layer.running_var,
+            s.layer.weight,
+        )
+    ),
+    "layer.running_mean",
+)
+_of_layer(
+    "functional.batch_norm of a layer's buffers",
+    lambda: nn.BatchNorm1d(WIDTH),
+    lambda s, x, ids, label: _bent(
+        functional.batch_norm(x, s.layer.running_mean, s.layer.running_var, s.layer.weight, training=True)
+    ),
+)
+_of_layer(
     "LocalResponseNorm",
     lambda: nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LocalResponseNorm(3)]),
     lambda s, x, ids, label: _bent(s.layer[1](s.layer[0](x)[:, :, None])),
@@ -268,7 +288,7 @@ for _name, _make, _refused in (
     ("parametrizations.spectral_norm", lambda: parametrizations.spectral_norm(_square_layer()), "_u"),
     ("parametrizations.spectral_norm.eval()", lambda: parametrizations.spectral_norm(_square_layer()).eval(), ""),
     ("utils.spectral_norm, as a hook before forward", lambda: nn.utils.spectral_norm(_square_layer()), "weight_u"),
-    ("parametrizations.orthogonal", lambda: parametrizations.orthogonal(_square_layer()), "torch cannot export"),
+    ("parametrizations.orthogonal", lambda: parametrizations.orthogonal(_square_layer()), "linalg_matrix_exp"),
     ("a symmetric parametrization", lambda: _parametrized(_Symmetric), ""),
     ("a parametrization with a backward of its own", lambda: _parametrized(_OwnBackward), "_Scaled"),
 ):
@@ -373,22 +393,7 @@ class _Scale(nn.Module):
         return x * self.scale
 
 
-_FUNCTIONS_REFUSED = {
-    "cummax": "cummax",
-    "cumprod": "prod",
-    "rrelu in evaluation": "rrelu",
-    "fmod": "Mod has no gradient",
-    **dict.fromkeys(
-        (
-            "prod with one zero",
-            "norm of a zero row",
-            "normalize of a zero row",
-            "cosine_similarity with a zero row",
-            "std",
-        ),
-        "the loss is nan",
-    ),
-}
+_FUNCTIONS_REFUSED = {"cummax": "cummax", "rrelu in evaluation": "rrelu"}
 for _name, _function in _FUNCTIONS.items():
     _of_layer(
         _name,

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import GRADIENT_FORM, UNTRAINABLE, nodes_of
+from partc.compiler.ir.graph import CHANGED_BY_FORWARD, GRADIENT_FORM, UNTRAINABLE, nodes_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -87,18 +87,14 @@ def write_problems(module: torch.nn.Module, program: torch.export.ExportedProgra
     """The buffers, parameters and inputs that forward changes, but for the statistics of a BatchNorm."""
     import torch
 
-    for path, owner in module.named_modules():
-        if (
-            isinstance(owner, torch.nn.modules.instancenorm._InstanceNorm)
-            and owner.training
-            and owner.track_running_stats
-        ):
-            fact = f"{type(owner).__name__}(track_running_stats=True) changes this buffer"
-            yield Problem(_where(f"{path}.running_mean".lstrip(".")), fact, _NO_WRITES, _REMEDY_OF_WRITES)
     signature = program.graph_signature
-    for name in dict.fromkeys(signature.buffers_to_mutate.values()):
+    # torch's exporter forgets that an instance_norm by the statistics of its input moves the running ones
+    norms = [node for node in program.graph.nodes if node.target is torch.ops.aten.instance_norm.default]
+    moved = [str(one) for node in norms if node.args[5] for one in node.args[3:5]]
+    own = {signature.inputs_to_buffers[one]: True for one in moved if one in signature.inputs_to_buffers}
+    for name in dict.fromkeys([*own, *signature.buffers_to_mutate.values()]):
         owner = module.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, torch.nn.modules.batchnorm._BatchNorm):
+        if isinstance(owner, torch.nn.modules.batchnorm._BatchNorm) and name not in own:
             continue
         fact = f"the forward of {type(owner).__name__} changes this buffer"
         yield Problem(f"'{name}'", fact, _NO_WRITES, _REMEDY_OF_WRITES)
@@ -141,12 +137,14 @@ def mark_gradients(model: ir.Model) -> list[Problem]:
 
 
 def write_problems_into(model: ir.Model, problems: Sequence[Problem]) -> None:
-    """Writes into the model's metadata why it cannot be trained as the module would be."""
+    """Writes into the model's metadata why it cannot be trained as the module would be, and what forward changes."""
     if problems:
         import json
 
         texts = [[one.where, one.fact, one.law, one.help] for one in dict.fromkeys(problems)]
         model.metadata_props[UNTRAINABLE] = json.dumps(texts)
+    if changed := dict.fromkeys(one.where for one in problems if one.law == _NO_WRITES):
+        model.metadata_props[CHANGED_BY_FORWARD] = ", ".join(changed)
 
 
 class Observer:

@@ -2,6 +2,8 @@
 
     cross_entropy        loses `label_smoothing`, and takes probabilities for classes
     embedding_bag        becomes sequences of tensors, whose sizes are lost; here for bags of one length, a matrix of ids
+    dropouts             in place, of channels and alpha become random numbers, which an evaluation draws, too; here a Dropout
+    rnn_tanh, rnn_relu   lose the dropout between their layers
     Tensor.detach_       leaves no trace
     gaussian_nll_loss    asks whether a variance is negative; one below `eps` counts as `eps`, with the gradient of itself
 
@@ -11,21 +13,27 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_SELU = 1.7580993408473766
+"""The product of SELU's two constants, of which its lowest value is the negative."""
+
 
 @functools.cache
-def rewritten() -> dict[object, Callable[..., Tensor]]:
+def rewritten() -> dict[object, Callable[..., Any]]:
     """By a function of torch the one that is traced in place of it."""
     import torch
     from torch.nn import functional
 
     return {
+        **_dropouts(),
+        **{one: functools.partial(_rnn, one) for one in (torch.rnn_tanh, torch.rnn_relu)},
         torch.Tensor.detach_: _detach_,
         functional.cross_entropy: _cross_entropy,
         functional.embedding_bag: _embedding_bag,
@@ -35,6 +43,100 @@ def rewritten() -> dict[object, Callable[..., Tensor]]:
 
 def _detach_(tensor: Tensor) -> Tensor:
     return tensor.copy_(tensor.detach())
+
+
+def _dropouts() -> dict[object, Callable[..., Tensor]]:
+    """Each function that drops, but for the plain one, as one that makes a Dropout."""
+    import torch
+    from torch.nn import functional
+
+    channels = functools.partial(_drop_channels, 2)
+    alpha_of_channels = functools.partial(_drop_alpha, 2)
+    # Tensors of these numbers of dims have no dim of records.
+    of_functional: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+        functional.dropout: functional.dropout,
+        functional.dropout1d: lambda x, p, train: _drop_channels(1 if x.dim() == 2 else 2, x, p, train),
+        functional.dropout2d: channels,
+        functional.dropout3d: lambda x, p, train: _drop_channels(1 if x.dim() == 4 else 2, x, p, train),
+        functional.alpha_dropout: functools.partial(_drop_alpha, None),
+        functional.feature_alpha_dropout: alpha_of_channels,
+    }
+    plain: dict[str, Callable[..., Tensor]] = {
+        "dropout": torch.dropout,
+        "feature_dropout": channels,
+        "alpha_dropout": functools.partial(_drop_alpha, None),
+        "feature_alpha_dropout": alpha_of_channels,
+    }
+    return {
+        **{one: _in_either_form(one, drop) for one, drop in of_functional.items()},
+        **{getattr(torch, name): drop for name, drop in plain.items() if name != "dropout"},
+        **{getattr(torch, f"{name}_"): functools.partial(_in_place, drop) for name, drop in plain.items()},
+    }
+
+
+def _in_place(drop: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
+    return input.copy_(drop(input, p, train))
+
+
+def _in_either_form(function: Callable[..., Tensor], drop: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of `torch.nn.functional` by what drops: in place it copies the result into its input."""
+    signature = inspect.signature(function)
+
+    def dropout(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        input, p, training, inplace = bound.args
+        made = drop(input, p, training)
+        return input.copy_(made) if inplace else made
+
+    return dropout
+
+
+def _drop_channels(lead: int | None, input: Tensor, p: float, train: bool) -> Tensor:
+    return input * _mask(lead, input, p) if train and p else input
+
+
+def _drop_alpha(lead: int | None, input: Tensor, p: float, train: bool) -> Tensor:
+    """Drops to SELU's lowest value, and keeps mean and variance; where the Dropout does nothing, this does nothing either."""
+    import torch
+
+    if not train or not p or p == 1:
+        return input * 0 if train and p else input
+    mask = _mask(lead, input, p)
+    a, bits = 1 / math.sqrt((_SELU**2 * p + 1) * (1 - p)), mask * (1 - p)
+    return torch.where(mask == 1, input, input * bits * a + (bits - (1 - p)) * _SELU * a)
+
+
+def _mask(lead: int | None, input: Tensor, p: float) -> Tensor:
+    """A Dropout of ones, for each element, or for each index of the first dims."""
+    import torch
+
+    shape = input.shape if lead is None else (*input.shape[:lead], *[1] * (input.dim() - lead))
+    return torch.dropout(input.new_ones(shape), p, True)
+
+
+def _rnn(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    input: Tensor,
+    hidden: Tensor,
+    weights: list[Tensor],
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Layer by layer, with a dropout between them."""
+    import torch
+
+    if len(options) != 6 or not isinstance(options[1], int):  # a packed sequence
+        return function(input, hidden, weights, *options)
+    has_biases, layers, share, train, bidirectional, batch_first = options
+    if not share or not train or layers == 1:
+        return function(input, hidden, weights, *options)
+    each, states = len(weights) // layers, []
+    for k, state in enumerate(hidden.chunk(layers)):
+        input = torch.dropout(input, share, train) if k else input
+        own = weights[k * each : (k + 1) * each]
+        input, state = function(input, state, own, has_biases, 1, 0.0, train, bidirectional, batch_first)
+        states.append(state)
+    return input, torch.cat(states)
 
 
 def _cross_entropy(

@@ -121,6 +121,7 @@ def export(
     problems += mark_gradients(model)
     mark(model, {name for name, _ in module.named_parameters(remove_duplicate=False)}, called)
     translations.attend_to_none(model)
+    translations.drop_in_attention(model)
     with marks_preserved(model):
         clean_up(model, weights)
     keep_marks(model)

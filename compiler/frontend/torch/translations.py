@@ -90,6 +90,19 @@ def table() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     }
 
 
+def drop_in_attention(model: ir.Model) -> None:
+    """Has attention drop what torch's drops: the exporter writes a Dropout that is in inference mode."""
+    for node in list(model.graph):
+        if node.op_type != "Dropout" or "scaled_dot_product_attention" not in node.metadata_props.get(_CLASSES, ""):
+            continue
+        mode = ir.node("Constant", [], {"value": ir.tensor(np.array(True))})
+        mode.outputs[0].name, mode.name = f"{node.outputs[0].name}.mode", f"{node.name}_mode"
+        mode.outputs[0].type, mode.outputs[0].shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
+        model.graph.insert_before(node, mode)
+        node.resize_inputs(3)
+        node.replace_input_with(2, mode.outputs[0])
+
+
 def attend_to_none(model: ir.Model) -> None:
     """Lets a query that a mask of booleans allows no key attend to none, as torch does.
 

@@ -18,7 +18,7 @@ Reshape, and attributes that count heads, groups or elements. The nodes of a los
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
 from partc.runtime.artifact.format import (
@@ -38,8 +38,9 @@ from partc.runtime.artifact.format import (
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
 from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.training.training_record import TrainingRecord
+from partc.runtime.checker.across.gradients import Gradient, check_gradients
 from partc.runtime.checker.graph.declared import declared_types
-from partc.runtime.checker.subject import NamedNode, Origin, Subject
+from partc.runtime.checker.subject import CONSTANT, NamedNode, Origin, Subject
 from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
@@ -51,7 +52,7 @@ _MODES = frozenset({"training_mode"})
 _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
 """Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
-_VALUE, _CONSTANT, _INPUT = "value", "constant", "input"
+_VALUE, _INPUT = "value", "input"
 _MOST_HOPS = 8
 """The most messages behind each other by which a value is followed to the node that makes it."""
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
@@ -65,21 +66,27 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     origins = {file: _origins(model, tensors) for file, model in files.items()}
     sent = {name: origin for known in origins.values() for name, origin in known.items() if origin != (_VALUE, name)}
     told = set[tuple[str, str]]()
+    gradients = dict[Hashable, Gradient]()
     for file, ranks in manifest.by_file(subject.models).items():
         yield from _other_weights(subject, file, ranks[0])
     for file, model in files.items():
         seen = set[tuple[str, str]]()
+        nodes = list[NamedNode]()
+        types = declared_types(model)
         for node in model.graph.node:
             key = name, _ = _name(node), source_path(node)
             if _is_of_one_rank(node) or not name or key in seen or name.endswith("'") or " -> " in name:
                 continue
             seen.add(key)
             operands = tuple(_resolved(origins[file], sent, operand) for operand in node.input)
-            own = NamedNode(file, manifest.name, bool(subject.rows), node, operands, model)
+            own = NamedNode(file, manifest.name, bool(subject.rows), node, operands, types)
+            nodes.append(own)
             first = subject.known.nodes.setdefault(key, own)
             if first is not own and key not in told and (fact := _difference(first, own, subject.training)):
                 told.add(key)
                 yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
+        if not told:
+            yield from check_gradients(nodes, gradients)
 
 
 def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation]:
@@ -132,7 +139,7 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
     found |= tensors
     for node in model.graph.node:
         if is_rank_constant(node):
-            found[node.output[0]] = (_CONSTANT, integer_of(node, DTYPE, 0), *node.output)
+            found[node.output[0]] = (CONSTANT, integer_of(node, DTYPE, 0), *node.output)
         elif node.domain == DOMAIN and node.op_type in (SEND, RECV):
             for source in node.input:
                 found[f"{_VALUE} {integer_of(node, TAG, -1)}"] = found.get(source, (_VALUE, source))
@@ -140,7 +147,7 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
         elif node.domain == DOMAIN:
             for source, result in zip(node.input, node.output, strict=False):
                 origin = found.get(source, (_VALUE, source))
-                unknown = origin[0] is _CONSTANT or node.op_type in (
+                unknown = origin[0] is CONSTANT or node.op_type in (
                     PULL,
                     PUSH,
                 )  # zeros of a rank in a sum; rows of a table
@@ -149,13 +156,15 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
             found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))
         elif node.op_type == "Constant" and not node.domain:
             texts = (one.t if one.HasField("t") else one for one in node.attribute)
-            found[node.output[0]] = next(map(_numbers, texts), (_CONSTANT, 0))
+            found[node.output[0]] = next(map(_numbers, texts), (CONSTANT, 0))
         else:
             made = [(_name(node), at, source_path(node)) for at in range(len(node.output))]
             if node.op_type in _RESHARDS and not any(entry.key == RULE for entry in node.metadata_props):
-                given = {found.get(name, (_VALUE, name)) for name in node.input}
-                given = {origin for origin in given if origin[0] is not _CONSTANT}
-                made = [*given] * len(node.output) if len(given) == 1 else made
+                read = {name: found.get(name, (_VALUE, name)) for name in node.input}
+                given = {origin for origin in read.values() if origin[0] is not CONSTANT}
+                parts = [name for name, origin in read.items() if origin[0] is not CONSTANT]
+                whole = node.op_type != "Concat" or len(parts) == len(node.input)  # else it is sizes that make a shape
+                made = [*given] * len(node.output) if len(given) == 1 and whole else made
             found |= zip(node.output, made, strict=True)
     return found
 
@@ -166,7 +175,7 @@ def _numbers(constant: TensorProto | AttributeProto) -> Origin:
     copy.CopyFrom(constant)
     copy.ClearField("name")
     kind = constant.data_type if isinstance(constant, TensorProto) else constant.type
-    return _CONSTANT, kind, copy.SerializeToString(deterministic=True)
+    return CONSTANT, kind, copy.SerializeToString(deterministic=True)
 
 
 def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str) -> Origin:
@@ -202,7 +211,7 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
     if one == two or _VALUE in (one[0], two[0]):
         return True
-    if one[0] is two[0] is _CONSTANT:
+    if one[0] is two[0] is CONSTANT:
         return one[1] == two[1] and one[1] in _INTEGERS and _sizes(first) != _sizes(own)
     if len(one) < 3 or len(two) < 3 or not one[2] or not two[2]:
         return False
@@ -221,11 +230,10 @@ def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord |
 
 def _sizes(own: NamedNode) -> tuple[object, ...]:
     """What the file declares of a node's operands and of its first result."""
-    types = declared_types(own.model)
-    return tuple(types.get(name) for name in (*own.node.input, *own.node.output[:1]))
+    return tuple(own.types.get(name) for name in (*own.node.input, *own.node.output[:1]))
 
 
 def _text(origin: Origin) -> str:
-    if origin[0] is _CONSTANT:
+    if origin[0] is CONSTANT:
         return "another constant"
     return f"'{origin[1] if origin[0] is _VALUE else origin[0]}'"

@@ -2,7 +2,8 @@
 
 outputs    the loss, the metrics and the guard are outputs; `guard` is there just where steps may be skipped
 scalars    each is one that the runtime can compute, and a number; each that an update node reads is listed
-optimizer  a number that update nodes have as an attribute is that attribute, since the runtime derives scalars from it
+optimizer  a number that update nodes have as an attribute is that attribute, since the runtime derives scalars from it, and the scalars
+           that they read are the optimizer's, each in its place
 schedule   its least rate is not above the optimizer's
 batch      where the settings name one, every input may have so many records
 """
@@ -25,6 +26,8 @@ _AGAIN = "compile the model again"
 _COUNTS = ("step",)
 _OF_A_PARAMETER = ("weight_decay", "lr_multiplier")
 """Attributes that a plan may give each parameter of its own."""
+_FED = SCALARS.keys() - {"scale"}
+"""Scalars that the runtime alone makes; a scale may be made of the gradients, too."""
 _ANY = "*"
 
 
@@ -118,12 +121,15 @@ def _optimizer(manifest: Manifest, training: TrainingRecord, models: Mapping[int
     known = _scalar_names(training)
     state = {record.value for record in manifest.state}  # a parameter may have the name of a scalar
     for file, model in {manifest.program(rank): model for rank, model in models.items()}.items():
+        inputs = {one.name: one.input for one in model.functions if one.domain == OPTIMIZER}
         for node in model.graph.node:
             if node.domain == OPTIMIZER:
                 lost = sorted({*node.input} & known.keys() - {*training.scalars} - state)
                 unlisted = [f"it reads '{name}', which is not a scalar of the training" for name in lost]
                 read = {known[name] for name in node.input if name in known and name not in state} - {_ANY}
-                wrong = [[*_other_numbers(node, of, own[of], read)] for of in own]
+                taken = dict(zip(inputs.get(node.op_type, ()), node.input, strict=False))
+                fed = {name: taken[name] for name in _FED & taken.keys() - state}
+                wrong = [[*_other_numbers(node, of, own[of], read), *_other_scalars(fed, of)] for of in own]
                 for fact in [*min(wrong, key=len), *unlisted]:
                     yield Violation(file, fact, node_title(node), help=_AGAIN)
 
@@ -141,15 +147,21 @@ def _scalar_names(training: TrainingRecord) -> dict[str, str]:
 def _other_numbers(node: NodeProto, of: str, own: Mapping[str, float], read: Collection[str]) -> Iterator[str]:
     """Why a node is not a valid update of an optimizer: wrong attributes, or another optimizer's scalars."""
     name = _title(of)
+    numbers = {f"one_minus_{key}": 1 - number for key, number in own.items()}
+    numbers |= {f"minus_{key}": -number for key, number in own.items()}
+    numbers |= {key: number for key, number in own.items() if key not in _OF_A_PARAMETER}
     for one in node.attribute:
-        if (
-            one.type == AttributeProto.FLOAT
-            and one.name in set(own) - {*_OF_A_PARAMETER}
-            and one.f != _rounded(own[one.name])
-        ):
-            yield f"its {one.name} is {one.f:g}, and that of {name} {own[one.name]:g}"
+        if one.type == AttributeProto.FLOAT and one.name in numbers and one.f != _rounded(numbers[one.name]):
+            yield f"its {one.name} is {one.f:g}, and that of {name} {numbers[one.name]:g}"
     for other in sorted({*read} - {of}):
         yield f"it reads scalars of {_title(other)}, and its numbers are those of {name}"
+
+
+def _other_scalars(fed: Mapping[str, str], of: str) -> Iterator[str]:
+    """The scalars of an optimizer in whose place a node reads something else."""
+    for scalar, name in fed.items():
+        if name != scalar_name(of, scalar):
+            yield f"it reads '{name}' as '{scalar}', which is the scalar '{scalar_name(of, scalar)}'"
 
 
 def _title(optimizer: str) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutated import change_manifest, texts
+from mutated import change_file, change_manifest, texts
 from mutation_kinds import KINDS, build
+from onnx import ModelProto, NodeProto
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -92,3 +93,33 @@ def test_each_field_is_held_against_the_rest(sound: Path, tmp_path: Path, case: 
     change_manifest(tmp_path / "build", change)
     found = texts(tmp_path / "build")
     assert expected in found, found
+
+
+def _another_number(node: NodeProto) -> None:
+    next(one for one in node.attribute if one.name == "one_minus_beta1").f = 0.2
+
+
+def _another_scalar(node: NodeProto) -> None:
+    node.input[6] = "bias1"
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (_another_number, "its one_minus_beta1 is 0.2, and that of the training's optimizer 0.1"),
+        (_another_scalar, "it reads 'bias1' as 'bias2', which is the scalar 'bias2'"),
+    ],
+)
+def test_updates_have_the_optimizers_numbers(
+    sound: Path, tmp_path: Path, change: Callable[[NodeProto], None], fact: str
+) -> None:
+    shutil.copytree(sound, tmp_path / "build")
+    for path in sorted((tmp_path / "build").glob("rank_*.onnx")):
+        change_file(tmp_path / "build", path.name, lambda model: change(update(model)))
+    assert fact in texts(tmp_path / "build")
+
+
+def update(model: ModelProto) -> NodeProto:
+    """The node that updates c, of the graph or of a task."""
+    bodies = (model.graph.node, *(one.node for one in model.functions))
+    return next(node for nodes in bodies for node in nodes if node.name.startswith("c.update"))

@@ -327,14 +327,16 @@ def test_a_module_has_its_own_forward_after_an_export() -> None:
 
 
 class Hooked(_Net):
-    """A hook of a gradient, and one of a parameter."""
+    """A hook of a gradient, one of a parameter, and a counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head.weight.register_hook(lambda dy: dy * 2)
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Any) -> Any:
-        h = self.encoder(x)
+        self.count += 1
+        h = self.encoder(x) + self.count
         if h.requires_grad:
             h.register_hook(lambda dy: -dy)
         return self.head(h).square().mean()
@@ -359,9 +361,11 @@ def test_a_file_of_partc_keeps_why_it_is_not_trained(
     assert [problem.fact for problem in refused.value.problems] == [
         "has a hook of its gradient (register_hook)",
         "forward registers a hook of a tensor's gradient (Tensor.register_hook)",
+        "the forward of Hooked changes this buffer",
     ]
     assert refused.value.problems[0].where == "'head.weight'"
-    compile_source(source, parse_plan(PLANS["one"], "plan.yaml"), tmp_path / "infer")
+    (warning,) = compile_source(source, parse_plan(PLANS["one"], "plan.yaml"), tmp_path / "infer").warnings
+    assert warning.startswith("the module's forward changes 'count', and its graph does not")
 
 
 class _Rounded(torch.autograd.Function):  # type: ignore[misc, name-defined]
