@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from mutated import change_file, rewrite_raw, texts
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, helper
 from semantic_mutants import build
+from small_training import compiled as trained
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +133,35 @@ def test_tokens_that_each_rank_finds_in_its_shard_are_told(decoder: Path, tmp_pa
     rewrite_raw(tmp_path / "build", lambda data: forget(data, "next_token"))
     fact = "all ranks have 'next_token' whole, and it is made of 'logits', of which each has another shard"
     assert fact in texts(tmp_path / "build")
+
+
+SIZED = """<ir_version: 10, opset_import: ["" : 21]>
+main (float[batch, 6] x, float[batch, 6] t) => (float[batch, 6] y)
+    <float[6, 6] w, float[6, 6] u, int64[2] flat = {-1, 3}> {
+    [one] h = MatMul(x, w)  [size] s = Shape(h)  [two] f = Reshape(h, flat)  [act] a = Tanh(f)  [back] r = Reshape(a, s)
+    [again] c = MatMul(x, u)  [join] y = Add(r, c) }"""
+STAGES = """ranks: 2
+symbols: {batch: {divisor: 4}}
+placement: {one: 0, "{size,two,act,back,again,join}": 1}
+pipeline: {microbatches: 2, schedule: 1f1b}
+"""
+
+
+def test_a_shape_may_be_joined_of_sizes_in_a_program(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "build", SIZED, STAGES)
+    change_file(folder, "evaluate_rank_0001.onnx", join_sizes)
+    assert texts(folder) == ""
+
+
+def join_sizes(model: ModelProto) -> None:
+    """The shape of h is that of x in its first dim, and 6."""
+    at = next(at for at, one in enumerate(model.graph.node) if one.name == "size")
+    del model.graph.node[at]
+    nodes = [
+        helper.make_node("Shape", ["x"], ["rows"], "rows", start=0, end=1),
+        helper.make_node("Constant", [], ["six"], "six", value_ints=[6]),
+        helper.make_node("Concat", ["rows", "six"], ["s"], "size", axis=0),
+    ]
+    for one in reversed(nodes):
+        one.metadata_props.add(key="partc.path", value=one.name)
+        model.graph.node.insert(at, one)

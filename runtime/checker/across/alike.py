@@ -33,6 +33,7 @@ from partc.runtime.artifact.format import (
     SEND,
     SHAPE_ARITHMETIC,
     TAG,
+    TARGET,
     TASK,
 )
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
@@ -117,10 +118,13 @@ def _is_of_one_rank(node: NodeProto) -> bool:
 
 
 def _name(node: NodeProto) -> str:
-    """The name of a node, without what tells its microbatch, the task that alone reads it, or that it is computed again."""
+    """The name of a node, without what tells its microbatch, the task that alone reads it, its target, or that it is computed again."""
     name, path = node.name, source_path(node)
     if any(entry.key == TASK for entry in node.metadata_props):
         name = name.rpartition(".")[0]
+    target = metadata_of(node, TARGET)
+    if target and not path.endswith(f".{target}"):
+        name = name.removesuffix(f".{target}")
     for suffix in (_TASK, _REPEATED):
         match = suffix.search(name)
         if match and not path.endswith(match[0]):
