@@ -185,10 +185,7 @@ class Propagation:
                 continue
             found = self.layout_of(value, instance.group)
             if found is not None and any(found[0].cuts):
-                weight, is_stored = self.weigh(value), ValueOnGroup(value, instance.group) in self.given.stored
-                # rows of a stored table are pulled where they are fewer bytes than the table, which is gathered else
-                arrives = not is_stored or weight[1] > sum(self.weigh(output)[1] for output in instance.node.outputs)
-                yield from self._votes(self.choices[instance].rule.inputs[k], found, weight, arrives=arrives)
+                yield from self._votes(self.choices[instance].rule.inputs[k], found, self.weigh(value), arrives=True)
 
     def _from_outputs(self, instance: NodeOnGroup) -> Iterator[Vote]:
         rule = self.choices[instance].rule

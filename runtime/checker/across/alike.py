@@ -48,8 +48,12 @@ _AGAIN = "compile the model again"
 _UPDATE = "update"
 _COUNTS = frozenset({"group", "num_heads", "kv_num_heads", "q_num_heads", "split", "num_outputs"})
 """Attributes that follow from the sizes of shards."""
+_REWRITTEN = frozenset({"keepdims"})
+"""Attributes of ops that a training has in parts, such as an extreme and how many elements equal it."""
 _MODES = frozenset({"training_mode"})
 """Attributes by which a training runs an op otherwise."""
+_MASKS = frozenset({"Cast", "Dropout", "Identity", "Mul", "Where"})
+"""Ops in whose place a training has another one of them."""
 _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
 """Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
@@ -156,6 +160,8 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
                     PUSH,
                 )  # zeros of a rank in a sum; rows of a table
                 found[result] = (_VALUE, result) if unknown else origin
+        elif node.op_type in ("ConstantOfShape", "Shape", "Size"):  # zeros of a rank without a part in a collective; sizes of shards
+            found[node.output[0]] = (_VALUE, node.output[0])
         elif node.op_type in ("Identity", "Expand") and not node.domain:
             found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))
         elif node.op_type == "Constant" and not node.domain:
@@ -195,15 +201,21 @@ def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str
 def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> str:
     """In what a node is another one than the first of its name; '' where nothing, or what follows from sizes or microbatches."""
     if (first.node.domain, first.node.op_type) != (own.node.domain, own.node.op_type):
+        if first.program != own.program and {first.node.op_type, own.node.op_type} <= _MASKS:
+            return ""  # a training draws a mask where an evaluation hands values on
         return f"it is {first.node.op_type} in {first.file}" if not _counts_batches(first, own, training) else ""
     names = {name for name, _ in first.attributes.items() ^ own.attributes.items()}
     names -= _MODES if first.program != own.program else set()
+    names -= _REWRITTEN if training is not None and first.program != own.program else set()
     names -= _COUNTS if names and _sizes(first) != _sizes(own) else set()
     if names and not _counts_batches(first, own, training):
         return f"its attribute {min(names)} differs from that in {first.file}"
     if metadata_of(own.node, PHASE) == _UPDATE:
         return ""  # that copies stay equal is proven by their numbers, and a sum over a target's gradients is called after it
+    rewritten = training is not None and first.program != own.program
     for at, (one, two) in enumerate(zip(first.operands, own.operands, strict=False)):
+        if rewritten and not (_is_tensor(one) and _is_tensor(two)):
+            continue  # a program that trains, or has microbatches, makes values otherwise
         if not _same(one, two, first, own) and not _counts_batches(first, own, training):
             return f"its operand '{own.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"
     return ""
@@ -215,21 +227,31 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
     if one == two or _VALUE in (one[0], two[0]):
         return True
-    if one[0] is two[0] is CONSTANT:
-        return one[1] == two[1] and one[1] in _INTEGERS and _sizes(first) != _sizes(own)
-    if len(one) < 3 or len(two) < 3 or not one[2] or not two[2]:
+    if one[0] is two[0] is _INPUT and one[1] not in own.types:
+        return True  # an input that is not fed to this rank
+    if one[0] is two[0] is CONSTANT:  # places and sizes, which are a rank's own where the node is not the model's
+        by_rank = not any(entry.key == RULE for entry in own.node.metadata_props)
+        return one[1] == two[1] and one[1] in _INTEGERS and (by_rank or _sizes(first) != _sizes(own))
+    if len(one) < 3 or len(two) < 3:
         return False
+    if not one[2] or not two[2]:
+        return first.program != own.program  # what a program adds by itself
     if first.program == own.program:
         return one[2] == two[2] and not metadata_of(own.node, PHASE)
     return f"{one[2]}.".startswith(f"{two[2]}.") or f"{two[2]}.".startswith(f"{one[2]}.")
 
 
 def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> bool:
-    """Whether nodes are of a loss or a metric, and the program of only one of them has microbatches."""
-    if training is None or first.streams == own.streams:
+    """Whether nodes of two programs are of a loss or a metric, of which one may be of microbatches."""
+    if training is None or first.program == own.program:
         return False
     names = (training.loss, *training.metrics, *training.denominators.values())
     return any(f"{source_path(own.node)}.".startswith(f"{name}.") for name in names)
+
+
+def _is_tensor(origin: Origin) -> bool:
+    """Whether an origin is a weight or a tensor of the state."""
+    return len(origin) == 1
 
 
 def _sizes(own: NamedNode) -> tuple[object, ...]:

@@ -40,7 +40,7 @@ def check_gradients(nodes: Iterable[NamedNode], known: dict[Hashable, Gradient])
         if source_path(one.node) and phase in ("", _BACKWARD):
             functions[source_path(one.node)][phase == _BACKWARD].append(one)
     for source, (forward, backward) in functions.items():
-        if forward and backward:
+        if forward and backward and not _is_number(forward[-1]):
             yield from _compare(source, forward, backward, known)
 
 
@@ -73,6 +73,11 @@ def _compare(
         fact = f"it is another node than in the gradient of {there}, and both are gradients of one function"
         yield Violation(own.file, fact, node_title(contents[other].node), source, "compile the model again")
         return
+
+
+def _is_number(one: NamedNode) -> bool:
+    """Whether a node makes one number, such as a loss, whose gradient begins with how much it counts."""
+    return all(one.types.get(name, ("", None))[1] == [] for name in one.node.output)
 
 
 def _content(one: NamedNode) -> Hashable:

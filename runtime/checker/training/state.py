@@ -172,7 +172,7 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-            elif (said := metadata_of(first[record.value], PIECE)) and said != (text := _text(record, rank)):
+            elif (said := metadata_of(first[record.value], PIECE)) and _is_tensor_of(said, record) and said != (text := _text(record, rank)):
                 yield Violation(
                     file, f"its first value is '{said}', and {MANIFEST} makes it '{text}'", title, help=_AGAIN
                 )
@@ -183,6 +183,11 @@ def _check_file(
             yield Violation(
                 file, f"this {record.kind} has no first value: no initializer is called so", title, help=_AGAIN
             )
+
+
+def _is_tensor_of(said: str, record: StateRecord) -> bool:
+    """Whether a weight is named as a shard of a tensor, not of a part of a packed one, which has a name of its own."""
+    return not said.startswith(f"{record.tensor}.")
 
 
 def _text(record: StateRecord, rank: int) -> str:
