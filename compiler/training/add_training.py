@@ -29,6 +29,8 @@ from partc.compiler.ir.training import (
     TrainingNotes,
     Untrained,
 )
+from partc.compiler.ops.families.neural.dropout import DROPOUT
+from partc.compiler.ops.registry import draws
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
 from partc.compiler.plan.training.optimizer import Optimizer
@@ -47,6 +49,7 @@ from partc.compiler.training.own_backward import refuse_untrainable
 from partc.compiler.training.shared import give_own, parted
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
+from partc.runtime.units import first_of
 
 
 def add_training(program: Loaded) -> Prepared:
@@ -96,7 +99,8 @@ def add_training(program: Loaded) -> Prepared:
         if program.kind is ProgramKind.STEP
         else []
     )
-    warnings = (*program.warnings, *apart, *idle)
+    drawn = _drawn(model, paths) if program.kind is ProgramKind.STEP else []
+    warnings = (*program.warnings, *apart, *idle, *drawn)
     return program.into(Prepared, plan=plan, paths=paths, training=training, warnings=warnings)
 
 
@@ -303,6 +307,15 @@ def _idle(rules: TrainRules, names: Sequence[str]) -> list[str]:
         for pattern in rules.parameters
         if _is_open(pattern) and not _matching(pattern, names)
     ]
+
+
+def _drawn(model: ir.Model, paths: Mapping[ir.Node, str]) -> list[str]:
+    """A warning of random numbers beside the masks of a Dropout."""
+    names = [paths[node] for node in model.graph if draws(node) and node.op_type != DROPOUT]
+    if not names:
+        return []
+    text = f"random numbers are drawn in evaluations, too ({first_of(names)})"
+    return [f"{text}; write a mask for training alone, as of a path that is dropped, as a Dropout of ones"]
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:

@@ -393,7 +393,7 @@ class _Scale(nn.Module):
         return x * self.scale
 
 
-_FUNCTIONS_REFUSED = {"cummax": "cummax", "rrelu in evaluation": "rrelu"}
+_FUNCTIONS_REFUSED = {"cummax": "cummax"}
 for _name, _function in _FUNCTIONS.items():
     _of_layer(
         _name,

@@ -3,6 +3,7 @@
     cross_entropy        loses `label_smoothing`, and takes probabilities for classes
     embedding_bag        becomes sequences of tensors, whose sizes are lost; here for bags of one length, a matrix of ids
     dropouts             in place, of channels and alpha become random numbers, which an evaluation draws, too; here a Dropout
+    rrelu                has no translation; in evaluation it is a leaky_relu
     rnn_tanh, rnn_relu   lose the dropout between their layers
     Tensor.detach_       leaves no trace
     gaussian_nll_loss    asks whether a variance is negative; one below `eps` counts as `eps`, with the gradient of itself
@@ -35,6 +36,7 @@ def rewritten() -> dict[object, Callable[..., Any]]:
         **_dropouts(),
         **{one: functools.partial(_rnn, one) for one in (torch.rnn_tanh, torch.rnn_relu)},
         torch.Tensor.detach_: _detach_,
+        functional.rrelu: _rrelu,
         functional.cross_entropy: _cross_entropy,
         functional.embedding_bag: _embedding_bag,
         functional.gaussian_nll_loss: _gaussian_nll_loss,
@@ -113,6 +115,16 @@ def _mask(lead: int | None, input: Tensor, p: float) -> Tensor:
 
     shape = input.shape if lead is None else (*input.shape[:lead], *[1] * (input.dim() - lead))
     return torch.dropout(input.new_ones(shape), p, True)
+
+
+def _rrelu(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    from torch.nn import functional
+
+    if training:
+        return functional.rrelu(input, lower, upper, training, inplace)
+    return functional.leaky_relu(input, (lower + upper) / 2, inplace)
 
 
 def _rnn(

@@ -91,6 +91,22 @@ def test_a_step_that_is_run_again_has_its_masks_and_another_seed_has_others(tmp_
     assert (first[0]["y"] != first[1]["y"]).any()
 
 
+def test_other_random_numbers_are_drawn_in_evaluations_with_a_warning(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    main (float[4, 3] x) => (float loss)
+    <float[3] w = {1, 2, 3}, float ratio = {0.3}, bool yes = {1}> {
+        h = Mul (x, w)
+        [drop] kept = Dropout (h, ratio, yes)
+        [noise] z = RandomNormalLike (kept)
+        y = Add (kept, z)
+        loss = ReduceMean <keepdims = 0> (y)
+    }"""
+    source = Source(from_proto(onnx.parser.parse_model(text), Path("model.onnx")))
+    plan = parse_plan("ranks: 1\ntrain: {loss: loss, optimizer: {type: sgd, lr: 0.1}}\n", "plan.yaml")
+    (warning,) = compile_source(source, plan, tmp_path / "out").warnings
+    assert warning.startswith("random numbers are drawn in evaluations, too (noise)")
+
+
 def test_the_node_keeps_its_path_and_drops_what_it_no_longer_reads() -> None:
     model = model_of(TWO.format(x="b, 18").replace("[drop1] ", "").replace("[drop2] ", ""))
     assert list(node_paths(model).values()) == ["Dropout_0", "neg", "Dropout_1"]
