@@ -183,3 +183,10 @@ def name_with_target(model: ModelProto) -> None:
     slope = node(model, "f.grad")
     slope.name = slope.output[0] = "f.grad.cpu"
     next(one for one in model.graph.value_info if one.name == "f.grad").name = "f.grad.cpu"
+
+
+def test_a_mask_is_one_on_all_ranks(tmp_path: Path) -> None:
+    """Its sizes may be computed in another way on each rank, and its comparison not."""
+    folder = build("encoder", tmp_path / "build")
+    change_file(folder, "rank_0001.onnx", lambda model: setattr(node(model, "LessOrEqual"), "op_type", "Less"))
+    assert "Less 'LessOrEqual' (LessOrEqual): it is LessOrEqual in rank_0000.onnx" in texts(folder)
