@@ -12,6 +12,7 @@ import pytest
 from mutated import change_file, rewrite_raw, texts
 from onnx import ModelProto, NodeProto, helper
 from semantic_mutants import build
+from small_training import DATA_PARALLEL
 from small_training import compiled as trained
 
 
@@ -165,3 +166,27 @@ def join_sizes(model: ModelProto) -> None:
     for one in reversed(nodes):
         one.metadata_props.add(key="partc.path", value=one.name)
         model.graph.node.insert(at, one)
+
+
+def test_a_name_may_tell_the_target(tmp_path: Path) -> None:
+    """As where a gradient is copied to another target, too, and both are named."""
+    folder = trained(tmp_path / "build", SIZED, DATA_PARALLEL)
+    change_file(folder, "rank_0001.onnx", name_with_target)
+    assert texts(folder) == ""
+
+
+def name_with_target(model: ModelProto) -> None:
+    for one in model.graph.node:
+        if not one.domain.startswith("partc.comm"):
+            one.metadata_props.add(key="partc.target", value="cpu")
+        one.input[:] = [f"{name}.cpu" if name == "f.grad" else name for name in one.input]
+    slope = node(model, "f.grad")
+    slope.name = slope.output[0] = "f.grad.cpu"
+    next(one for one in model.graph.value_info if one.name == "f.grad").name = "f.grad.cpu"
+
+
+def test_a_mask_is_one_on_all_ranks(tmp_path: Path) -> None:
+    """Its sizes may be computed in another way on each rank, and its comparison not."""
+    folder = build("encoder", tmp_path / "build")
+    change_file(folder, "rank_0001.onnx", lambda model: setattr(node(model, "LessOrEqual"), "op_type", "Less"))
+    assert "Less 'LessOrEqual' (LessOrEqual): it is LessOrEqual in rank_0000.onnx" in texts(folder)

@@ -56,6 +56,8 @@ _MASKS = frozenset({"Cast", "Dropout", "Identity", "Mul", "Where"})
 """Ops in whose place a training has another one of them."""
 _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
 """Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
+_COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+"""Ops that of all shape arithmetic are the same on all ranks, as that of a mask: their operands may be computed in other ways."""
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
 _VALUE, _INPUT = "value", "input"
 _MOST_HOPS = 8
@@ -83,7 +85,8 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
             if _is_of_one_rank(node) or not name or key in seen or name.endswith("'") or " -> " in name:
                 continue
             seen.add(key)
-            operands = tuple(_resolved(origins[file], sent, operand) for operand in node.input)
+            sizes = metadata_of(node, RULE) == SHAPE_ARITHMETIC
+            operands = tuple(_resolved(origins[file], sent, name) for name in node.input) if not sizes else ()
             own = NamedNode(file, manifest.name, bool(subject.rows), node, operands, types)
             nodes.append(own)
             first = subject.known.nodes.setdefault(key, own)
@@ -117,7 +120,7 @@ def _is_of_one_rank(node: NodeProto) -> bool:
         node.domain == DOMAIN
         or summed
         or node.op_type in ("Shape", "Size")
-        or metadata_of(node, RULE) == SHAPE_ARITHMETIC
+        or (metadata_of(node, RULE) == SHAPE_ARITHMETIC and node.op_type not in _COMPARISONS)
     )
 
 
