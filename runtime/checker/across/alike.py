@@ -163,7 +163,11 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
                     PUSH,
                 )  # zeros of a rank in a sum; rows of a table
                 found[result] = (_VALUE, result) if unknown else origin
-        elif node.op_type in ("ConstantOfShape", "Shape", "Size"):  # zeros of a rank without a part in a collective; sizes of shards
+        elif node.op_type in (
+            "ConstantOfShape",
+            "Shape",
+            "Size",
+        ):  # zeros of a rank without a part in a collective; sizes of shards
             found[node.output[0]] = (_VALUE, node.output[0])
         elif node.op_type in ("Identity", "Expand") and not node.domain:
             found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))

@@ -77,7 +77,8 @@ def _compare(
 
 def _is_number(one: NamedNode) -> bool:
     """Whether a node makes one number, such as a loss, whose gradient begins with how much it counts."""
-    return all(one.types.get(name, ("", None))[1] == [] for name in one.node.output)
+    types = (one.types.get(name) for name in one.node.output)
+    return all(isinstance(each, tuple) and each[1] == [] for each in types)
 
 
 def _content(one: NamedNode) -> Hashable:

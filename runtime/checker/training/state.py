@@ -172,7 +172,11 @@ def _check_file(
             if list(first[record.value].dims) != wanted:
                 fact = f"its first value has the shape {list(first[record.value].dims)}, and its shard {wanted}"
                 yield Violation(file, fact, title, help=_AGAIN)
-            elif (said := metadata_of(first[record.value], PIECE)) and _is_tensor_of(said, record) and said != (text := _text(record, rank)):
+            elif (
+                (said := metadata_of(first[record.value], PIECE))
+                and _is_tensor_of(said, record)
+                and said != (text := _text(record, rank))
+            ):
                 yield Violation(
                     file, f"its first value is '{said}', and {MANIFEST} makes it '{text}'", title, help=_AGAIN
                 )
