@@ -101,6 +101,7 @@ PROGRAM: Mapping[str, Case] = {
     "connect": nothing("connect"),
     "recover": nothing("recover"),
     "record_times": lambda program, k, _: program.record_times() is not None,
+    "prepare": lambda program, k, _: program.prepare({"batch": 4}) is None,
     "all_gather_text": said("all_gather_text", "a\nb", ["a\nb"]),
     "any_rank": said("any_rank", True, True),
     "largest": said("largest", 7, 7),

@@ -180,7 +180,8 @@ def test_the_plans_that_the_guide_quotes(page: str, sample: str, quoted: str) ->
 def test_pages_are_short_and_the_index_has_their_minutes() -> None:
     """Words are counted as `wc -w` does, with those of commands and outputs; the course is the index's first table."""
     words = {page: len(page.read_text().split()) for page in [INDEX, *PAGES]}
-    assert {name: number for name, number in words.items() if number > MOST_WORDS} == {}
+    long = {page for page, number in words.items() if number > MOST_WORDS and page.parent.name != "reference"}
+    assert not long
     index = INDEX.read_text()
     rows = re.findall(r"^\| \[.*?\]\((guide/.*?)\) \| (\d+) \|", index, re.MULTILINE)
     minutes = {SAMPLES / path: int(number) for path, number in rows}
