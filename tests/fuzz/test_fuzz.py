@@ -95,7 +95,15 @@ def test_every_script_is_run() -> None:
     """A script that no test runs may be broken for days; `test_compare_with_torch.py` plants differences."""
     scripts = {path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()}
     run = {line.split()[0] for line in (*GIVEN, *COMPARED, *KNOWN, *OVER_MPI)}
-    assert scripts == {*run, "in_turn", "random_torch", "planted_differences", "torch_semantics", "decoder_families", "torch_extremes"}
+    assert scripts == {
+        *run,
+        "in_turn",
+        "random_torch",
+        "planted_differences",
+        "torch_semantics",
+        "decoder_families",
+        "torch_extremes",
+    }
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -210,7 +210,15 @@ def test_the_feedforward_network_over_mpi(samples: Path, ffn: Report, digits: Ma
     ("model", "shape", "communication"),
     [
         ("net1.py", (8, 32), [("AllReduce", "block1.dense1.Gemm"), ("AllReduce", "block2.dense1.Gemm")]),
-        ("net2.py", (24, 32), [("AllGather", "block1.dense2.weight"), ("AllToAll", "block1.dense2.Gemm"), ("AllReduce", "block2.dense1.Gemm")]),
+        (
+            "net2.py",
+            (24, 32),
+            [
+                ("AllGather", "block1.dense2.weight"),
+                ("AllToAll", "block1.dense2.Gemm"),
+                ("AllReduce", "block2.dense1.Gemm"),
+            ],
+        ),
         ("dense_relu.py", (32, 128), [("AllReduce", "dense_relu.MatMul"), ("Exchange", "output")]),
         (
             "matmul.py",

@@ -35,6 +35,7 @@ from partc.runtime.artifact.format import (
     RULE,
     SEND,
     TAG,
+    TARGET,
     Collective,
     Manifest,
 )
@@ -171,9 +172,11 @@ class _Places:
         if any(entry.key == RULE and entry.value in FOLLOWING for entry in node.metadata_props):
             return
         attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in node.attribute))
-        inputs = tuple(file.kept.get(name, name) for name in node.input)
-        own = (node.op_type, inputs, tuple(node.output), attributes)
-        first, there = self.nodes.setdefault((node.name, node.output[0]), (file.name, own))
+        target = f".{metadata_of(node, TARGET)}"  # by which a name may be told apart
+        inputs = tuple(file.kept.get(name, name).removesuffix(target) for name in node.input)
+        outputs = tuple(name.removesuffix(target) for name in node.output)
+        own = (node.op_type, inputs, outputs, attributes)
+        first, there = self.nodes.setdefault((node.name.removesuffix(target), outputs[0]), (file.name, own))
         if there != own:
             parts = zip(("op", "inputs", "outputs", "attributes"), there, own, strict=True)
             other = next(what for what, one, two in parts if one != two)
