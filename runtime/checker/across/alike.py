@@ -10,7 +10,7 @@ operands of one origin:
     input            its name
 
 What follows from sizes may differ where the sizes of the node's operands and results do: constants of integers, such as the target of a
-Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are others in a program of microbatches.
+Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are others in a program of other microbatches.
 
     LayerNormalization(%h, %w, %b) {epsilon: 1e-05} in rank_0000.onnx, {epsilon: 1e-02} in rank_0001.onnx     one of them is wrong
 """
@@ -68,6 +68,8 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     tensors = {record.value: (record.tensor,) for record in manifest.state}
     origins = {file: _origins(model, tensors) for file, model in files.items()}
     sent = {name: origin for known in origins.values() for name, origin in known.items() if origin != (_VALUE, name)}
+    tasks = (task for row in subject.rows.values() for task in row.tasks if task is not None)
+    microbatches = len({task.microbatch for task in tasks})
     told = set[tuple[str, str]]()
     gradients = dict[Hashable, Gradient]()
     for file, ranks in manifest.by_file(subject.models).items():
@@ -83,7 +85,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
             seen.add(key)
             sizes = metadata_of(node, RULE) == SHAPE_ARITHMETIC
             operands = tuple(_resolved(origins[file], sent, name) for name in node.input) if not sizes else ()
-            own = NamedNode(file, manifest.name, bool(subject.rows), node, operands, types)
+            own = NamedNode(file, manifest.name, microbatches, node, operands, types)
             nodes.append(own)
             first = subject.known.nodes.setdefault(key, own)
             if first is not own and key not in told and (fact := _difference(first, own, subject.training)):
@@ -228,8 +230,8 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
 
 
 def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> bool:
-    """Whether nodes are of a loss or a metric, and the program of only one of them has microbatches."""
-    if training is None or first.streams == own.streams:
+    """Whether nodes are of a loss or a metric, and their programs have other numbers of microbatches."""
+    if training is None or first.microbatches == own.microbatches:
         return False
     names = (training.loss, *training.metrics, *training.denominators.values())
     return any(f"{source_path(own.node)}.".startswith(f"{name}.") for name in names)
