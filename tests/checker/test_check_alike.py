@@ -154,14 +154,6 @@ def test_a_shape_may_be_joined_of_sizes_in_a_program(tmp_path: Path) -> None:
     assert texts(folder) == ""
 
 
-def test_a_training_may_have_more_microbatches_than_its_evaluation(tmp_path: Path) -> None:
-    plan = STAGES.replace("divisor: 4", "divisor: 16").replace(
-        "microbatches: 2, schedule: 1f1b", "microbatches: 8, schedule: auto"
-    )
-    folder = trained(tmp_path / "build", SIZED, plan)
-    assert texts(folder) == ""
-
-
 def join_sizes(model: ModelProto) -> None:
     """The shape of h is that of x in its first dim, and 6."""
     at = next(at for at, one in enumerate(model.graph.node) if one.name == "size")
