@@ -10,7 +10,8 @@ operands of one origin:
     input            its name
 
 What follows from sizes may differ where the sizes of the node's operands and results do: constants of integers, such as the target of a
-Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are others in a program of other microbatches.
+Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of
+metrics are others where the number of microbatches is.
 
     LayerNormalization(%h, %w, %b) {epsilon: 1e-05} in rank_0000.onnx, {epsilon: 1e-02} in rank_0001.onnx     one of them is wrong
 """
