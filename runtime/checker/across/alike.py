@@ -175,6 +175,8 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
                 parts = [name for name, origin in read.items() if origin[0] is not CONSTANT]
                 whole = node.op_type != "Concat" or len(parts) == len(node.input)  # else it is sizes that make a shape
                 made = [*given] * len(node.output) if len(given) == 1 and whole else made
+                if node.op_type == "Split" and made[0][0] is _INPUT:  # into microbatches
+                    made = [(*made[0], at) for at in range(len(node.output))]
             found |= zip(node.output, made, strict=True)
     return found
 
@@ -221,6 +223,8 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
     if one == two or _VALUE in (one[0], two[0]):
         return True
+    if one[0] is two[0] is _INPUT:
+        return one[1] == two[1] and (first.program != own.program or len(one) != len(two))
     if one[0] is two[0] is CONSTANT:
         return one[1] == two[1] and one[1] in _INTEGERS and _sizes(first) != _sizes(own)
     if len(one) < 3 or len(two) < 3 or not one[2] or not two[2]:
