@@ -51,8 +51,8 @@ class NamedNode:
 
     file: str
     program: str
-    streams: bool
-    """Whether its program has microbatches."""
+    microbatches: int
+    """Those of its program; 0 of one without any."""
     node: NodeProto
     operands: tuple[Origin, ...]
     types: Mapping[str, object]

@@ -10,7 +10,8 @@ operands of one origin:
     input            its name
 
 What follows from sizes may differ where the sizes of the node's operands and results do: constants of integers, such as the target of a
-Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are others in a program of microbatches.
+Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of
+metrics are others where the number of microbatches is.
 
     LayerNormalization(%h, %w, %b) {epsilon: 1e-05} in rank_0000.onnx, {epsilon: 1e-02} in rank_0001.onnx     one of them is wrong
 """
@@ -72,6 +73,8 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     tensors = {record.value: (record.tensor,) for record in manifest.state}
     origins = {file: _origins(model, tensors) for file, model in files.items()}
     sent = {name: origin for known in origins.values() for name, origin in known.items() if origin != (_VALUE, name)}
+    tasks = (task for row in subject.rows.values() for task in row.tasks if task is not None)
+    microbatches = len({task.microbatch for task in tasks})
     told = set[tuple[str, str]]()
     gradients = dict[Hashable, Gradient]()
     for file, ranks in manifest.by_file(subject.models).items():
@@ -87,7 +90,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
             seen.add(key)
             sizes = metadata_of(node, RULE) == SHAPE_ARITHMETIC
             operands = tuple(_resolved(origins[file], sent, name) for name in node.input) if not sizes else ()
-            own = NamedNode(file, manifest.name, bool(subject.rows), node, operands, types)
+            own = NamedNode(file, manifest.name, microbatches, node, operands, types)
             nodes.append(own)
             first = subject.known.nodes.setdefault(key, own)
             if first is not own and key not in told and (fact := _difference(first, own, subject.training)):
@@ -182,6 +185,8 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
                 parts = [name for name, origin in read.items() if origin[0] is not CONSTANT]
                 whole = node.op_type != "Concat" or len(parts) == len(node.input)  # else it is sizes that make a shape
                 made = [*given] * len(node.output) if len(given) == 1 and whole else made
+                if node.op_type == "Split" and made[0][0] is _INPUT:  # into microbatches
+                    made = [(*made[0], at) for at in range(len(node.output))]
             found |= zip(node.output, made, strict=True)
     return found
 
@@ -234,8 +239,9 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     A source is written otherwise in a program that trains, and where its sizes are told otherwise; the nodes of its gradient are not."""
     if one == two or _VALUE in (one[0], two[0]):
         return True
-    if one[0] is two[0] is _INPUT and one[1] not in own.types:
-        return True  # an input that is not fed to this rank
+    if one[0] is two[0] is _INPUT:  # else it is an input that is not fed to this rank
+        same = one[1] == two[1] and (first.program != own.program or len(one) != len(two))
+        return same or one[1] not in own.types
     if one[0] is two[0] is CONSTANT:  # places and sizes, which are a rank's own where the node is not the model's
         by_rank = not any(entry.key == RULE for entry in own.node.metadata_props)
         return one[1] == two[1] and one[1] in _INTEGERS and (by_rank or _sizes(first) != _sizes(own))

@@ -86,7 +86,7 @@ def check_weights(
 
 
 def _named_otherwise(file: str, model: ModelProto, kept: Sequence[StateRecord]) -> Iterator[Violation]:
-    """Weights that are called otherwise than the tensor which they say that they are; of the state the manifest says that (`training/state.py`)."""
+    """Weights with another name than the tensor that they say they are; `training/state.py` holds those of the state."""
     state = {record.value for record in kept}
     for tensor in model.graph.initializer:
         text = metadata_of(tensor, PIECE)

@@ -164,11 +164,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 main (float[batch, 6] x) => (float[batch, 6] y) {
     [first] a = MatMul(x, w)
     [second] b = Tanh(a)
-    [rest] c = Mod<fmod = 1>(b, v)
+    [rest] c = Hardmax(b)
     [last] y = Mul(c, v)
 }""",
         "",
-        """rest: Mod has no gradient
+        """rest: Hardmax has no gradient
   it lies between a parameter and the loss: w -> first -> second -> rest -> the loss
   help: freeze the parameter under `train: parameters:`, or write the model without this op""",
     ),
