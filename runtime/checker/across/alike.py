@@ -173,7 +173,7 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
             texts = (one.t if one.HasField("t") else one for one in node.attribute)
             found[node.output[0]] = next(map(_numbers, texts), (CONSTANT, 0))
         else:
-            made = [(_name(node), at, _path(node)) for at in range(len(node.output))]
+            made: list[Origin] = [(_name(node), at, _path(node)) for at in range(len(node.output))]
             if node.op_type in _RESHARDS and not any(entry.key == RULE for entry in node.metadata_props):
                 read = {name: found.get(name, (_VALUE, name)) for name in node.input}
                 given = {origin for origin in read.values() if origin[0] is not CONSTANT}
