@@ -84,7 +84,7 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
         nodes = list[NamedNode]()
         types = declared_types(model)
         for node in model.graph.node:
-            key = name, _ = _name(node), source_path(node)
+            key = name, _ = _name(node), _path(node)
             if _is_of_one_rank(node) or not name or key in seen or name.endswith("'") or " -> " in name:
                 continue
             seen.add(key)
@@ -129,17 +129,20 @@ def _is_of_one_rank(node: NodeProto) -> bool:
 
 def _name(node: NodeProto) -> str:
     """The name of a node, without what tells its microbatch, the task that alone reads it, its target, or that it is computed again."""
-    name, path = node.name, source_path(node)
+    name, path = node.name, _path(node)
     if any(entry.key == TASK for entry in node.metadata_props):
         name = name.rpartition(".")[0]
-    target = metadata_of(node, TARGET)
-    if target and not path.endswith(f".{target}"):
-        name = name.removesuffix(f".{target}")
+    name = name.removesuffix(f".{metadata_of(node, TARGET)}")
     for suffix in (_TASK, _REPEATED):
         match = suffix.search(name)
         if match and not path.endswith(match[0]):
             name = name[: match.start()]
     return name
+
+
+def _path(node: NodeProto) -> str:
+    """The source of a node, without its target."""
+    return source_path(node).removesuffix(f".{metadata_of(node, TARGET)}")
 
 
 def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Origin]:
@@ -174,11 +177,13 @@ def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Orig
             found[node.output[0]] = (_VALUE, node.output[0])
         elif node.op_type in ("Identity", "Expand") and not node.domain:
             found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))
+        elif node.op_type in ("Shape", "Size") and not node.domain:
+            found[node.output[0]] = (_VALUE, node.output[0])  # ranks may ask other values for one size
         elif node.op_type == "Constant" and not node.domain:
             texts = (one.t if one.HasField("t") else one for one in node.attribute)
             found[node.output[0]] = next(map(_numbers, texts), (CONSTANT, 0))
         else:
-            made = [(_name(node), at, source_path(node)) for at in range(len(node.output))]
+            made: list[Origin] = [(_name(node), at, _path(node)) for at in range(len(node.output))]
             if node.op_type in _RESHARDS and not any(entry.key == RULE for entry in node.metadata_props):
                 read = {name: found.get(name, (_VALUE, name)) for name in node.input}
                 given = {origin for origin in read.values() if origin[0] is not CONSTANT}
