@@ -141,7 +141,6 @@ RECOMPUTED = "partc.recomputed"
 CONSTANT = "constant"
 SHAPE_ARITHMETIC = "shape arithmetic"
 MADE_OF_INPUTS = "made of inputs"
-FOLLOWING = frozenset({CONSTANT, SHAPE_ARITHMETIC, MADE_OF_INPUTS})
 
 # of a rank file the ranks whose it is, and of its weights which part of which tensor they are, and a hash of those inside the file
 OF_RANKS = "partc.ranks"

@@ -165,4 +165,4 @@ def test_a_sharded_node_that_is_another_one_on_a_rank_is_told(blocks: Path) -> N
     next(node for node in model.graph.node if node.name == "act").op_type = "Sigmoid"
     path.write_bytes(model.SerializeToString(deterministic=True))
     correct(blocks)
-    assert "it is one node that is sharded over their ranks" in texts(blocks)
+    assert "it is Sigmoid in rank_0000.onnx" in texts(blocks)

@@ -6,7 +6,6 @@ doubt. Three facts follow:
 
     places   where two values meet in a node, element by element or in a sum of products, the one lies as far from the other on all
              ranks that run the node; so do an output and its box, and what a collective is given and its layout
-    node     what is cut over ranks is one node: its op, operands and attributes are the same on all of them
     whole    an output that all ranks have whole is made of none of which each has a shard, but by what ranks exchange
     terms    a sum over a dim of which ranks have different parts is a term of a sum. Terms may be added, scaled and moved; a term
              that goes through another function, is added to what is whole, or is an output, has missed its reduction
@@ -27,19 +26,16 @@ from partc.runtime.artifact.comm.collective_node import CollectiveCall, read_cal
 from partc.runtime.artifact.format import (
     CUT,
     DOMAIN,
-    FOLLOWING,
     OPTIMIZER,
     PIECE,
     PUSH,
     RECV,
-    RULE,
     SEND,
     TAG,
-    TARGET,
     Collective,
     Manifest,
 )
-from partc.runtime.artifact.graph.onnx_graph import integer_of, is_recomputed, metadata_of, node_title, path_of
+from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
 from partc.runtime.checker.across import place_rules
 from partc.runtime.checker.across.place_rules import PARTIAL, Begins, Places, Sizes
 from partc.runtime.checker.across.rank_shards import Layout, layout_of
@@ -49,8 +45,6 @@ from partc.runtime.errors import Violation
 
 _AGAIN = "compile the model again"
 _BOX = re.compile(r"\[([\d:, ]*)\]$")
-_REPEATED = re.compile(r"\.recomputed(?=(\.\d+)?$)")
-"""What the name of a value that is computed again has beside that of the kept one; the number of the microbatch is behind it."""
 _WHOLE = ""
 """The reduction of a value that is known not to be partial."""
 
@@ -66,8 +60,6 @@ class _File:
     places: dict[str, Places] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     """By value the reduction that it still needs; of other values nothing is known."""
-    kept: dict[str, str] = field(default_factory=dict)
-    """By a value that is computed again the name under which other ranks keep it."""
 
 
 def check_places(manifest: Manifest, models: Mapping[int, ModelProto]) -> list[Violation]:
@@ -91,7 +83,6 @@ class _Places:
         self.layouts: dict[str, Layout] = {}
         self.begun: dict[tuple[object, ...], Places] = {}
         self.shifts: dict[tuple[object, ...], int] = {}
-        self.nodes: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
         self.sums: dict[tuple[str, ...], set[int]] = {}
         self.sent: dict[int, str | None] = {}
         self.found: list[Violation] = []
@@ -101,8 +92,6 @@ class _Places:
         for file in self.files.values():
             self._begin(file)
             for node in file.model.graph.node:
-                if is_recomputed(node):
-                    file.kept |= {name: _REPEATED.sub("", name) for name in node.output}
                 self._place(file, node)
             self._end(file)
         changed = True
@@ -149,7 +138,6 @@ class _Places:
             return
         if node.domain not in ("", "ai.onnx") or not any(entry.key == CUT for entry in node.metadata_props):
             return
-        self._alike(file, node)
         ruled = place_rules.apply(node, file.places, file.sizes, file.model)
         if ruled is None:
             return
@@ -161,27 +149,6 @@ class _Places:
         for begins in ruled.summed:
             if begins is not None:
                 self.sums.setdefault(_key(node), set()).update(begins)
-
-    def _alike(self, file: _File, node: NodeProto) -> None:
-        """Sharded nodes must be identical on all ranks that run them; only constants they read may differ.
-
-        One that runs wherever it is read does so on several groups, and may be another one on each. What one group computes another one may
-        have by a reshard, whose last node makes the same name, and has a name of its own. What one group keeps another one may compute
-        again.
-        """
-        if any(entry.key == RULE and entry.value in FOLLOWING for entry in node.metadata_props):
-            return
-        attributes = tuple(sorted(one.SerializeToString(deterministic=True) for one in node.attribute))
-        target = f".{metadata_of(node, TARGET)}"  # by which a name may be told apart
-        inputs = tuple(file.kept.get(name, name).removesuffix(target) for name in node.input)
-        outputs = tuple(name.removesuffix(target) for name in node.output)
-        own = (node.op_type, inputs, outputs, attributes)
-        first, there = self.nodes.setdefault((node.name.removesuffix(target), outputs[0]), (file.name, own))
-        if there != own:
-            parts = zip(("op", "inputs", "outputs", "attributes"), there, own, strict=True)
-            other = next(what for what, one, two in parts if one != two)
-            fact = f"its {other} differ from those in {first}, and it is one node that is sharded over their ranks"
-            self._report(file, node, fact)
 
     def _place_call(self, file: _File, node: NodeProto, record: Collective) -> None:
         call = read_call(node, file.name)
