@@ -113,7 +113,7 @@ class Connections:
         while True:
             await asyncio.sleep(1)
             for connection in [*self._open]:
-                connection.end_late()
+                connection.end_overdue()
 
     def _displace(self) -> float:
         """Ends a connection that waits for its client, if one does for long enough; else after how many seconds one may, 0 without one.
@@ -256,7 +256,7 @@ class Connection(asyncio.Protocol):
             self._update()
             self._pass_on()
 
-    def end_late(self) -> None:
+    def end_overdue(self) -> None:
         """Ends the connection where its time is over."""
         now = self._loop.time()
         is_unread = self._unread is not None and now - self._unread > _UNREAD_SECONDS
