@@ -17,11 +17,13 @@ one displaces the oldest in the first of the states `CLOSING`, `HEAD` and `BODY`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import json
 import os
+import select
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from partc.cli.server.refusals import error_body
@@ -41,6 +43,7 @@ _LEAST = 4
 _RETRY_SECONDS = 0.05
 _YOUNG_SECONDS = 0.02
 """How long a connection stays: its client may be late with the head. With 26 connections the last of 1,024 new ones waits for 1 s."""
+_TURN_SECONDS = 0.001
 _REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
@@ -113,16 +116,19 @@ class Connections:
                 connection.end_overdue()
 
     def _displace(self) -> float:
-        """Ends a connection that waits for its client, if one does for long enough; else after how many seconds one will, 0 without one.
+        """Ends a connection that waits for its client, if one does for long enough; else after how many seconds one may, 0 without one.
 
-        A client that sends a head at once is never found with a part of it: those with a part are ended before those with none.
+        A client that sends a head at once is never found with a part of it: those with a part are ended before those with none. What a
+        client has sent is read before: after a long turn of the event loop it is old, and not because of its client.
         """
         waiting = [one for one in self._open if one.state is not State.ANSWER]
         since = asyncio.get_running_loop().time() - _YOUNG_SECONDS
-        if old := [one for one in waiting if one.since <= since]:
-            min(old, key=lambda one: (one.state, not one.has_begun, one.since)).abort()
+        old = [one for one in waiting if one.since <= since]
+        unread = _readable(one.fileno() for one in old if one.state is not State.CLOSING)
+        if late := [one for one in old if one.state is State.CLOSING or one.fileno() not in unread]:
+            min(late, key=lambda one: (one.state, not one.has_begun, one.since)).abort()
             return 0.0
-        return min((one.since for one in waiting), default=since) - since
+        return max(min((one.since for one in waiting), default=since) - since, _TURN_SECONDS if old else 0.0)
 
     def add(self, connection: Connection) -> None:
         """Counts a connection."""
@@ -158,6 +164,10 @@ class Connection(asyncio.Protocol):
     def has_begun(self) -> bool:
         """Whether it has a part of a head or body."""
         return self._size > 0
+
+    def fileno(self) -> int:
+        """Its file."""
+        return int(self._transport.get_extra_info("socket").fileno())
 
     # as the protocol of the socket
 
@@ -221,7 +231,8 @@ class Connection(asyncio.Protocol):
         if not sends or self._transport.is_closing():
             self._transport.close()
         else:
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):  # its client has gone
+                self._transport.write_eof()
             self._pauses = False
             self._read_or_not()
 
@@ -310,6 +321,14 @@ def most_connections(requests: int) -> int:
     if files == resource.RLIM_INFINITY:
         return most
     return max(_LEAST, min(most, files - len(os.listdir("/dev/fd")) - _OTHER_FILES))
+
+
+def _readable(files: Iterable[int]) -> set[int]:
+    """Which of the sockets have bytes or an end that were not read yet."""
+    found = select.poll()
+    for file in files:
+        found.register(file, select.POLLIN)
+    return {file for file, _ in found.poll(0)}
 
 
 def _refusal(status: int, fact: str) -> bytes:
