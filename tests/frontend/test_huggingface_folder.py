@@ -176,13 +176,14 @@ def test_all_that_does_not_fit_is_told_at_once(llama: Path, tmp_path: Path) -> N
     assert len(caught.value.problems) == 2 + 9
 
 
-def test_numbers_that_an_export_without_weights_loses_are_refused_with_a_way_to_keep_them(tmp_path: Path) -> None:
+def test_literals_that_an_export_without_weights_loses_have_numbers(tmp_path: Path) -> None:
     """Falcon indexes by a list, of which torch makes a tensor on the device of the weights: on none it has no numbers."""
     config = transformers.FalconConfig(
         vocab_size=12, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_kv_heads=2,
         new_decoder_architecture=True, alibi=False,
     )  # fmt: skip
     transformers.FalconForCausalLM(config).save_pretrained(tmp_path / "falcon")
-    with pytest.raises(CompileError, match="without their numbers") as error:
-        load(tmp_path / "falcon")
-    assert f"model = transformers.FalconForCausalLM.from_pretrained('{tmp_path / 'falcon'}')" in str(error.value)
+    model = load(tmp_path / "falcon").model
+    assert all(
+        value.const_value is not None and value.const_value.numpy().size for value in model.graph.initializers.values()
+    )

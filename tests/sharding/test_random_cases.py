@@ -19,4 +19,4 @@ def test_risky_graphs_run_as_the_whole_or_are_refused() -> None:
         assert what not in WRONG, f"{what}: {text}\n{case.plan}"
 
     one()
-    assert tally[EQUAL] > 4, tally
+    assert tally[EQUAL] > 3, tally

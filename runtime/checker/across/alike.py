@@ -248,7 +248,7 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
         same = one[1] == two[1] and (first.program != own.program or len(one) != len(two))
         return same or one[1] not in own.types
     if one[0] is two[0] is CONSTANT:  # places and sizes, which are a rank's own where the node is not the model's
-        by_rank = not any(entry.key == RULE for entry in own.node.metadata_props)
+        by_rank = _name(own.node) != source_path(own.node)
         return one[1] == two[1] and one[1] in _INTEGERS and (by_rank or _sizes(first) != _sizes(own))
     if len(one) < 3 or len(two) < 3:
         return False
