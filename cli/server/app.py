@@ -89,6 +89,7 @@ class Server:
         self.hosts = {_host_of(name) for name in hosts} | _LOCAL
         self.created = int(time.time())
         self._texts, self._chats = Turns(), Turns(_MOST_CHATS)
+        self._page = counted.read_text(Path(__file__).with_name("page.html"), _PAGE_BYTES)
 
     def app(self) -> ASGIApp:
         """The application."""
@@ -131,8 +132,7 @@ class Server:
 
     async def page(self, request: Request) -> Response:
         """The page on which to try it."""
-        text = counted.read_text(Path(__file__).with_name("page.html"), _PAGE_BYTES)
-        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
         """Whether requests are taken."""
