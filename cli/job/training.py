@@ -102,6 +102,7 @@ def run_training(
             received = (lambda: signals.received) if signals is not None else (lambda: 0)
             takes_steps(lambda: trainer.step)
             ended = run(trainer, loader, inputs.settings, listeners, test, received, began, resumed, recording)
+            takes_steps(lambda: 0)
             training.report_counts(recording)
         training.report_end(ended.reason)
     training.refuse_stopped(ended.reason)

@@ -74,11 +74,12 @@ class Turns:
     def _pass_on(self) -> None:
         """Lets the shortest body that waits be read."""
         self._is_taken = False
-        while self._waiting and not self._is_taken:
+        for _ in range(len(self._waiting)):
             turn = heappop(self._waiting)[2]
             if not turn.done():
                 turn.set_result(None)
                 self._is_taken = True
+                return
 
 
 class Server:

@@ -52,7 +52,7 @@ class NamedNode:
     file: str
     program: str
     microbatches: int
-    """Those of its program; 0 of one without any."""
+    """The number of microbatches of its program; 0 where it has none."""
     node: NodeProto
     operands: tuple[Origin, ...]
     types: Mapping[str, object]

@@ -14,6 +14,7 @@ import pytest
 from artifact_edit import chain, chain_reference
 from onnx import TensorProto, helper
 from partc.cli import main as entry
+from partc.cli.interruption import takes_steps
 from partc.cli.main import COMMANDS, invoke
 from partc.runtime.artifact.manifest import open_artifact
 
@@ -141,6 +142,8 @@ def test_the_pass_of_an_unexpected_fault_is_in_the_last_line(
 def test_an_interrupt_ends_with_130_and_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    takes_steps(lambda: 0)  # of a training before, which an interrupt has ended
+
     def interrupted(*arguments: object, **named: object) -> None:
         raise click.Abort
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import onnx_ir as ir
 import pytest
@@ -96,49 +95,6 @@ def test_a_batch_is_one_call(matrices: Shape, vectors: Shape, seconds: float) ->
     kernels = {"elementwise": Curve(((1e3, 1e-6), (1e6, 1e-5))), "vectors": Curve(((1e3, 1e-7), (1e6, 1e-4)))}
     found = cost("MatMul", [matrices, vectors], (*matrices[:-1], vectors[-1]))
     assert found.seconds(Processor(0.0, 0.0, products, kernels)) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("op", "given", "made", "shards"),
-    [
-        (
-            "MatMul",
-            [(60, 70), (70, 48)],
-            (60, 48),
-            [([(60, 70), (70, 16)], (60, 16)), ([(60, 70), (70, 16)], (60, 16))],
-        ),
-        ("MatMul", [(6, 64, 64), (6, 64, 64)], (6, 64, 64), [([(2, 64, 64), (2, 64, 64)], (2, 64, 64))]),
-        ("MatMul", [(6, 64, 64), (6, 64, 1)], (6, 64, 1), [([(2, 64, 64), (2, 64, 1)], (2, 64, 1))]),
-        ("MatMul", [(3, 64, 64), (3, 64, 1)], (3, 64, 1), [([(1, 64, 64), (1, 64, 1)], (1, 64, 1))]),
-        ("MatMul", [(6, 64, 64), (6, 64, 3)], (6, 64, 3), [([(6, 64, 64), (6, 64, 1)], (6, 64, 1))]),
-        ("Conv", [(6, 12, 8, 8), (12, 12, 3, 3)], (6, 12, 8, 8), [([(2, 12, 8, 8), (12, 12, 3, 3)], (2, 12, 8, 8))]),
-        ("Add", [(60, 70), (60, 70)], (60, 70), [([(20, 70), (20, 70)], (20, 70))]),
-        ("ReduceSum", [(60, 7000)], (60,), [([(20, 7000)], (20,))]),
-        (
-            "Gather",
-            [(900, 600), (30,)],
-            (30, 600),
-            [([(900, 200), (30,)], (30, 200)), ([(900, 600), (10,)], (10, 600))],
-        ),
-        ("ScatterND", [(900, 600), (30, 1), (30, 600)], (900, 600), [([(900, 200), (30, 1), (30, 200)], (900, 200))]),
-        ("TopK", [(90, 600), (1,)], (90, 40), [([(30, 600), (1,)], (30, 40))]),
-    ],
-)
-def test_three_shards_take_the_least_or_longer(
-    op: str, given: list[Shape], made: Shape, shards: list[tuple[list[Shape], Shape]]
-) -> None:
-    """However speeds depend on the amount: each shard is one of three."""
-    for seed in range(8):
-        draw = random.Random(seed)
-        curves = [Curve(tuple((10.0**k, draw.uniform(1, 9) * 10.0 ** (k - 9)) for k in range(2, 8))) for _ in range(8)]
-        names = "elementwise", "lookup", "reduction", "pack", "unfold", "sort", "vectors"
-        kernels = dict(zip(names, curves, strict=False))
-        products = {"matmul": curves[0], "convolution": curves[1], "batch": curves[7]}
-        processor = Processor(0.0, 0.0, products, kernels)
-        least = cost(op, given, made).least(processor)
-        for some, out in [(given, made), *shards]:
-            times = 1 if out == made else 3
-            assert times * cost(op, some, out).seconds(processor) >= least * (1 - 1e-9)
 
 
 def cost(op: str, given: list[Shape], made: Shape, **attributes: int) -> NodeCost:

@@ -84,7 +84,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
     """Process ids, of the host, of the ranks there."""
-    look = "grep -la partc[.]cli[.]job[.]rank /proc/[0-9]*/cmdline"
+    look = "grep -la partc[.]cli[.]job /proc/[0-9]*/cmdline"
     found = subprocess.run([*hosts.inside(host), "sh", "-c", look], capture_output=True, text=True)
     return [int(Path(path).parent.name) for path in found.stdout.split()]
 
