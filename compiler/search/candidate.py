@@ -61,11 +61,6 @@ class Candidate:
         return self.degrees.stages * self.stages_each
 
     @property
-    def staging(self) -> tuple[int, bool]:
-        """The stages of all groups together, and whether a plan names them: else it places modules on their groups."""
-        return self.stages, self.stages_each > 1
-
-    @property
     def homes(self) -> tuple[int, ...]:
         """By stage the group that has it: in a loop, 0 1 0 1, or there and back, 0 1 1 0."""
         groups = range(self.degrees.stages)
