@@ -37,6 +37,7 @@ from partc.compiler.rewrite.in_microbatches import in_microbatches
 from partc.compiler.rewrite.normalize import normalize
 from partc.compiler.rewrite.packed import unpack
 from partc.compiler.rewrite.precision import precision
+from partc.compiler.rewrite.quantize import quantized
 from partc.compiler.rewrite.rotary import repeat_tables
 from partc.compiler.rewrite.straighten import straighten
 from partc.compiler.sharding.sharding import shard
@@ -174,6 +175,7 @@ def programs_of(
 
     `after` and `watch` are told of the passes of the step; `watch` also of the evaluation, the prefill, or the encoder, as a whole.
     """
+    source = quantized(source, plan, name)
     done: dict[ProgramKind, Lowered] = {}
     for kind, through in LEGS:
         is_step, beside = kind is ProgramKind.STEP, {other: one for other, one in done.items() if other is not kind}

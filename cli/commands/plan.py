@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +53,12 @@ _TOGETHER = (
         "not for a plan that is imported",
         "write the plan first, then give --target auto --plan plan.yaml",
         never=("--from",),
+    ),
+    _Rule(
+        ("--quantize",),
+        "for a proposal of given degrees",
+        "write `quantize` into the plan",
+        never=("--ranks", "--plan", "--from"),
     ),
     _Rule(("--slots",), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
     _Rule(
@@ -118,6 +124,9 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 )
 @click.option("--slots", type=click.IntRange(min=1), metavar="N", help="Sequences at once of --generate.")
 @click.option(
+    "--quantize", "bits", type=click.Choice(["4", "8"]), help="Propose weights of 4 or 8 bits for the model's products."
+)
+@click.option(
     "--machine",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Machine file, of `partc measure`: what --ranks is searched for; --stages are of equal time there.",
@@ -155,6 +164,7 @@ def command(
     hosts: int | None,
     length: int | None,
     slots: int | None,
+    bits: str | None,
     machine: Path | None,
     files: tuple[Path, ...],
     target: str | None,
@@ -171,6 +181,8 @@ def command(
     the four fastest on this host, since a simulation hardly tells plans apart that differ by less than its error.
 
     With --generate it makes tokens with a decoder that has past and present as inputs and outputs: `partc generate` then continues prompts.
+
+    With --quantize 4 the weights of its products are stored in blocks of four bits; embeddings stay as they are.
 
     With --from it begins with a file of another system: a .py with a `parallelize_plan` of torch.distributed, a `tp_plan` of transformers
     (config.json, or patterns with words), arguments of Megatron-LM, strategy files of MindSpore. What has no counterpart is listed.
@@ -203,6 +215,7 @@ def command(
         },
         **{"--machine": machine, "--from": files or None, "--target": target, "--device-memory": device_memory},
         "--plan": given,
+        "--quantize": bits,
     }
     if problems := [*_misplaced({name for name, value in options.items() if value is not None})]:
         raise UsageError("\n".join(problems))
@@ -226,6 +239,7 @@ def command(
     from partc.compiler.cost.machine_file import read_machine
     from partc.compiler.frontend.names import node_paths
     from partc.compiler.plan.document import read_text
+    from partc.compiler.plan.read import parse_plan
     from partc.compiler.proposal.batch import least_sizes
     from partc.compiler.proposal.degrees import Degrees
     from partc.compiler.proposal.edited_plan import with_targets
@@ -233,8 +247,10 @@ def command(
     from partc.compiler.proposal.imports.read import read_imported
     from partc.compiler.proposal.imports.strategies import plan_of_strategies
     from partc.compiler.proposal.propose import propose
+    from partc.compiler.proposal.quantize import quantize_section
     from partc.compiler.proposal.starting_plan import starting_plan
     from partc.compiler.proposal.targets import Device
+    from partc.compiler.rewrite.quantize import quantized
 
     degrees, imported = Degrees(tp or 1, dp or 1, stages or 1), read_imported(files) if files else None
     if imported is not None:
@@ -246,6 +262,12 @@ def command(
     generation = None if length is None else Generation.over(degrees, length, slots)
     device = Device(device_memory) if target is not None else None
     source = load(model, cache=length is not None, compare=not no_compare)
+    section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []
+    if section:
+        rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml")
+        source = quantized(source, rules, name)
+    elif bits is not None:
+        _warn([f"{name}: no product with a constant weight that can be quantized"])
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
     elif imported is not None and imported.strategies:
@@ -258,7 +280,15 @@ def command(
         paths, least = node_paths(source.model), source.declared.least_ranks
         symbols, because = least_sizes(source, name)
         text = starting_plan(source.model, paths, name, symbols, ranks=least, because=because)
-    return _written(text, out)
+    return _written(_with_section(text, section), out)
+
+
+def _with_section(text: str, section: Sequence[str]) -> str:
+    """The text of a plan with a section behind its ranks and mesh."""
+    lines = text.splitlines()
+    ranks = next(k for k, line in enumerate(lines) if line.startswith("ranks:"))
+    end = next((k for k, line in enumerate(lines[ranks:], ranks) if not line), len(lines) - 1) + 1
+    return "\n".join([*lines[:end], *section, *lines[end:]]) + "\n"
 
 
 def _misplaced(given: set[str]) -> Iterator[str]:

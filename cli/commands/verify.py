@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from partc.cli.comparison.verdict import Verdict
     from partc.compiler.frontend.source import Source
     from partc.compiler.frontend.torch.torch_model import TorchModel
+    from partc.compiler.plan.rules import Plan
     from partc.runtime.artifact.format import Manifest
 
 
@@ -80,6 +81,7 @@ def command(
     from partc.compiler.frontend.torch.compare_with_torch import compare_graph
     from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
+    from partc.compiler.rewrite.quantize import quantized
     from partc.runtime.training.batch import of_batch
 
     sources: list[Source] = []
@@ -97,7 +99,11 @@ def command(
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileWatch() as watch:
             report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded)
-        case = Case(model, plan, report, {}, Path(scratch), mpi, sources[0], devices, torch_models[0])
+        source = quantized(sources[0], report.program.plan, model.name)
+        torch_model = None if source.quantized else torch_models[0]
+        case = Case(model, plan, report, {}, Path(scratch), mpi, source, devices, torch_model)
+        for line in _quantization(sources[0], report.program.plan, model.name) if source.quantized else ():
+            console.echo(line)
         if report.manifest.generation is not None:
             return _show(model, report.manifest, verify_generation.verdict(case, random), mpi, "answer")
         asked = of_batch(report.manifest)
@@ -109,6 +115,18 @@ def command(
         if report.program.plan.train is not None:
             return _show(model, report.manifest, verify_training.verdict(case, rtol, atol), mpi, "tensor")
         return _show(model, report.manifest, verify_inference.verdict(case, rtol, atol), mpi, "output")
+
+
+def _quantization(source: Source, plan: Plan, name: str) -> Iterator[str]:
+    """Lines that say how far quantized weights are from the model's own."""
+    from partc.compiler.rewrite.quantize import errors
+
+    found = errors(source, plan, name)
+    yield f"{count(len(found), 'product')} quantized: what is compiled is compared with the quantized model on one rank"
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    worst = ", ".join(f"'{path}' {100 * error:.1f} %" for path, error in ordered[:3])
+    middle = ordered[len(ordered) // 2][1]
+    yield f"error of their weights, root mean squares: {100 * middle:.1f} % in the median, most in {worst}"
 
 
 def _torch_model(against: Path, plan: Path | None) -> TorchModel:

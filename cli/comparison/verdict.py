@@ -38,7 +38,7 @@ class Case:
 
     def unsharded(self) -> Path:
         """A file of the unsharded model: the user's own where it is one."""
-        if self.model.suffix == ".onnx":
+        if self.model.suffix == ".onnx" and not self.source.quantized:
             return self.model
         import onnx_ir as ir
         from partc.compiler.rewrite.unrolled import unrolled

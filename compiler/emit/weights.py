@@ -7,8 +7,7 @@ the order of `safetensors` itself (wider items first, then by name), and the hea
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -18,9 +17,11 @@ import ml_dtypes  # noqa: F401  (registers numpy's views of bfloat16 and float8)
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.emit.names import Names
+from partc.compiler.ir.computed import Box, ComputedTensor, runs_of, shard_of
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.programs import RankTensor
 from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.value_info import Array
 from partc.runtime.artifact.format import FileRecord, weights_file
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.artifact.tensors.safetensors_stream import AS_BYTES, CODES, RunningSums, header_bytes
@@ -29,8 +30,9 @@ from partc.runtime.files.writers import new_raw_file
 
 INLINE_BYTES = 128
 _PAGE = 4096
-_READING = threading.Lock()
 _CHUNK = 1 << 20
+_RUN = 64 << 20
+"""The most bytes of a computed tensor that are in memory at once."""
 
 
 Stored = tuple[str | None, int, tuple[int, ...], tuple[int, ...]]
@@ -134,11 +136,12 @@ def _write_file(
             if isinstance(tensor, ir.ExternalTensor):
                 hashed = hasher.submit(_sum_range, running, tensor)
                 _copy_range(tensor, out)
-            else:
-                data = _bytes_of(tensor)
+                hashed.result()
+                continue
+            for data in _bytes_of(tensor):
                 hashed = hasher.submit(running.update, data)
                 _write_all(out, data)
-            hashed.result()
+                hashed.result()
     locations: dict[str, Location] = {}
     end = len(prefix)
     for name, _, size in ordered:
@@ -156,11 +159,13 @@ def _in_format(tensor: ir.TensorProtocol) -> tuple[str, Sequence[int]]:
     return CODES[dtype.shown], tensor.shape.numpy()
 
 
-def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
-    """The tensor's little-endian bytes as ONNX lays them out."""
+def _bytes_of(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
+    """The tensor's little-endian bytes as ONNX lays them out, of a computed one in runs."""
     if tensor.dtype.bitwidth < 8 or tensor.nbytes == 0:
-        return memoryview(tensor.tobytes())
-    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
+        yield memoryview(tensor.tobytes())
+        return
+    for run in runs_of(tensor, _RUN) if isinstance(tensor, ComputedTensor) else (tensor.numpy(),):
+        yield np.ascontiguousarray(run).reshape(-1).view(np.uint8).data
 
 
 def _sum_range(sums: RunningSums, tensor: ir.ExternalTensor) -> None:
@@ -240,11 +245,9 @@ def _made(held: RankTensor, stored: Stored) -> WeightShard:
         )
         return WeightShard(stored, rows, text, is_inline(rows))
 
-    def cut() -> ir.TensorProtocol:
-        shards = tuple(slice(begin, end) for begin, end in box)
-        with _READING:  # a memory-mapped tensor opens its file at the first read, and files are written side by side
-            whole = tensor.numpy()
-        return ir.Tensor(np.ascontiguousarray(whole[shards]), dtype=tensor.dtype)
+    def compute(inner: Box) -> Array:
+        shifted = tuple(slice(one.start + begin, one.stop + begin) for one, (begin, _) in zip(inner, box, strict=True))
+        return shard_of(tensor, shifted)
 
-    view = ir.LazyTensor(cut, dtype=tensor.dtype, shape=shape, name=held.version.value.name, cache=False)
+    view = ComputedTensor(compute, tensor.dtype, shape.numpy(), name)
     return WeightShard(stored, view, text, is_inline(view))

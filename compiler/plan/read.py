@@ -14,6 +14,7 @@ from partc.compiler.plan.dataset import KEYS, DatasetEntry, full_batch, said_twi
 from partc.compiler.plan.document import Document, Steps, parse_document, read_text
 from partc.compiler.plan.groups import frame_of
 from partc.compiler.plan.pipeline import MICROBATCH, PipelineRules
+from partc.compiler.plan.quantize import QuantizeRule
 from partc.compiler.plan.rules import (
     BatchDim,
     Dataset,
@@ -114,6 +115,9 @@ def _plan(entries: PlanEntries, document: Document) -> Plan:
         train=train,
         pipeline=pipeline,
         precision=entries.precision.placed(where) if entries.precision else None,
+        quantize=tuple(
+            QuantizeRule(pattern, blocks, where("quantize", pattern)) for pattern, blocks in entries.quantize.items()
+        ),
         generate=entries.generate.placed(where) if entries.generate else None,
         target=tuple(
             TargetRule(pattern, target, where("target", pattern)) for pattern, target in entries.target.items()
@@ -178,6 +182,8 @@ def _subject(steps: Steps) -> str:
             return f"dataset of '{name}', dim {index}"
         case ("placement", pattern):
             return f"placement of '{pattern}'"
+        case ("quantize", pattern, *inside):
+            return f"quantize of '{pattern}'" + "".join(f", '{key}'" for key in inside)
         case ("target", pattern):
             return f"target of '{pattern}'"
         case ("sharding", pattern, *inside):

@@ -18,6 +18,7 @@ from partc.compiler.plan.groups import Group, checked_mesh, checked_role, checke
 from partc.compiler.plan.pattern import checked_pattern
 from partc.compiler.plan.pipeline import PipelineEntry
 from partc.compiler.plan.precision import PrecisionRules, low_type
+from partc.compiler.plan.quantize import Blocks
 from partc.compiler.plan.rules import FULL_BATCH
 from partc.compiler.plan.sharding import ShardingForm
 from partc.compiler.plan.target import TargetName
@@ -159,6 +160,7 @@ PlacementEntries: TypeAlias = dict[PatternText, Placed]
 ShardingEntries: TypeAlias = dict[PatternText, ShardingForm]
 OutputEntries: TypeAlias = dict[PatternText, Delivered]
 TargetEntries: TypeAlias = dict[PatternText, TargetName]
+QuantizeEntries: TypeAlias = dict[PatternText, Blocks | None]
 
 
 def _precision(value: object) -> str:
@@ -271,6 +273,13 @@ class PlanEntries(DataEntries):
     precision: Annotated[PrecisionRules | None, Remedy(_precision)] = Field(
         None, description="Computation in 16 bits, with weights and sums in float32."
     )
+    quantize: Annotated[
+        QuantizeEntries, _or_none(QuantizeEntries), Remedy('write quantize: {"**.up_proj": {bits: 4, block: 32}}')
+    ] = Field(
+        {},
+        description="Products whose weights are stored in 4 or 8 bits, by pattern, {bits: 4, block: 32}; null: they stay as they are. "
+        "Of a plan that does not train.",
+    )
     generate: Annotated[GenerateRules | None, Remedy("write generate: {slots: 8, length: 4096}")] = Field(
         None,
         description="A decoder with past and present keeps its caches from step to step: the plan then compiles to a program that makes "
@@ -304,6 +313,14 @@ class PlanEntries(DataEntries):
             if self.generate is not None and other is not None:
                 law = "a program that makes tokens neither learns nor runs microbatches"
                 raise Refused(f"'generate' beside '{key}'", law, f"leave out '{key}', or 'generate'", "generate")
+        if self.quantize and self.train is not None:
+            law = "a quantized weight has no gradient"
+            raise Refused(
+                "'quantize' beside 'train'",
+                law,
+                "train first, and quantize the model that the training saves",
+                "quantize",
+            )
         scale = self.precision.scale if self.precision is not None else None
         if self.train is not None and scale is not None and scale.dynamic:
             said = self.train.on_nonfinite

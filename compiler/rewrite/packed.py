@@ -22,10 +22,12 @@ from fractions import Fraction
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.computed import Box, ComputedTensor, full_box, shard_of
 from partc.compiler.ir.graph import has_computed_target, name_of
 from partc.compiler.ir.packed import PART, PackedBox
 from partc.compiler.ir.program import Typed
 from partc.compiler.ir.training import ParameterOptions
+from partc.compiler.ir.value_info import Array
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
@@ -323,15 +325,12 @@ def _slice_of(tensor: ir.TensorProtocol, dim: int, begin: int, end: int, part: i
     if (dim, begin, end) in known:
         return known[dim, begin, end]
 
-    def shard() -> ir.TensorProtocol:
-        shards = (slice(None),) * dim + (slice(begin, end),)
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy()[shards]), dtype=tensor.dtype)
+    def shard(box: Box) -> Array:
+        moved = slice(box[dim].start + begin, box[dim].stop + begin)
+        return shard_of(tensor, (*box[:dim], moved, *box[dim + 1 :]))
 
     assert part.shape is not None
-    if tensor.nbytes <= _EAGER:
-        found = known[dim, begin, end] = shard()
-    else:
-        found = known[dim, begin, end] = ir.LazyTensor(
-            shard, dtype=tensor.dtype, shape=part.shape, name=part.name, cache=False
-        )
-    return found
+    sizes, key = part.shape.numpy(), (dim, begin, end)
+    if tensor.nbytes > _EAGER:
+        return known.setdefault(key, ComputedTensor(shard, tensor.dtype, sizes, name_of(part)))
+    return known.setdefault(key, ir.Tensor(np.ascontiguousarray(shard(full_box(sizes))), dtype=tensor.dtype))

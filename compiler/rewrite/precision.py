@@ -26,6 +26,7 @@ import onnx.defs
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.ir.computed import ComputedTensor, shard_of
 from partc.compiler.ir.drawn import DrawnTensor
 from partc.compiler.ir.graph import bodies, captured_by, graphs_of, is_inside, name_of
 from partc.compiler.ir.program import Typed
@@ -334,9 +335,11 @@ def _cast_tensor(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProto
     if isinstance(tensor, DrawnTensor) and tensor.is_law:
         return tensor.cast(kind)
 
+    shape, name = tensor.shape.numpy(), tensor.name or ""
+    if tensor.nbytes > 1 << 10:
+        return ComputedTensor(lambda box: shard_of(tensor, box).astype(kind.numpy()), kind, shape, name)
+
     def read() -> ir.TensorProtocol:
         return ir.Tensor(tensor.numpy().astype(kind.numpy()), dtype=kind)
 
-    return ir.LazyTensor(
-        read, dtype=kind, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name, cache=tensor.nbytes <= 1 << 10
-    )
+    return ir.LazyTensor(read, kind, ir.Shape(shape), name=name, cache=True)

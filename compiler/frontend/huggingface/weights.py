@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.safetensors_files import InFile
+from partc.compiler.ir.computed import ComputedTensor, shard_of
 from partc.compiler.plan.pattern import nearest
 from partc.runtime.artifact.tensors.dtypes import BY_CODE
 from partc.runtime.files.regular import open_regular
@@ -146,6 +147,18 @@ def _tensor(
         return ir.ExternalTensor(
             first.file.name, place, size, dtype, shape=shape, name=name, base_dir=first.file.parent
         )
+
+    if origin.conversion is None and first.stored.bytes:
+        stored = ir.ExternalTensor(
+            first.file.name,
+            first.stored.offset,
+            first.stored.bytes,
+            ir.DataType(first.stored.dtype.code),
+            shape=shape,
+            name=name,
+            base_dir=first.file.parent,
+        )
+        return ComputedTensor(lambda box: shard_of(stored, box).astype(dtype.numpy()), dtype, wanted.shape, name)
 
     def read() -> ir.TensorProtocol:
         own = origin.names[0]

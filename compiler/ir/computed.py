@@ -1,0 +1,51 @@
+"""Tensors whose shards are computed when they are read, each without the rest: a converted or quantized part of a mapped weight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.ir.value_info import Array
+
+Box: TypeAlias = "tuple[slice, ...]"
+"""The shard of a tensor: a slice of each dim, with begin and end."""
+
+
+_READING = threading.Lock()
+
+
+class ComputedTensor(ir.LazyTensor):
+    """A tensor whose elements within a box `compute` returns; nothing of it stays in memory."""
+
+    def __init__(self, compute: Callable[[Box], Array], dtype: ir.DataType, shape: Sequence[int], name: str) -> None:
+        def whole() -> ir.TensorProtocol:
+            return ir.Tensor(np.ascontiguousarray(compute(full_box(shape))), dtype=dtype)
+
+        self.compute = compute
+        super().__init__(whole, dtype, ir.Shape(shape), name=name, cache=False)
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def shard_of(tensor: ir.TensorProtocol, box: Box) -> Array:
+    """The elements of a tensor within a box."""
+    if isinstance(tensor, ComputedTensor):
+        return tensor.compute(box)
+    with _READING:  # a mapped tensor opens its file at the first read, and files are written side by side
+        whole = tensor.numpy()
+    return whole[box]
+
+
+def runs_of(tensor: ComputedTensor, most_bytes: int) -> Iterator[Array]:
+    """The tensor in runs of its first dim, each of at most `most_bytes` where a row has no more."""
+    shape = tensor.shape.numpy()
+    rows = max(1, most_bytes * shape[0] // max(1, tensor.nbytes)) if shape else 1
+    for begin in range(0, shape[0] if shape else 1, rows):
+        box = (slice(begin, min(begin + rows, shape[0])), *full_box(shape[1:])) if shape else ()
+        yield np.ascontiguousarray(tensor.compute(box))

@@ -1,0 +1,318 @@
+"""Quantizes the weights of products that a plan names: `MatMul` and `Gemm` become `MatMulNBits` of onnxruntime.
+
+    x -> MatMul(weight [K, N]) -> y     ->     x -> MatMulNBits(blocks [N, K / block, bytes], scales [N, K / block]) -> y
+
+The source is rewritten before any pass, so a plan cuts and places the new nodes under the paths of the old ones, and `partc verify`
+compares with the quantized model on one rank. Nothing is quantized here: onnxruntime's own quantizer makes the blocks of a shard when
+the shard is written, from the mapped weight. A block depends on its own elements alone, so ranks have the same bits in any layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.source import Source
+from partc.compiler.ir.computed import Box, ComputedTensor, shard_of
+from partc.compiler.ir.graph import name_of
+from partc.compiler.ir.program import Loaded
+from partc.compiler.ir.value_info import Array
+from partc.compiler.matching import matched_nodes, nothing_matched
+from partc.compiler.ops.registry import CONTRIB
+from partc.compiler.plan.quantize import BLOCKS, Blocks, QuantizeRule
+from partc.compiler.plan.rules import Plan
+from partc.compiler.start import start
+from partc.runtime.errors import PartcError
+from partc.runtime.units import first_of
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+_MOST_ELEMENTS = 1 << 22
+"""Elements that are quantized at once."""
+_QUANTIZED = "partc.quantized"
+"""Key of the `meta` of a tensor: its blocks and scales by how it is quantized, the same for each program of a plan."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of activations with a constant weight of two dims; `transposed`: the weight is [N, K]."""
+
+    weight: ir.Value
+    transposed: bool
+    bias: ir.Value | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """K, the contracted dim, and N."""
+        assert self.weight.shape is not None
+        first, second = self.weight.shape.numpy()
+        return (second, first) if self.transposed else (first, second)
+
+
+def quantized(source: Source, plan: Plan | None, name: str) -> Source:
+    """The source with the products quantized that the plan names; the source itself where it names none, or that is done.
+
+    Raises CompileError with each pattern that matches no product, and each weight that cannot be divided into blocks.
+    """
+    if source.quantized:
+        return source
+    source = _with_warning(source, name)
+    if plan is None or not plan.quantize:
+        return source
+    program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
+    chosen, problems = _chosen(program, plan.quantize)
+    for node, (rule, product) in chosen.items():
+        problems += _misfits(program.paths[node], product, rule)
+    if problems:
+        raise CompileError(problems)
+    for node, (rule, product) in chosen.items():
+        assert rule.blocks is not None
+        _replace(program.model.graph, node, product, rule.blocks)
+    program.model.opset_imports.setdefault(CONTRIB, 1)
+    _drop(program.model.graph, {product.weight for _, product in chosen.values()})
+    return replace(source, model=program.model, quantized=True)
+
+
+def _with_warning(source: Source, name: str) -> Source:
+    """The source, with a warning of its own quantized products that compute in float32."""
+    nodes = [node for node in source.model.graph if node.op_type == "MatMulNBits"]
+    slow = [node for node in nodes if not node.attributes.get_int("accuracy_level", 0)]
+    if not slow:
+        return source
+    fact = f"{name}: {len(slow)} of {len(nodes)} MatMulNBits have no accuracy_level, so they compute in float32, which takes longer"
+    help_ = "quantize with accuracy_level 4, or let the plan's `quantize` do it"
+    declared = replace(source.declared, warnings=(*source.declared.warnings, f"{fact}\n  help: {help_}"))
+    return replace(source, declared=declared)
+
+
+def products(nodes: Iterable[ir.Node]) -> dict[ir.Node, Product]:
+    """The nodes that can be quantized."""
+    return {node: found for node in nodes if (found := _product(node)) is not None}
+
+
+def _chosen(
+    program: Loaded, rules: Iterable[QuantizeRule]
+) -> tuple[dict[ir.Node, tuple[QuantizeRule, Product]], list[Problem]]:
+    """By product the last rule that matches it, without those that keep their weights."""
+    known, decided, problems = products(program.paths), dict[ir.Node, QuantizeRule](), list[Problem]()
+    for rule in rules:
+        nodes = matched_nodes(program, rule.pattern)
+        hit = [node for node in nodes if node in known]
+        decided.update(dict.fromkeys(hit, rule))
+        if not nodes:
+            problems.append(nothing_matched(program, rule.pattern, rule.where))
+        elif not hit:
+            ops = first_of(sorted({node.op_type for node in nodes}))
+            fact = f"'{rule.pattern}' matches no product with a constant weight, but {ops}"
+            law = "MatMul and Gemm with a float weight of two dims are quantized"
+            paths = first_of([f"'{program.paths[node]}'" for node in known])
+            problems.append(Problem(rule.where, fact, law, f"such products are {paths}" if paths else ""))
+    return {node: (rule, known[node]) for node, rule in decided.items() if rule.blocks is not None}, problems
+
+
+def _misfits(path: str, product: Product, rule: QuantizeRule) -> Iterator[Problem]:
+    assert rule.blocks is not None
+    size, block = product.sizes[0], rule.blocks.block
+    if size % block:
+        fitting = [other for other in BLOCKS if size % other == 0]
+        fact = f"'{path}': the {size} rows of '{product.weight.name}' cannot be divided into blocks of {block}"
+        help_ = f"write block: {fitting[-1]}" if fitting else ""
+        keep = f"'{path}': null behind it keeps the weight as it is"
+        yield Problem(
+            rule.where,
+            fact,
+            "a block has the same number of elements in each column",
+            f"{help_}; {keep}" if help_ else keep,
+        )
+
+
+def _product(node: ir.Node) -> Product | None:
+    """The product of a node with a weight; None of a node of which MatMulNBits is no form."""
+    attributes = node.attributes
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm") or len(node.inputs) < 2:
+        return None
+    weight, transposed, bias = node.inputs[1], False, None
+    if node.op_type == "Gemm":
+        factors = [attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+        if factors != [1.0, 1.0] or attributes.get_int("transA", 0) == 1:
+            return None
+        transposed = attributes.get_int("transB", 0) == 1
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+    while weight is not None and (producer := weight.producer()) is not None:
+        if producer.op_type != "Transpose" or producer.attributes.get_ints("perm", (1, 0)) not in ([1, 0], (1, 0)):
+            return None
+        weight, transposed = producer.inputs[0], not transposed
+    tensor = weight.const_value if weight is not None and weight.is_initializer() else None
+    if weight is None or tensor is None or tensor.dtype not in _FLOATS or tensor.shape.rank() != 2:
+        return None
+    if weight.shape is None:
+        weight.shape = ir.Shape(tensor.shape.numpy())
+    return Product(weight, transposed, bias) if min(tensor.shape.numpy()) > 0 else None
+
+
+def _replace(graph: ir.Graph, node: ir.Node, product: Product, how: Blocks) -> None:
+    """Puts MatMulNBits in the place of a product; a bias is added behind it, as `Linear` exports it."""
+    assert product.weight.const_value is not None
+    size, columns = product.sizes
+    operands = [_operand(graph, product, how, kind) for kind in ("blocks", "scales")]
+    attributes: dict[str, Any] = {"K": size, "N": columns, "bits": how.bits, "block_size": how.block}
+    if how.accuracy_level:
+        attributes["accuracy_level"] = how.accuracy_level
+    out = node.outputs[0]
+    made = ir.Node(
+        CONTRIB,
+        "MatMulNBits",
+        [node.inputs[0], *operands],
+        ir.convenience.convert_attributes(attributes),
+        name=node.name,
+    )
+    made.metadata_props.update(node.metadata_props)
+    made.meta.update(node.meta)
+    new = [made]
+    if product.bias is not None:
+        made.outputs[0].name, made.outputs[0].type, made.outputs[0].shape = f"{out.name}.product", out.type, out.shape
+        new.append(ir.Node("", "Add", [made.outputs[0], product.bias], name=f"{node.name}.bias"))
+        new[-1].metadata_props.update(node.metadata_props)
+    result = new[-1].outputs[0]
+    result.name, result.type, result.shape = out.name, out.type, out.shape
+    graph.insert_before(node, new)
+    ir.convenience.replace_all_uses_with(out, result, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Value:
+    """The blocks or the scales of a weight, as an initializer that all products with this weight share."""
+    weight = product.weight
+    assert weight.const_value is not None
+    name = f"{name_of(weight)}.{how.bits}bits.{kind}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    tensor = _tensors(weight.const_value, product, how, name_of(weight))[kind]
+    value = ir.Value(
+        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str) -> Mapping[str, ComputedTensor]:
+    """The blocks and the scales of a weight."""
+    known: dict[tuple[Blocks, bool], Mapping[str, ComputedTensor]] = tensor.meta.setdefault(_QUANTIZED, {})
+    key = (how, product.transposed)
+    if key not in known:
+        size, columns = product.sizes
+        shape = columns, size // how.block
+        work = _Quantizer(tensor, product.transposed, how, name)
+        known[key] = {
+            "blocks": ComputedTensor(
+                work.blocks, ir.DataType.UINT8, (*shape, how.block * how.bits // 8), f"{name}.blocks"
+            ),
+            "scales": ComputedTensor(work.scales, tensor.dtype, shape, f"{name}.scales"),
+        }
+    return known[key]
+
+
+@dataclass(frozen=True)
+class _Quantizer:
+    """Makes the blocks and scales of any shard of a weight."""
+
+    tensor: ir.TensorProtocol
+    transposed: bool
+    how: Blocks
+    name: str
+
+    def blocks(self, box: Box) -> Array:
+        """The packed elements of columns and blocks, [columns, blocks, bytes]."""
+        found = [blocks for _, blocks, _ in self.runs(box[0], box[1])]
+        return np.concatenate(found)[:, :, box[2]]
+
+    def scales(self, box: Box) -> Array:
+        """The scales of columns and blocks."""
+        return np.concatenate([scales for _, _, scales in self.runs(box[0], box[1])])
+
+    def runs(self, columns: slice, blocks: slice) -> Iterator[tuple[Array, Array, Array]]:
+        """The weight [K, columns], its blocks and its scales, of some columns at a time."""
+        rows = slice(blocks.start * self.how.block, blocks.stop * self.how.block)
+        some = max(1, _MOST_ELEMENTS // max(1, rows.stop - rows.start))
+        for begin in range(columns.start, columns.stop, some):
+            chosen = slice(begin, min(begin + some, columns.stop))
+            weight = shard_of(self.tensor, (chosen, rows) if self.transposed else (rows, chosen))
+            numbers = np.ascontiguousarray(weight.T if self.transposed else weight)
+            if not np.isfinite(numbers).all():
+                raise PartcError(
+                    f"'{self.name}' has NaN or infinite elements, which no block of {self.how.bits} bits has"
+                )
+            yield numbers, *_quantize(numbers, self.how)
+
+
+def _quantize(weight: Array, how: Blocks) -> tuple[Array, Array]:
+    """Blocks [N, K / block, bytes] and scales [N, K / block] of a weight [K, N]."""
+    packed, scales, _ = _onnxruntime_quantizer(how.bits, how.block).qbits_block_quant(weight)
+    return packed, scales.reshape(packed.shape[:2])
+
+
+@functools.cache
+def _onnxruntime_quantizer(bits: int, block: int) -> Any:
+    root = logging.getLogger()
+    handlers, level = [*root.handlers], root.level
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        DefaultWeightOnlyQuantConfig,
+        DefaultWeightOnlyQuantizer,
+    )
+
+    root.handlers[:] = handlers  # the import configures logging of the whole process
+    root.setLevel(level)
+    config = DefaultWeightOnlyQuantConfig(block_size=block, is_symmetric=True, bits=bits)
+    return DefaultWeightOnlyQuantizer(config)
+
+
+def errors(source: Source, plan: Plan, name: str) -> dict[str, float]:
+    """By path of a product that `plan` quantizes how far its weight is from the model's: the ratio of root mean squares."""
+    program = start(replace(source, model=source.model.clone()), replace(plan, generate=None), name)
+    chosen, _ = _chosen(program, plan.quantize)
+    return {
+        program.paths[node]: _relative_error(product, rule.blocks)
+        for node, (rule, product) in chosen.items()
+        if rule.blocks is not None
+    }
+
+
+def _dequantized(blocks: Array, scales: Array, bits: int) -> Array:
+    """The weight [N, K] that blocks and scales stand for."""
+    numbers = blocks.astype(np.int16)
+    if bits == 4:
+        numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
+    centred = (numbers - (1 << (bits - 1))).astype(scales.dtype)
+    return (centred * scales[..., None]).reshape(len(blocks), -1)
+
+
+def _relative_error(product: Product, how: Blocks) -> float:
+    """The root mean square of the error of a quantized weight, relative to that of the weight itself."""
+    tensor = product.weight.const_value
+    assert tensor is not None
+    size, columns = product.sizes
+    wrong, total = 0.0, 0.0
+    work = _Quantizer(tensor, product.transposed, how, name_of(product.weight))
+    for weight, blocks, scales in work.runs(slice(0, columns), slice(0, size // how.block)):
+        exact = weight.T.astype(np.float64)
+        wrong += float(((_dequantized(blocks, scales, how.bits) - exact) ** 2).sum())
+        total += float((exact**2).sum())
+    return float(np.sqrt(wrong / total)) if total else 0.0
+
+
+def _drop(graph: ir.Graph, weights: set[ir.Value]) -> None:
+    """Removes weights that are read no more, with the Transposes between them and their products."""
+    for node in reversed(list(graph)):
+        out = node.outputs[0]
+        if node.op_type == "Transpose" and node.inputs[0] in weights and not (out.uses() or out.is_graph_output()):
+            graph.remove(node, safe=True)
+    for weight in weights:
+        if not weight.uses() and not weight.is_graph_output():
+            del graph.initializers[name_of(weight)]
+            if weight in graph.inputs:
+                graph.inputs.remove(weight)
