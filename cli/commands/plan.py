@@ -123,9 +123,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     help="Propose to make tokens with a decoder, in sequences of at most LENGTH.",
 )
 @click.option("--slots", type=click.IntRange(min=1), metavar="N", help="Sequences at once of --generate.")
-@click.option(
-    "--quantize", "bits", type=click.Choice(["4", "8"]), help="Propose weights of 4 or 8 bits for the model's products."
-)
+@click.option("--quantize", "bits", type=click.Choice(["4", "8"]), help="Propose weights of 4 or 8 bits.")
 @click.option(
     "--machine",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -182,7 +180,7 @@ def command(
 
     With --generate it makes tokens with a decoder that has past and present as inputs and outputs: `partc generate` then continues prompts.
 
-    With --quantize 4 the weights of its products are stored in blocks of four bits; embeddings stay as they are.
+    With --quantize 4 the weights of products and tables are stored in blocks of four bits.
 
     With --from it begins with a file of another system: a .py with a `parallelize_plan` of torch.distributed, a `tp_plan` of transformers
     (config.json, or patterns with words), arguments of Megatron-LM, strategy files of MindSpore. What has no counterpart is listed.
@@ -267,7 +265,7 @@ def command(
         rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml")
         source = quantized(source, rules, name)
     elif bits is not None:
-        _warn([f"{name}: no product with a constant weight that can be quantized"])
+        _warn([f"{name}: no product with a constant weight, and no table, that can be quantized"])
     if given is not None and device is not None:
         text = with_targets(source, read_text(given), given, name, device)
     elif imported is not None and imported.strategies:

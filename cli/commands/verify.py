@@ -122,7 +122,7 @@ def _quantization(source: Source, plan: Plan, name: str) -> Iterator[str]:
     from partc.compiler.rewrite.quantize import errors
 
     found = errors(source, plan, name)
-    yield f"{count(len(found), 'product')} quantized: what is compiled is compared with the quantized model on one rank"
+    yield f"{count(len(found), 'weight')} quantized: what is compiled is compared with the quantized model on one rank"
     ordered = sorted(found.items(), key=lambda item: -item[1])
     worst = ", ".join(f"'{path}' {100 * error:.1f} %" for path, error in ordered[:3])
     middle = ordered[len(ordered) // 2][1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,16 +25,19 @@ if TYPE_CHECKING:
     from partc.runtime import Request
 
 TIE = 1e-4
-"""Two scores that differ by less are equal."""
+"""Two scores that differ by less are equal; more where products round activations to int8, and a value halfway is rounded either way."""
+_INT8 = 4
+"""The accuracy level of products that compute in int8."""
 _PROMPTS, _TOKENS, _LONGEST = 6, 16, 40
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The tokens behind a prompt, and by how much each one's score is above the next best one's."""
+    """The tokens behind a prompt, by how much each one's score is above the next best one's, and by how much rounding may change that."""
 
     tokens: list[int]
     margins: list[float]
+    noise: list[float]
 
 
 def verdict(case: Case, seed: int) -> Verdict:
@@ -52,7 +56,7 @@ def verdict(case: Case, seed: int) -> Verdict:
     notes, whole, compiled = list[str](), dict[str, Array](), dict[str, Array]()
     for number, (one, tokens) in enumerate(zip(wanted, found, strict=True)):
         first = next((k for k, pair in enumerate(zip(one.tokens, tokens, strict=True)) if pair[0] != pair[1]), count)
-        if first < count and one.margins[first] < TIE:
+        if first < count and one.margins[first] < one.noise[first]:
             notes.append(f"prompt {number}: two tokens score alike at token {first}; what follows is not compared")
             tokens = [*tokens[:first], *one.tokens[first:]]
         name = f"prompt {number}, {count_text(prompts[number].read, 'token')}"
@@ -124,12 +128,26 @@ def _whole(tokens: list[int], count: int) -> list[int]:
     return tokens + [-1] * (count - len(tokens))
 
 
-def _session(case: Case) -> Any:
+def _with_float_products(case: Case) -> Path | None:
+    """A file of the model whose quantized products compute in float32; None of a model without any that compute in int8."""
+    import onnx_ir as ir
+
+    model = case.source.model.clone()
+    found = [node for node in model.graph if node.attributes.get_int("accuracy_level", 0) == _INT8]
+    if not found:
+        return None
+    for node in found:
+        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
+    path = case.scratch / "float_products.onnx"
+    ir.save(model, path, external_data="float_products.data")
+    return path
+
+
+def _session(path: Path) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    path = case.unsharded()
     try:
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:
@@ -141,7 +159,9 @@ class _Unsharded:
 
     def __init__(self, case: Case, record: GenerationRecord) -> None:
         self._torch = case.torch_model
-        self._session: Any = _session(case) if self._torch is None else None
+        self._session: Any = _session(case.unsharded()) if self._torch is None else None
+        in_float = _with_float_products(case) if self._torch is None else None
+        self._in_float: Any = None if in_float is None else _session(in_float)
         self._record = record
         self._caches = {
             str(past.name): str(present.name)
@@ -162,6 +182,13 @@ class _Unsharded:
         found = self._torch.run(feeds)
         return [found[name] for name in names]
 
+    def _noise(self, feeds: Mapping[str, Array], scores: Array) -> float:
+        """By how much rounding may change the difference of two scores: that of activations to int8 changes each by as much at most."""
+        if self._in_float is None:
+            return TIE
+        exact = self._in_float.run([self._scores], {**feeds})[0]
+        return max(TIE, 2 * float(np.abs(exact[0, -1] - scores[0, -1]).max()))
+
     def tokens(self, request: Request, count: int) -> Reference:
         """The likeliest tokens behind a prompt; behind one that stops -1."""
         encoder, prompt = self._record.encoder, request.prompt
@@ -169,7 +196,7 @@ class _Unsharded:
             {} if encoder is None else {encoder.input: self._typed(encoder.input, np.asarray(request.encoder)[None])}
         )
         past: dict[str, Any] = {name: self._empty(name) for name in self._caches}
-        ids, found, before = np.asarray([prompt]), Reference([], []), 0
+        ids, found, before = np.asarray([prompt]), Reference([], [], []), 0
         while len(found.tokens) < count and not (found.tokens and found.tokens[-1] in self._record.stop):
             width = ids.shape[1]
             feeds = {self._record.tokens: self._typed(self._record.tokens, ids), **encoded, **past}
@@ -180,12 +207,14 @@ class _Unsharded:
             }
             feeds |= {name: self._typed(name, array) for name, array in positions.items() if name in self._given}
             scores, *present = self._run(feeds)
+            found.noise.append(self._noise(feeds, scores))
             past, before = dict(zip(self._caches, present, strict=True)), before + width
             order = np.argsort(-scores[0, -1], kind="stable")
             found.tokens.append(int(order[0]))
             found.margins.append(float(scores[0, -1, order[0]] - scores[0, -1, order[1]]))
             ids = np.asarray([found.tokens[-1:]])
-        return Reference(_whole(found.tokens, count), found.margins + [1.0] * (count - len(found.margins)))
+        missing = count - len(found.margins)
+        return Reference(_whole(found.tokens, count), found.margins + [1.0] * missing, found.noise + [TIE] * missing)
 
     def _empty(self, name: str) -> Array:
         """A past of one sequence without a token: the cache grows along the dynamic dim behind the first."""

@@ -139,6 +139,20 @@ def matmul_n_bits(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: 
         ctx.set_shape_and_dtype(node.outputs[0], shape, source.dtype)
 
 
+def gather_block_quantized(ctx: ShapeInferenceContext, node: ir.Node, rule: Rule, known: Known) -> None:
+    """As many columns as packed elements, or as elements; the engine has no rule."""
+    data, indices, scales = node.inputs[0], node.inputs[1], node.inputs[2]
+    if data is None or indices is None or scales is None:
+        return
+    shape = None
+    if data.shape is not None and indices.shape is not None and node.attributes.get_int("gather_axis", 0) == 0:
+        *rest, last = data.shape.dims[1:]
+        packed = 8 // node.attributes.get_int("bits", 4) if data.dtype is ir.DataType.UINT8 else 1
+        if isinstance(last, int):
+            shape = ir.Shape([*indices.shape.dims, *rest, last * packed])
+    ctx.set_shape_and_dtype(node.outputs[0], shape, scales.dtype)
+
+
 CORRECTIONS: dict[tuple[str, str], Correction] = {
     **{("", op): broadcast for op in sorted(BROADCASTING | {"MatMul"})},
     **{("", op): pool for op in ("AveragePool", "LpPool", "MaxPool")},
@@ -160,6 +174,7 @@ CORRECTIONS: dict[tuple[str, str], Correction] = {
     ("", "Unique"): unique,
     ("", "Upsample"): resize,
     ("com.microsoft", "GroupQueryAttention"): group_query_attention,
+    ("com.microsoft", "GatherBlockQuantized"): gather_block_quantized,
     ("com.microsoft", "MatMulNBits"): matmul_n_bits,
     **TABULAR,
 }

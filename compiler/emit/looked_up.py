@@ -51,10 +51,12 @@ def _tables(
     seen.add((value, elements))
     for use in value.uses():
         node, k = use.node, use.idx
-        if node.domain not in ("", "ai.onnx") or node.graph is None or value.graph is not node.graph:
+        if node.graph is None or value.graph is not node.graph:
             continue
-        if node.op_type == "Gather" and k == 1:
+        if node.op_type in ("Gather", "GatherBlockQuantized") and k == 1:
             yield from _rows(node, elements)
+        if node.domain not in ("", "ai.onnx"):
+            continue
         for after, out in _after(node, k, elements):
             yield from _tables(out, after, seen)
 
@@ -65,7 +67,7 @@ def _rows(node: ir.Node, elements: _Elements) -> Iterator[tuple[_Elements, ir.Va
     sizes = dims(table)
     if table is None or not table.is_initializer() or not sizes:
         return
-    rows = sizes[axis_of(node, len(sizes), 0)]
+    rows = sizes[axis_of(node, len(sizes), 0)]  # GatherBlockQuantized has `gather_axis`, of bytes always 0
     if isinstance(rows, int) and rows > 0:
         yield elements, table, rows
 

@@ -277,8 +277,8 @@ class PlanEntries(DataEntries):
         QuantizeEntries, _or_none(QuantizeEntries), Remedy('write quantize: {"**.up_proj": {bits: 4, block: 32}}')
     ] = Field(
         {},
-        description="Products whose weights are stored in 4 or 8 bits, by pattern, {bits: 4, block: 32}; null: they stay as they are. "
-        "Of a plan that does not train.",
+        description="Products and tables whose weights are stored in 4 or 8 bits by pattern, {bits: 4, block: 32}; null: they stay as they "
+        "are. Of a plan that does not train.",
     )
     generate: Annotated[GenerateRules | None, Remedy("write generate: {slots: 8, length: 4096}")] = Field(
         None,

@@ -1,4 +1,4 @@
-"""The section `quantize` of a proposed plan: the products of a model by module, in blocks that tensor parallelism can cut."""
+"""The section `quantize` of a proposed plan: the products and tables of a model by module, in blocks that tensor parallelism can cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LARGEST = 32
 
 
 def quantize_section(source: Source, bits: int, shards: int) -> list[str]:
-    """The lines of the section; none of a model without such products. `shards`: over how many ranks rows may be cut."""
+    """The lines of the section; none of a model without any. `shards`: over how many ranks rows may be cut."""
     paths = node_paths(source.model)
     found = {paths[node]: product for node, product in products(paths).items()}
     by_pattern: dict[str, list[str]] = {}
@@ -32,7 +32,9 @@ def quantize_section(source: Source, bits: int, shards: int) -> list[str]:
             lines += [f"  {one}: {{bits: {bits}, block: {block}}}" for one in named]
     if not lines:
         return []
-    head = f"quantize:   # {count(len(found), 'product')}; they compute in int8 (accuracy_level: 4)"
+    tables = sum(product.table for product in found.values())
+    what = [f"{count(len(found) - tables, 'product')}, which compute in int8 (accuracy_level: 4)"]
+    head = f"quantize:   # {', and '.join([*what, *([count(tables, 'table')] if tables else [])])}"
     return [head, *lines, *(f"  # {one}: as it is, no block divides its rows" for one in kept), ""]
 
 

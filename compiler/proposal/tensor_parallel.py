@@ -178,7 +178,7 @@ def _ends(one: Linked) -> bool:
     """Whether dims with one side only begin or end the model: rows that are looked up, inputs, outputs."""
     if one.made:
         return any(value.is_graph_output() for value, _ in one.places)
-    looked_up = all(node.op_type == "Gather" for node in one.summed)
+    looked_up = all(node.op_type in ("Gather", "GatherBlockQuantized") for node in one.summed)
     return looked_up or any(value.is_graph_input() for value, _ in one.places)
 
 

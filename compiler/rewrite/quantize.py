@@ -1,6 +1,7 @@
-"""Quantizes the weights of products that a plan names: `MatMul` and `Gemm` become `MatMulNBits` of onnxruntime.
+"""Quantizes the weights that a plan names: of products, `MatMul` and `Gemm`, and tables that are looked up, `Gather`.
 
     x -> MatMul(weight [K, N]) -> y     ->     x -> MatMulNBits(blocks [N, K / block, bytes], scales [N, K / block]) -> y
+    ids -> Gather(table [V, K]) -> y    ->     ids -> GatherBlockQuantized(blocks [V, K * bits / 8], scales [V, K / block]) -> y
 
 The source is rewritten before any pass, so a plan cuts and places the new nodes under the paths of the old ones, and `partc verify`
 compares with the quantized model on one rank. Nothing is quantized here: onnxruntime's own quantizer makes the blocks of a shard when
@@ -40,17 +41,21 @@ _QUANTIZED = "partc.quantized"
 
 @dataclass(frozen=True)
 class Product:
-    """A product of activations with a constant weight of two dims; `transposed`: the weight is [N, K]."""
+    """A product of activations with a constant weight of two dims; `transposed`: the weight is [N, K].
+
+    `table`: its rows are looked up, which is the product with a one-hot vector: [V, K] lies as a transposed weight does.
+    """
 
     weight: ir.Value
     transposed: bool
     bias: ir.Value | None = None
+    table: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:
         """K, the contracted dim, and N."""
-        assert self.weight.shape is not None
-        first, second = self.weight.shape.numpy()
+        assert self.weight.const_value is not None
+        first, second = self.weight.const_value.shape.numpy()
         return (second, first) if self.transposed else (first, second)
 
 
@@ -108,10 +113,10 @@ def _chosen(
             problems.append(nothing_matched(program, rule.pattern, rule.where))
         elif not hit:
             ops = first_of(sorted({node.op_type for node in nodes}))
-            fact = f"'{rule.pattern}' matches no product with a constant weight, but {ops}"
-            law = "MatMul and Gemm with a float weight of two dims are quantized"
+            fact = f"'{rule.pattern}' matches no product with a constant weight and no table, but {ops}"
+            law = "MatMul, Gemm and Gather with a float weight of two dims are quantized"
             paths = first_of([f"'{program.paths[node]}'" for node in known])
-            problems.append(Problem(rule.where, fact, law, f"such products are {paths}" if paths else ""))
+            problems.append(Problem(rule.where, fact, law, f"those of the model are {paths}" if paths else ""))
     return {node: (rule, known[node]) for node, rule in decided.items() if rule.blocks is not None}, problems
 
 
@@ -132,10 +137,14 @@ def _misfits(path: str, product: Product, rule: QuantizeRule) -> Iterator[Proble
 
 
 def _product(node: ir.Node) -> Product | None:
-    """The product of a node with a weight; None of a node of which MatMulNBits is no form."""
+    """The product of a node with a weight; None of a node that has no quantized form."""
     attributes = node.attributes
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm") or len(node.inputs) < 2:
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm", "Gather") or len(node.inputs) < 2:
         return None
+    if node.op_type == "Gather":
+        table = node.inputs[0]
+        is_table = attributes.get_int("axis", 0) == 0 and _is_weight(table)
+        return Product(table, True, table=True) if is_table and table is not None else None
     weight, transposed, bias = node.inputs[1], False, None
     if node.op_type == "Gemm":
         factors = [attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
@@ -147,42 +156,47 @@ def _product(node: ir.Node) -> Product | None:
         if producer.op_type != "Transpose" or producer.attributes.get_ints("perm", (1, 0)) not in ([1, 0], (1, 0)):
             return None
         weight, transposed = producer.inputs[0], not transposed
-    tensor = weight.const_value if weight is not None and weight.is_initializer() else None
-    if weight is None or tensor is None or tensor.dtype not in _FLOATS or tensor.shape.rank() != 2:
-        return None
-    if weight.shape is None:
-        weight.shape = ir.Shape(tensor.shape.numpy())
-    return Product(weight, transposed, bias) if min(tensor.shape.numpy()) > 0 else None
+    return Product(weight, transposed, bias) if _is_weight(weight) and weight is not None else None
+
+
+def _is_weight(value: ir.Value | None) -> bool:
+    """Whether a value is a float initializer of two dims."""
+    tensor = value.const_value if value is not None and value.is_initializer() else None
+    return tensor is not None and tensor.dtype in _FLOATS and tensor.shape.rank() == 2 and tensor.size > 0
 
 
 def _replace(graph: ir.Graph, node: ir.Node, product: Product, how: Blocks) -> None:
-    """Puts MatMulNBits in the place of a product; a bias is added behind it, as `Linear` exports it."""
-    assert product.weight.const_value is not None
+    """Puts the quantized op in the place of a node; a bias is added after it, as `Linear` exports it."""
     size, columns = product.sizes
-    operands = [_operand(graph, product, how, kind) for kind in ("blocks", "scales")]
-    attributes: dict[str, Any] = {"K": size, "N": columns, "bits": how.bits, "block_size": how.block}
-    if how.accuracy_level:
-        attributes["accuracy_level"] = how.accuracy_level
-    out = node.outputs[0]
-    made = ir.Node(
-        CONTRIB,
-        "MatMulNBits",
-        [node.inputs[0], *operands],
-        ir.convenience.convert_attributes(attributes),
-        name=node.name,
-    )
-    made.metadata_props.update(node.metadata_props)
-    made.meta.update(node.meta)
-    new = [made]
+    blocks, scales = (_operand(graph, product, how, kind) for kind in (_rows(product), "scales"))
+    attributes: dict[str, Any] = {"bits": how.bits, "block_size": how.block}
+    if product.table:
+        op_type, operands = "GatherBlockQuantized", [blocks, node.inputs[1], scales]
+        attributes |= {"gather_axis": 0, "quantize_axis": 1}
+    else:
+        op_type, operands = "MatMulNBits", [node.inputs[0], blocks, scales]
+        attributes |= {"K": size, "N": columns}
+        if how.accuracy_level:
+            attributes["accuracy_level"] = how.accuracy_level
+    out, options = node.outputs[0], ir.convenience.convert_attributes(attributes)
+    new = [ir.Node(CONTRIB, op_type, operands, options, name=node.name)]
     if product.bias is not None:
-        made.outputs[0].name, made.outputs[0].type, made.outputs[0].shape = f"{out.name}.product", out.type, out.shape
-        new.append(ir.Node("", "Add", [made.outputs[0], product.bias], name=f"{node.name}.bias"))
-        new[-1].metadata_props.update(node.metadata_props)
+        product_of = new[0].outputs[0]
+        product_of.name, product_of.type, product_of.shape = f"{out.name}.product", out.type, out.shape
+        new.append(ir.Node("", "Add", [product_of, product.bias], name=f"{node.name}.bias"))
+    for one in new:
+        one.metadata_props.update(node.metadata_props)
+        one.meta.update(node.meta)
     result = new[-1].outputs[0]
     result.name, result.type, result.shape = out.name, out.type, out.shape
     graph.insert_before(node, new)
     ir.convenience.replace_all_uses_with(out, result, replace_graph_outputs=True)
     graph.remove(node, safe=True)
+
+
+def _rows(product: Product) -> str:
+    """The name of the packed elements: of a table in rows of two dims."""
+    return "rows" if product.table else "blocks"
 
 
 def _operand(graph: ir.Graph, product: Product, how: Blocks, kind: str) -> ir.Value:
@@ -212,6 +226,7 @@ def _tensors(tensor: ir.TensorProtocol, product: Product, how: Blocks, name: str
             "blocks": ComputedTensor(
                 work.blocks, ir.DataType.UINT8, (*shape, how.block * how.bits // 8), f"{name}.blocks"
             ),
+            "rows": ComputedTensor(work.rows, ir.DataType.UINT8, (columns, size * how.bits // 8), f"{name}.rows"),
             "scales": ComputedTensor(work.scales, tensor.dtype, shape, f"{name}.scales"),
         }
     return known[key]
@@ -230,6 +245,13 @@ class _Quantizer:
         """The packed elements of columns and blocks, [columns, blocks, bytes]."""
         found = [blocks for _, blocks, _ in self.runs(box[0], box[1])]
         return np.concatenate(found)[:, :, box[2]]
+
+    def rows(self, box: Box) -> Array:
+        """The packed elements of rows of a table, [rows, bytes]; a box has whole blocks."""
+        block = self.how.block * self.how.bits // 8
+        first, last = box[1].start // block, -(-box[1].stop // block)
+        found = [blocks.reshape(len(blocks), -1) for _, blocks, _ in self.runs(box[0], slice(first, last))]
+        return np.concatenate(found)[:, box[1].start - first * block : box[1].stop - first * block]
 
     def scales(self, box: Box) -> Array:
         """The scales of columns and blocks."""

@@ -79,6 +79,19 @@ CASES: list[Case] = [
     case("Gather", [(6, 12), np.array(-1)], {"axis": -1}),
     case("Gather", [(6, 12), np.array([1, 5])], dtype="int64", undivided="b"),
     case("Gather", [np.arange(72).reshape(6, 12) % 5 < 2, np.array([1, 5, 0, 2, -1, 3])]),
+    *(
+        case(
+            "GatherBlockQuantized",
+            [(np.arange(72 * 2 * bits) * 37 % 251).reshape(12, -1).astype(np.uint8), indices, (12, 6)],
+            {"bits": bits, "block_size": 16, "gather_axis": 0, "quantize_axis": 1},
+            domain=CONTRIB,
+            undivided=undivided,
+        )
+        for bits, indices, undivided in (
+            (4, np.array([[3, -1, 7, 0, -12, 11]]), "a"),
+            (8, np.array([1, 5, 0, 2, -1, 3]), ""),
+        )
+    ),
     case("GatherElements", [(12, 6), np.array([[3, -1, 7, 0, -12, 11]] * 6)]),
     case("GatherElements", [(6, 12), np.array([[3, -1, 7, 0, -12, 11]] * 5)], {"axis": 1}),
     case("GatherND", [(12, 6, 18), np.array([[3, -1], [-12, 0], [1, 2], [11, 5], [4, 4], [8, -6]])]),

@@ -36,6 +36,7 @@ SEE = {
     "max_reshard_bytes": "sharding",
     "train": "reference/train",
     "precision": "targets",
+    "quantize": "serving",
     "pipeline": "pipelines",
     "generate": "generation",
 }
@@ -46,6 +47,7 @@ PARTS = {
     "PipelineEntry": "pipeline",
     "PrecisionRules": "precision",
     "GenerateRules": "generate",
+    "Blocks": "quantize",
     "LossScale": "precision: loss_scale",
 }
 TRAIN_PARTS = {
