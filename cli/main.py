@@ -42,6 +42,7 @@ COMMANDS = {
     "plan": "Write a starting plan for a model.",
     "schema": "Print the JSON schema of a plan.",
     "ops": "Show how each op can be sharded.",
+    "cache": "Show or remove the exports that are kept.",
     "doctor": "Look for what keeps jobs from running here.",
 }
 _HOMES = {"schema": "plan", "measure": "profile"}

@@ -119,6 +119,8 @@ class Report:
     out: Path
     exported: bool = False
     """Whether torch exported the model."""
+    kept: bool = False
+    """Whether the export is kept for the next command."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -294,6 +296,7 @@ def compile_model(
     watch: Watch = lambda name: None,
     verify_passes: bool = False,
     compare: bool = True,
+    keep: bool = True,
     loaded: Callable[[Source], None] = lambda source: None,
 ) -> Report:
     """Compiles `model` by `plan` into the folder `out`; with `dump_ir` also the text after each pass, `ir/1_normalize.ir` and on.
@@ -301,8 +304,8 @@ def compile_model(
     `strict` refuses changes of layout that were not requested. `annotated`: where the whole model is written with the choices made, in the
     standard's annotations; `configuration`: which of the model's own are followed. `check`: whether what was written is opened. `watch` is
     told what begins. `verify_passes`: whether the program is verified after each pass. `compare`: whether what torch exports is compared
-    with its module. `loaded` gets the model before passes edit it. The plan is read first: what is wrong in it by
-    itself is told before a module is exported, which may take long.
+    with its module. `keep`: whether the export of a folder is kept for the next command. `loaded` gets the model before passes edit it.
+    The plan is read first: what is wrong in it by itself is told before a module is exported, which may take long.
 
     Raises CompileError; then `out` is as it was.
     """
@@ -312,7 +315,7 @@ def compile_model(
     options = Options(dump_ir, strict, annotated, configuration, check, verify_passes)
     with blamed(model):
         cache = chosen is not None and chosen.generate is not None
-        source = load(model, _named_by(chosen), cache=cache, compare=compare)
+        source = load(model, _named_by(chosen), cache=cache, compare=compare, keep=keep)
         loaded(source)
         return _compiled(source, model, chosen, plan, out, options, watch)
 
@@ -349,7 +352,7 @@ def _compiled(
         program = replace(program, training=training)
     sources = {"model": _record(model), "plan": _record(plan) if plan is not None else None}
     report = _write(program, [*programs.values()], source, out, sources, texts, options.check, watch)
-    report = replace(report, exported=source.exported)
+    report = replace(report, exported=source.exported, kept=source.kept)
     if annotated is not None:
         write_annotated(report.program, annotated)
     return report

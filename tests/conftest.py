@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import pytest
 
 os.environ.setdefault("PARTC_VERIFY_PASSES", "1")  # every compile of a test verifies after every pass
+os.environ["PARTC_CACHE"] = ""  # no test begins with what another one exported
 os.environ.setdefault("PARTC_FILL_FREED", "1")  # memory that no value has holds no number
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of torch and BLAS in started processes spin on all cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules anew

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli.commands.cache import no_cache
 from partc.cli.output import console
 from partc.cli.output.table import Table
 from partc.runtime.units import count, seconds, size_text
@@ -45,6 +46,7 @@ _NAMED = 4
 @click.option("--configuration", metavar="NAME", help="The model's device configuration to use; 'none' ignores all.")
 @click.option("--no-check", is_flag=True, help="Skip the check of the written files by the checker and onnxruntime.")
 @click.option("--no-compare", is_flag=True, help="Do not compare what torch exports with the torch module.")
+@no_cache
 @click.option("--dump-ir", is_flag=True, help="Also write a dump after each pass: ir/1_normalize.ir and on.")
 @click.option("--verify-passes", is_flag=True, help="Verify the program after each pass; an error names the pass.")
 def command(
@@ -56,6 +58,7 @@ def command(
     configuration: str | None,
     no_check: bool,
     no_compare: bool,
+    no_cache: bool,
     dump_ir: bool,
     verify_passes: bool,
 ) -> int:
@@ -90,6 +93,7 @@ def command(
             watch,
             verify_passes,
             not no_compare,
+            keep=not no_cache,
         )
     spent = time.perf_counter() - begin
     if console.as_json():
@@ -121,7 +125,8 @@ def command(
     if report.exported:
         cache = ["--cache"] if report.manifest.generation is not None else []
         once = shlex.join(["partc", "export", str(model), *cache, "-o", f"{model.absolute().stem}.onnx"])
-        console.echo(f"torch exported the model in {seconds(watch.spent['load'])}; to export it once: {once}")
+        later = "the next command takes this export (partc cache)" if report.kept else f"to export it once: {once}"
+        console.echo(f"torch exported the model in {seconds(watch.spent['load'])}; {later}")
     console.echo(f"dumps: {out / BEGIN_IR}, {out / END_IR}")
     if report.program.training is not None and plan is not None:
         console.echo(f"train it with: {shlex.join(['partc', 'train', str(out), '--plan', str(plan)])}")

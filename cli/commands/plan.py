@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli.commands.cache import no_cache
 from partc.cli.commands.run import byte_count, parse_sizes
 from partc.cli.output import console
 from partc.runtime.garbage_collection import kept
@@ -141,6 +142,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     "--device-memory", callback=_bytes, metavar="SIZE", help="Memory of a rank's GPU for --target, such as 8GB."
 )
 @click.option("--no-compare", is_flag=True, help="Do not compare what torch exports with the torch module.")
+@no_cache
 @click.option(
     "--plan",
     "given",
@@ -168,6 +170,7 @@ def command(
     target: str | None,
     device_memory: int | None,
     no_compare: bool,
+    no_cache: bool,
     given: Path | None,
 ) -> int:
     """Write a starting plan for MODEL: its inputs, and its modules and parameters as comments.
@@ -230,7 +233,7 @@ def command(
         fixed = Fixed(tp, dp, stages)
         request = Options(ranks, fixed, sizes, batch, memory, machine, hosts or 1, limit, given, tries or 0)
         with kept():
-            found = searched(load(model, compare=not no_compare), name, request, run_fastest)
+            found = searched(load(model, compare=not no_compare, keep=not no_cache), name, request, run_fastest)
         _warn(found.warnings)
         console.echo(found.report, err=out is None)
         return _written(found.text, out)
@@ -259,7 +262,7 @@ def command(
             )
     generation = None if length is None else Generation.over(degrees, length, slots)
     device = Device(device_memory) if target is not None else None
-    source = load(model, cache=length is not None, compare=not no_compare)
+    source = load(model, cache=length is not None, compare=not no_compare, keep=not no_cache)
     section = quantize_section(source, int(bits), degrees.tp) if bits is not None else []
     if section:
         rules = parse_plan("\n".join(["ranks: 1", *section]), "plan.yaml")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from partc.cli.commands.cache import no_cache
 from partc.cli.commands.run import device_option, max_bytes, parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     "--random", type=int, default=0, metavar="SEED", help="Seed of the random values of all other inputs; 0 by default."
 )
 @click.option("--set", "sizes", multiple=True, metavar="NAME=SIZE", callback=parse_sizes, help="Size of a symbol.")
+@no_cache
 @click.option("--mpi", is_flag=True, help="Run the compiled model over MPI, as `partc run` does.")
 @device_option
 @max_bytes
@@ -49,6 +51,7 @@ def command(
     inputs: tuple[str, ...],
     random: int,
     sizes: Mapping[str, int],
+    no_cache: bool,
     mpi: bool,
     devices: Mapping[str, str],
     max_bytes: int | None,
@@ -98,7 +101,7 @@ def command(
     torch_models: list[TorchModel | None] = []
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as scratch:
         with CompileWatch() as watch:
-            report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded)
+            report = compile_model(model, plan, Path(scratch) / "build", watch=watch, loaded=loaded, keep=not no_cache)
         source = quantized(sources[0], report.program.plan, model.name)
         torch_model = None if source.quantized else torch_models[0]
         case = Case(model, plan, report, {}, Path(scratch), mpi, source, devices, torch_model)

@@ -9,22 +9,25 @@ from partc.compiler.frontend.source import Known, Source, compared, nothing
 from partc.runtime.garbage_collection import uncollected
 
 
-def load(path: Path, known: Known = nothing, *, cache: bool = False, compare: bool = False) -> Source:
+def load(
+    path: Path, known: Known = nothing, *, cache: bool = False, compare: bool = False, keep: bool = True
+) -> Source:
     """The model in `path`, by its ending. Raises CompileError with all that is wrong with it.
 
     `known` is given the names of a torch module's parameters and buffers before it is exported, which may take minutes. With `cache` a
     decoder of `transformers` is exported with past and present as inputs and outputs. With `compare` what torch exports is run on small
-    inputs, and refused where its numbers are not those of the module.
+    inputs, and refused where its numbers are not those of the module. `keep`: whether the export of a folder
+    that was compared is kept for the next command.
     """
+    if path.is_dir():
+        from partc.compiler.frontend.huggingface.folder import load_folder
+
+        return load_folder(path, known, cache=cache, compare=compare, keep=keep)
     source = _loaded(path, known, cache)
     return compared(source) if compare and source.exported else source
 
 
 def _loaded(path: Path, known: Known, cache: bool) -> Source:
-    if path.is_dir():
-        from partc.compiler.frontend.huggingface.folder import load_folder
-
-        return load_folder(path, known, cache=cache)
     match path.suffix:
         case ".onnx":
             from partc.compiler.frontend.exported import read_declared

@@ -24,12 +24,14 @@ def nothing(names: Sequence[str]) -> None:
 class Source:
     """A loaded model: one main graph without function calls, and the declarations that stood in its `model.py`.
 
-    `exported`: whether torch exported it, which takes seconds to minutes. `quantized`: whether the plan's `quantize` is done.
+    `exported`: whether torch exported it, which takes seconds to minutes. `kept`: whether that
+    is kept for the next command. `quantized`: whether the plan's `quantize` is done.
     """
 
     model: ir.Model
     declared: Declared = field(default_factory=Declared)
     exported: bool = False
+    kept: bool = False
     quantized: bool = False
 
 

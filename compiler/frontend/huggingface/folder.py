@@ -8,76 +8,164 @@ folder's own runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from partc.compiler.directives.recorder import recording
 from partc.compiler.errors import CompileError, Problem
+from partc.compiler.frontend.huggingface import export_cache, settings
 from partc.compiler.frontend.huggingface.decoding import decoding
+from partc.compiler.frontend.huggingface.export_cache import Export
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
-from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, read_object, stored_tensors
+from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, InFile, read_object, stored_tensors
 from partc.compiler.frontend.huggingface.tp_plan import tp_plan
-from partc.compiler.frontend.huggingface.weights import taken
+from partc.compiler.frontend.huggingface.weights import FolderWeights, stored_as, taken
 from partc.compiler.frontend.inputs import DimNames
-from partc.compiler.frontend.source import Known, Source, nothing
+from partc.compiler.frontend.source import Known, Source, compared, nothing
+from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
 from partc.compiler.ir.declared import Declared
 from partc.compiler.plan.pattern import nearest
 from partc.runtime.units import first_of
 
 if TYPE_CHECKING:
     import torch
+    from partc.compiler.directives.input import Input
+    from partc.compiler.frontend.torch.torch_model import TorchModel
 
 _LITERAL = "lifted_tensor"
 """In the names that torch gives to tensors of literals in a forward."""
 _ADAPTER = "adapter_config.json"
 
 
-def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> Source:
-    """The model in a folder, `known` and `cache` as of `load`. Raises CompileError with all that is wrong with it."""
+def load_folder(
+    path: Path, known: Known = nothing, *, cache: bool = False, compare: bool = False, keep: bool = True
+) -> Source:
+    """The model in a folder, `known`, `cache` and `compare` as of `load`. Raises CompileError with all that is wrong with it.
+
+    `keep`: whether a kept export may be used, and one that was compared is kept.
+    """
     folder = path.resolve()
     config = _settings(folder)
     files = stored_tensors(folder)
-    architecture = _architecture(config, folder)
-    with recording(folder) as recorder:
-        from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
-        from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
+    key = export_cache.key_of(folder, files, cache) if keep and export_cache.home() is not None else ""
+    if key and (found := export_cache.read(key, folder.name)) is not None:
+        known(found.names)
+        return _with_weights(found, folder, config, files, cache)
+    source, export = _exported(folder, config, files, known, cache)
+    if compare:
+        source = compared(source)
+    if key and compare and export is not None:
+        warning = export_cache.keep(key, folder.name, replace(export, source=source))
+        if warning:
+            declared = replace(source.declared, warnings=(*source.declared.warnings, warning))
+            source = replace(source, declared=declared)
+        source = replace(source, kept=not warning)
+    return source
 
-        module, buffers, widened = _built(architecture, folder)
+
+def _with_weights(
+    export: Export, folder: Path, config: dict[str, object], files: Mapping[str, InFile], cache: bool
+) -> Source:
+    """A kept export with the weights of its folder; the torch module is built where it is asked for."""
+    initializers = export.source.model.graph.initializers
+    tensors: dict[tuple[str, ir.DataType], ir.TensorProtocol] = {}
+    for name, own in export.weights.items():
+        value = initializers[name]
+        assert value.dtype is not None
+        of_file = own, value.dtype
+        if of_file not in tensors:
+            tensors[of_file] = stored_as(files[own], value.dtype, name)
+        value.const_value = tensors[of_file]
+
+    def torch_model() -> TorchModel:
+        from partc.compiler.frontend.torch.torch_model import TorchModel
+
+        built = _Built.of(folder, config, files, cache)
+        settings.prepare(built.module)
+        symbols = export.source.declared.symbols
+        where = f"{folder.name}/{CONFIG}"
+        own = built.module, export.inputs, symbols, export.outputs, export.sizes, export.arguments, where
+        return TorchModel(*own, stored=built.stored)
+
+    export.source.model.meta[TORCH_MODEL] = torch_model
+    return export.source
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A module on the meta device, the numbers of its buffers, its weights, and how its forward is called."""
+
+    module: Any
+    buffers: Mapping[str, torch.Tensor]
+    widened: bool
+    weights: FolderWeights
+    inputs: Mapping[str, Input]
+    outputs: Sequence[str]
+
+    @staticmethod
+    def of(folder: Path, config: dict[str, object], files: Mapping[str, InFile], cache: bool) -> _Built:
+        """The module of a folder; with `cache` its forward takes past and gives present."""
+        module, buffers, widened = _built(_architecture(config, folder), folder)
         weights = taken(module, files, folder.name)
-        known([*dict(module.named_parameters(remove_duplicate=False)), *buffers])
         where = f"{folder.name}/{CONFIG}"
         inputs, outputs = flatten_cache(module, where) if cache else (usual_inputs(module, None, where), [])
-        names = DimNames({}, set(), position_symbols(module, inputs))
+        return _Built(module, buffers, widened, weights, inputs, outputs)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of parameters and buffers."""
+        return [*dict(self.module.named_parameters(remove_duplicate=False)), *self.buffers]
+
+    @property
+    def stored(self) -> dict[str, ir.TensorProtocol]:
+        """By name the tensors that the module itself does not have."""
+        return {
+            **self.weights.tensors,
+            **{name: ir.Tensor(one.numpy(), name=name) for name, one in self.buffers.items()},
+        }
+
+
+def _exported(
+    folder: Path, config: dict[str, object], files: Mapping[str, InFile], known: Known, cache: bool
+) -> tuple[Source, Export | None]:
+    """The model of a folder as torch exports it, and what is kept of that; None where the folder must be exported each time."""
+    where = f"{folder.name}/{CONFIG}"
+    with recording(folder) as recorder:
+        from partc.compiler.frontend.torch.torch_module import OPSET, OPSET_WITH_CACHE, export
+
+        built = _Built.of(folder, config, files, cache)
+        module, weights, buffers = built.module, built.weights, built.buffers
+        known(built.names)
+        names = DimNames({}, set(), position_symbols(module, built.inputs))
         opset = OPSET_WITH_CACHE if cache else OPSET
-        model = export(module, inputs, None, names, outputs, where, recorder, opset)
+        model = export(module, built.inputs, None, names, built.outputs, where, recorder, opset)
         lost = _without_numbers(model, {*weights.tensors, *buffers})
         if lost and all(_LITERAL in name for name in lost):
             _allocate(module)
-            model = export(module, inputs, None, names, outputs, where, recorder, opset)
+            model = export(module, built.inputs, None, names, built.outputs, where, recorder, opset)
             lost = [name for name in lost if name not in model.graph.initializers]
     for name, value in model.graph.initializers.items():
-        if name in weights.tensors:
-            value.const_value = weights.tensors[name]
-        elif name in buffers:
-            value.const_value = ir.Tensor(buffers[name].numpy(), name=name)
-    stored = {**weights.tensors, **{name: ir.Tensor(one.numpy(), name=name) for name, one in buffers.items()}}
-    model.meta[TORCH_MODEL] = replace(model.meta[TORCH_MODEL], stored=stored)
+        if name in built.stored:
+            value.const_value = built.stored[name]
+    torch_model = model.meta[TORCH_MODEL] = replace(model.meta[TORCH_MODEL], stored=built.stored)
     if lost:
         kind = type(module).__name__
         fact = (
             f"torch exports {first_of(lost)} of {kind} without their numbers, which its code makes where no weights are"
         )
-        help_ = f"write a model.py with `model = transformers.{kind}.from_pretrained({str(path)!r})`, and compile that"
+        help_ = (
+            f"write a model.py with `model = transformers.{kind}.from_pretrained({str(folder)!r})`, and compile that"
+        )
         raise CompileError(Problem(where, fact, help=help_))
     told = []
     if unread := weights.unread:
         told.append(f"{folder.name}: {type(module).__name__} does not read {first_of(unread)}")
-    if widened:
+    if built.widened:
         remedy = "`precision: {compute: float16}` in the plan computes in 16 bits"
         told.append(
             f"{folder.name}: bfloat16 becomes float32, since onnxruntime has no kernels for it on CPUs; {remedy}"
@@ -89,7 +177,12 @@ def load_folder(path: Path, known: Known = nothing, *, cache: bool = False) -> S
         start=start_tokens(module),
         decoding=decoding(module, folder),
     )
-    return Source(model, declared, exported=True)
+    source = Source(model, declared, exported=True)
+    if weights.origins is None:
+        return source, None
+    read = {name: weights.origins[name] for name in model.graph.initializers if name in weights.origins}
+    kept = torch_model.inputs, torch_model.outputs, torch_model.sizes, torch_model.arguments
+    return source, Export(source, read, *kept, built.names)
 
 
 def _without_numbers(model: ir.Model, known: Collection[str]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.safetensors_files import InFile
@@ -39,10 +40,15 @@ class _Origin:
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The tensors of a model's weights by name, and the names in the folder that the model does not read."""
+    """The tensors of a model's weights by name, and the names in the folder that the model does not read.
+
+    `origins`: by weight the name of its tensor in the folder; None where that does not say all: some are converted, or their numbers
+    decided which weights are tied.
+    """
 
     tensors: Mapping[str, ir.TensorProtocol]
     unread: Sequence[str]
+    origins: Mapping[str, str] | None = None
 
 
 def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
@@ -74,7 +80,8 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
                 problems.append(Problem(where, fact, help=_HELP))
             else:
                 tensors[made] = _tensor(model, made, name, origin, files, wanted[made])
-    _share(model, wanted, tensors)
+    own = {id(tensors[name]): origin.names[0] for name, origin in origins.items() if name in tensors}
+    simple = all(origin.conversion is None for origin in origins.values()) and not _share(model, wanted, tensors)
     unread = _without(
         unread, model._keys_to_ignore_on_load_unexpected, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
     )
@@ -86,7 +93,9 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
         problems.append(Problem(where, f"'{name}' {list(wanted[name].shape)} of the model is in no file", help=help_))
     if problems:
         raise CompileError(problems)
-    return FolderWeights(tensors, unread)
+    return FolderWeights(
+        tensors, unread, {name: own[id(tensor)] for name, tensor in tensors.items()} if simple else None
+    )
 
 
 def _origins(model: Any, files: Iterable[str], wanted: dict[str, torch.Tensor]) -> tuple[dict[str, _Origin], list[str]]:
@@ -141,37 +150,43 @@ def _tensor(
 ) -> ir.TensorProtocol:
     """The tensor of a weight: a place in a file, or one computed from such places when it is read."""
     dtype, shape = ir.tensor_adapters.from_torch_dtype(wanted.dtype), ir.Shape(wanted.shape)
-    first = files[origin.names[0]]
-    if origin.conversion is None and first.stored.dtype is BY_CODE[dtype.value]:
-        place, size = first.stored.offset, first.stored.bytes
-        return ir.ExternalTensor(
-            first.file.name, place, size, dtype, shape=shape, name=name, base_dir=first.file.parent
-        )
-
-    if origin.conversion is None and first.stored.bytes:
-        stored = ir.ExternalTensor(
-            first.file.name,
-            first.stored.offset,
-            first.stored.bytes,
-            ir.DataType(first.stored.dtype.code),
-            shape=shape,
-            name=name,
-            base_dir=first.file.parent,
-        )
-        return ComputedTensor(lambda box: shard_of(stored, box).astype(dtype.numpy()), dtype, wanted.shape, name)
+    if origin.conversion is None:
+        return stored_as(files[origin.names[0]], dtype, name)
 
     def read() -> ir.TensorProtocol:
-        own = origin.names[0]
-        made = _read(files[own]) if origin.conversion is None else _converted(model, key, origin, files)[name]
+        made = _converted(model, key, origin, files)[name]
         return ir.tensor_adapters.TorchTensor(made.to(wanted.dtype).contiguous(), name=name)
 
     return ir.LazyTensor(read, dtype=dtype, shape=shape, name=name, cache=False)
 
 
-def _share(model: Any, wanted: Mapping[str, torch.Tensor], tensors: dict[str, ir.TensorProtocol]) -> None:
-    """Gives all names of a tied weight one tensor; a model whose folder has different ones for them is untied."""
+def stored_as(file: InFile, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
+    """A tensor of a file: in its own type a place in the file, else converted when it is read."""
+    kept, shape = file.stored, file.stored.shape
+    if not kept.bytes:
+        return ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name)
+    tensor = ir.ExternalTensor(
+        file.file.name,
+        kept.offset,
+        kept.bytes,
+        ir.DataType(kept.dtype.code),
+        shape=ir.Shape(shape),
+        name=name,
+        base_dir=file.file.parent,
+    )
+    if kept.dtype is BY_CODE[dtype.value]:
+        return tensor
+    return ComputedTensor(lambda box: shard_of(tensor, box).astype(dtype.numpy()), dtype, shape, name)
+
+
+def _share(model: Any, wanted: Mapping[str, torch.Tensor], tensors: dict[str, ir.TensorProtocol]) -> bool:
+    """Gives all names of a tied weight one tensor; a model whose folder has different ones for them is untied.
+
+    Returns whether numbers decided that.
+    """
     import torch
 
+    decided = False
     groups: dict[int, list[str]] = {}
     for name, value in wanted.items():
         groups.setdefault(id(value), []).append(name)
@@ -181,6 +196,7 @@ def _share(model: Any, wanted: Mapping[str, torch.Tensor], tensors: dict[str, ir
             if stored and name not in stored:
                 tensors[name] = tensors[stored[0]]
             elif stored and name != stored[0]:
+                decided = True
                 if (tensors[name].numpy() == tensors[stored[0]].numpy()).all():
                     tensors[name] = tensors[stored[0]]
                 else:
@@ -188,6 +204,7 @@ def _share(model: Any, wanted: Mapping[str, torch.Tensor], tensors: dict[str, ir
                     value = wanted[name]
                     alone = torch.nn.Parameter(torch.empty_like(value), requires_grad=value.requires_grad)
                     setattr(model.get_submodule(module), own, alone)
+    return decided
 
 
 def _without(names: Iterable[str], *ignored: Iterable[str] | None) -> list[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from partc.compiler.dims.symbol import Symbol
 
 TORCH_MODEL = "partc.torch_model"
-"""Key of `ir.Model.meta`: the `TorchModel` that the graph was exported from."""
+"""Key of `ir.Model.meta`: the `TorchModel` that the graph was exported from, or a function that builds it."""
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 """Functions of torch that drop; each has a form in place, with an underscore."""
 
@@ -88,6 +88,8 @@ class TorchModel:
 def torch_model_of(model: ir.Model) -> TorchModel | None:
     """The module that a graph was exported from; None where it was not exported here."""
     found = model.meta.get(TORCH_MODEL)
+    if callable(found):
+        found = model.meta[TORCH_MODEL] = found()
     return found if isinstance(found, TorchModel) else None
 
 

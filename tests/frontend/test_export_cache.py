@@ -1,0 +1,159 @@
+"""An export of a folder is kept for the next command, and is used only for what it is an export of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from partc.cli.main import invoke
+from partc.compiler.frontend import load
+from partc.compiler.frontend.huggingface import export_cache
+from partc.compiler.frontend.huggingface.safetensors_files import stored_tensors
+from partc.compiler.frontend.torch.torch_model import torch_model_of
+from partc.compiler.pipeline import Report, compile_model
+
+torch = pytest.importorskip("torch")
+transformers: Any = pytest.importorskip(
+    "transformers", "5.0", reason='needs transformers: pip install "partc[transformers]"'
+)
+PLAN = """ranks: 2
+mesh: {tp: 2}
+sharding: {"**.{q_proj,gate_proj,up_proj}": colwise, "**.{o_proj,down_proj}": rowwise, model.embed_tokens: rowwise}
+generate: {slots: 2, length: 16, chunk: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A place with a folder of bfloat16 weights, a plan, and the artifact of a compile that kept its export."""
+    root = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARTC_CACHE", str(root / "cache"))
+        _save(root / "llama", 0)
+        (root / "plan.yaml").write_text(PLAN)
+        report = _compile(root, "first")
+        assert report.exported
+        assert report.kept
+        yield root
+
+
+def _save(folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=16, tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def _compile(root: Path, name: str) -> Report:
+    return compile_model(root / "llama", root / "plan.yaml", root / name)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def without_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch exports nothing."""
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise AssertionError("torch exports")
+
+    monkeypatch.setattr(torch.onnx, "export", refused)
+
+
+@pytest.mark.usefixtures("without_exporter")
+def test_a_second_compile_is_the_first_one_byte_by_byte(kept: Path) -> None:
+    report = _compile(kept, "second")
+    assert not report.exported
+    assert _files(kept / "second") == _files(kept / "first")
+    assert any("bfloat16 becomes float32" in warning for warning in report.warnings)
+
+
+@pytest.mark.usefixtures("without_exporter")
+def test_weights_are_those_of_the_folder_now(kept: Path, tmp_path: Path) -> None:
+    """Other numbers of the same shapes, and torch itself to compare with."""
+    _save(tmp_path / "llama", 1)
+    source = load(tmp_path / "llama", cache=True, compare=True)
+    wanted = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "llama", dtype=torch.float32, local_files_only=True
+    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensor = source.model.graph.initializers[name].const_value
+    assert tensor is not None
+    assert (tensor.numpy() == wanted.state_dict()[name].numpy()).all()
+    torch_model = torch_model_of(source.model)
+    assert torch_model is not None
+    assert (torch_model.tensors()[name].detach().numpy() == tensor.numpy()).all()
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    assert invoke(["verify", str(tmp_path / "llama"), "--plan", str(tmp_path / "plan.yaml")]) == 0
+
+
+def test_a_key_is_of_all_that_an_export_depends_on(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = kept / "llama"
+    files = stored_tensors(folder)
+    keys = [export_cache.key_of(folder, files, True), export_cache.key_of(folder, files, False)]
+    keys.append(export_cache.key_of(folder, {name: one for name, one in files.items() if "norm" not in name}, True))
+    config = folder / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({**json.loads(before), "rms_norm_eps": 0.5}))
+    keys.append(export_cache.key_of(folder, files, True))
+    config.write_text(before)
+    monkeypatch.setattr(export_cache, "_versions", lambda: {"torch": "another"})
+    keys.append(export_cache.key_of(folder, files, True))
+    monkeypatch.undo()
+    monkeypatch.setattr(export_cache, "_code", lambda: "another")
+    keys.append(export_cache.key_of(folder, files, True))
+    assert len({*keys}) == len(keys)
+
+
+def test_a_damaged_entry_is_removed(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (entry,) = (kept / "cache/exports").iterdir()
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path))
+    copy = tmp_path / "exports" / entry.name
+    copy.parent.mkdir(mode=0o700)
+    data = bytearray(entry.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy.write_bytes(data)
+    assert export_cache.read(entry.stem, "llama") is None
+    assert not copy.exists()
+
+
+def test_a_place_that_cannot_be_used_is_named_and_nothing_is_kept(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (entry,) = (kept / "cache/exports").iterdir()
+    export = export_cache.read(entry.stem, "llama")
+    assert export is not None
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path / "file"))
+    assert "the export is not kept" in export_cache.keep("key", "llama", export)
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path))
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports").chmod(0o777)
+    assert "others may write into" in export_cache.keep("key", "llama", export)
+    assert not [*(tmp_path / "exports").iterdir()]
+    monkeypatch.setenv("PARTC_CACHE", "")
+    assert export_cache.keep("key", "llama", export) == ""
+
+
+def test_what_was_not_used_for_longest_makes_room(kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (entry,) = (kept / "cache/exports").iterdir()
+    export = export_cache.read(entry.stem, "llama")
+    assert export is not None
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path))
+    for k, key in enumerate("abc"):
+        assert export_cache.keep(key, "llama", export) == ""
+        os.utime(tmp_path / "exports" / f"{key}.onnx", (k, k))
+    monkeypatch.setattr(export_cache, "MOST_BYTES", 2 * entry.stat().st_size)
+    assert export_cache.keep("d", "llama", export) == ""
+    assert [path.stem for path, _, _ in export_cache.entries()] == ["d", "c"]
+    assert export_cache.model_of(export_cache.entries()[0][0]) == "llama"
+    assert invoke(["cache", "clear"]) == 0
+    assert export_cache.entries() == []
