@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from partc.compiler.analysis.shapes import shapes
 from partc.compiler.annotations.check import follow_annotations
@@ -106,6 +106,8 @@ LEGS: tuple[tuple[ProgramKind, Pass], ...] = (
 microbatches has the totals in its rows."""
 
 
+Key: TypeAlias = ProgramKind | tuple[ProgramKind, int]
+"""A program of a plan: its kind, with the size of a narrow one."""
 STEP_ALONE = (ProgramKind.STEP, ProgramKind.TOTALS)
 """The kinds of programs that a step needs, without evaluation and prefill."""
 
@@ -172,8 +174,10 @@ def programs_of(
     strict: bool = False,
     verify_passes: bool = False,
     kinds: Collection[ProgramKind] = tuple(ProgramKind),
-) -> dict[ProgramKind, Complete]:
+) -> dict[Key, Complete]:
     """By kind the programs of a plan that are written, after their `LEGS`; arguments as of `start` and `run_passes`.
+
+    A narrow program of a plan that generates has its size in its key.
 
     `after` and `watch` are told of the passes of the step; `watch` also of the evaluation, the prefill, or the encoder, as a whole.
     """
@@ -206,7 +210,7 @@ def programs_of(
             _note_not_streamed(done, *(problem.fact for problem in error.problems))
             continue
         done[kind] = cast(Lowered, made)
-    found = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
+    found: dict[Key, Complete] = {kind: program for kind, program in done.items() if isinstance(program, Complete)}
     decode, prefill = found.get(ProgramKind.STEP), found.get(ProgramKind.PREFILL)
     if decode is not None and decode.generation is not None and prefill is not None and prefill.generation is not None:
         # the prefill knows in how many runs slots lie, and both together how many there is room for
@@ -214,6 +218,12 @@ def programs_of(
             update={"room": most_slots(decode, prefill, found.get(ProgramKind.ENCODE))}
         )
         found[ProgramKind.STEP] = replace(decode, generation=replace(decode.generation, record=record))
+        sizes = [(ProgramKind.PREFILL, size) for size in record.narrow_chunks]
+        sizes += [(ProgramKind.DECODE_ROWS, size) for size in record.narrow_rows]
+        for kind, size in sizes:
+            watch(f"{kind.value} of {size}")
+            first = start(source, plan, name, configuration, kind=kind, beside=done, size=size)
+            found[kind, size] = cast(Complete, run_passes(first, PASSES[-1], verify_passes=verify_passes))
     return found
 
 

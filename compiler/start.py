@@ -24,12 +24,13 @@ def start(
     kind: ProgramKind = ProgramKind.STEP,
     strict: bool = False,
     beside: Mapping[ProgramKind, Lowered] | None = None,
+    size: int = 0,
 ) -> Loaded:
     """The program before any pass. Without a plan the model's own annotations are one, else all runs on one rank.
 
     Of several device configurations the one called `configuration` is meant, or the first; "none" ignores annotations. Of a
     plan that trains, `kind` says which of its programs is meant: each has a model of its own, and the others are over the tensors of the
-    programs `beside` it. `strict` is as `compile_model` says.
+    programs `beside` it; `size` is that of a narrow program. `strict` is as `compile_model` says.
     """
     found = read(source.model, name, configuration)
     declared = source.declared
@@ -62,6 +63,7 @@ def start(
         kind=kind,
         trainable=weights,
         strict=strict,
+        size=size,
         beside=beside or {},
         warnings=declared.warnings,
     )

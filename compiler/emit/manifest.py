@@ -22,6 +22,7 @@ from partc.compiler.ir.value_info import Shape
 from partc.compiler.layout.layout import Layout
 from partc.compiler.training.in_parts import PART as NUMBER
 from partc.runtime.artifact import format as fmt
+from partc.runtime.artifact.generation import DECODE, narrow
 from partc.runtime.artifact.ranks import Grid, SharedRanks, order_text
 from partc.runtime.artifact.release import release
 
@@ -91,7 +92,8 @@ def program_name(program: Complete) -> str:
     """What the program is called in the artifact."""
     if program.training is None and program.generation is None:
         return fmt.INFER
-    return program.kind.value or (fmt.TRAIN if program.training is not None else fmt.DECODE)
+    name = program.kind.value or (fmt.TRAIN if program.training is not None else DECODE)
+    return narrow(name, program.size) if program.size else name
 
 
 def _training(program: Complete) -> fmt.TrainingRecord | None:

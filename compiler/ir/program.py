@@ -69,6 +69,8 @@ class Loaded:
     kind: ProgramKind = ProgramKind.STEP
     trainable: tuple[str, ...] = ()
     strict: bool = False
+    size: int = 0
+    """Of a narrow program of a plan that generates the tokens of a chunk, or the slots of each run; 0 of all others."""
     generation: Generation | None = None
     """What a plan with `generate` adds."""
     beside: Mapping[ProgramKind, Lowered] = field(default_factory=dict)

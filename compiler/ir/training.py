@@ -36,6 +36,8 @@ class ProgramKind(Enum):
     """What microbatches are given of the whole batch; it becomes part of the step."""
     PREFILL = "prefill"
     """A chunk of a prompt of one slot, over the caches of a step of one token."""
+    DECODE_ROWS = "decode"
+    """One token of some of the slots, over the same caches."""
     ENCODE = "encode"
     """The encoder on the input of one slot, which writes what the decoder's steps read of it."""
 

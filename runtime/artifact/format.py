@@ -154,13 +154,9 @@ END_IR = "ir/step_parallel_end.ir"
 SCHEDULE = "ir/schedule.txt"
 
 INFER, TRAIN, EVALUATE, EVALUATE_STREAMED = "infer", "train", "evaluate", "evaluate_streamed"
-DECODE, PREFILL, ENCODE = "decode", "prefill", "encode"
 """Names of programs: the one of an artifact that is not trained; of one that is the step, and the loss and the metrics alone, of any batch
-and of one that the microbatches of the step divide; of one that makes tokens one of every slot, a chunk of a prompt of one slot, and the
-encoder on the input of one slot.
+and of one that the microbatches of the step divide.
 """
-OF_SLOTS = (PREFILL, ENCODE)
-"""Programs of which a step computes one slot of each run."""
 
 
 def rank_file(rank: int, program: str = "") -> str:

@@ -7,6 +7,9 @@ them, one on each rank, and a step binds there the row of the slot that it is to
 An encoder before a decoder is a third program, `encode`, of one slot of each run as a prefill is. It writes whole the caches of keys and
 values that the decoder's layers make of its output; the other two read them, up to the slot's number of entries, and never write there.
 
+Narrow programs, `prefill_16` or `decode_2`, are the same with fewer tokens of a chunk, or fewer slots of each run: a step binds the rows
+of the slots that it is told, one behind the other.
+
 Where slots take turns in several `groups`, each group has as many slots of every run, one behind the other: in the files of decode a cache
 has the slots of one group, and a step binds there the rows of the group that it is told. `next` stays where it is made, too, so
 that the first of several stages goes on with another group, while the last one is at this.
@@ -19,6 +22,20 @@ being read while others decode; a run without a prompt) is given its slot's posi
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
+
+DECODE, PREFILL, ENCODE = "decode", "prefill", "encode"
+"""Names of programs: of a decoder one token of every slot, a chunk of a prompt of one slot, and the encoder on the input of one slot."""
+
+
+def narrow(kind: str, size: int) -> str:
+    """The name of a narrow program: a prefill of so many tokens, a decode of so many slots of each run."""
+    return f"{kind}_{size}"
+
+
+def binds_rows(name: str) -> bool:
+    """Whether a step of a program binds the rows of the slots that it is told, in place of all slots."""
+    kind, _, size = name.partition("_")
+    return kind in (PREFILL, ENCODE) or (kind == DECODE and size != "")
 
 
 class StepPorts(BaseModel):
@@ -58,6 +75,16 @@ class EncoderRecord(BaseModel):
     start: list[int] = []
 
 
+class Blocks(BaseModel):
+    """A kind of `MatMulNBits`: its attributes."""
+
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
+
+    bits: int = Field(ge=1, le=8)
+    block: int = Field(ge=1)
+    level: int = 0
+
+
 class GenerationRecord(StepPorts):
     """The inputs and outputs of steps that make tokens, and how many sequences (slots) of which length the ranks keep.
 
@@ -65,7 +92,8 @@ class GenerationRecord(StepPorts):
 
     `length`: the most tokens of a sequence. `padded`: whether a prefill always has a chunk, and so tokens that are not meant. `memory`: the
     most bytes that a rank may need, as the plan says; `room`: the most slots that fit into that. `stop`: the tokens behind which one ends.
-    `encoder`: that of an encoder before the decoder; None of a decoder alone.
+    `encoder`: that of an encoder before the decoder; None of a decoder alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow
+    prefills, and the slots of each run of narrow decodes, in rising order. `products`: the kinds of products with quantized weights.
     """
 
     vocabulary: int = Field(ge=1)
@@ -79,6 +107,24 @@ class GenerationRecord(StepPorts):
     room: int | None = None
     stop: list[int] = []
     encoder: EncoderRecord | None = None
+    narrow_chunks: list[int] = []
+    narrow_rows: list[int] = []
+    products: list[Blocks] = []
+
+    @property
+    def narrow(self) -> list[str]:
+        """The names of the narrow programs."""
+        return [
+            *(narrow(PREFILL, size) for size in self.narrow_chunks),
+            *(narrow(DECODE, size) for size in self.narrow_rows),
+        ]
+
+    def rows_of(self, name: str) -> int | None:
+        """How many slots of each cache a step of a program binds, where it is told which; None of a program that has all of a group."""
+        kind, _, size = name.partition("_")
+        if kind == DECODE and size.isdecimal():
+            return int(size) * self.runs
+        return self.runs if kind in (PREFILL, ENCODE) else None
 
     def slots_of(self, group: int) -> list[int]:
         """By row of a decode its slot in the turn of a group: as many of each run, one behind the other."""

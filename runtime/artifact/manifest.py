@@ -28,7 +28,8 @@ from ..files import counted
 from ..files.counted import LISTED_RANKS, Budget
 from ..files.regular import fault, is_outside, open_regular, read_regular
 from . import dim_expression as expression
-from .format import CACHE, FORMAT, MANIFEST, OF_SLOTS, Manifest, Port, Shape, rank_file, stays_inside
+from .format import CACHE, FORMAT, MANIFEST, Manifest, Port, Shape, rank_file, stays_inside
+from .generation import binds_rows
 from .manifest_file import ManifestFile
 from .ranks import Grid
 from .transfer import bad_pairs
@@ -252,7 +253,7 @@ def _wrong_programs(index: ManifestFile) -> Iterator[str]:
                 f"the program '{main}' does not keep the state '{one}'"
                 for one in sorted(values.keys() - program.kept.keys())
             )
-        caches = {one.value for one in index.state if one.kind == CACHE} if name in OF_SLOTS else set()
+        caches = {one.value for one in index.state if one.kind == CACHE} if binds_rows(name) else set()
         for value, following in program.kept.items() if name != main else ():
             if any(following) and value not in caches:
                 names = ", ".join([following] if isinstance(following, str) else following)

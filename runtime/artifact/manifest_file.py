@@ -23,7 +23,6 @@ from pydantic import AfterValidator, FailFast, Field, PrivateAttr, model_validat
 from ..files.counted import MOST_PROGRAMS
 from .format import (
     CACHE,
-    OF_SLOTS,
     ArtifactRecord,
     Collective,
     Manifest,
@@ -72,7 +71,7 @@ class ManifestFile(ArtifactRecord):
 
     symbols: dict[str, SymbolRecord]
     groups: dict[str, list[Ranks]] = Field({})
-    programs: dict[Annotated[str, Field(pattern="^[a-z][a-z_]*$")], ProgramRecord] = Field(
+    programs: dict[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], ProgramRecord] = Field(
         min_length=1, max_length=MOST_PROGRAMS
     )
     state: Annotated[list[TensorRecord], FailFast()] = Field([])
@@ -113,7 +112,7 @@ class ManifestFile(ArtifactRecord):
     def _following(self, kept: Mapping[str, str | list[str]], name: str) -> Iterator[tuple[TensorRecord, str]]:
         """The records of the state that a program keeps, as it has them, each with the output that takes its place."""
         turn: Counter[str] = Counter()
-        rows = self.generation.runs if name in OF_SLOTS and self.generation is not None else None
+        rows = None if self.generation is None else self.generation.rows_of(name)
         for one in self.state:
             if (names := kept.get(one.value)) is not None:
                 of_rows = rows is not None and one.kind == CACHE

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 import numpy as np
 from partc.runtime.artifact.tensors.tensor import Value
 
-from ..artifact.format import PREFILL, Manifest, Port
+from ..artifact.format import Manifest, Port
+from ..artifact.generation import PREFILL
 from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message

@@ -117,9 +117,9 @@ def check_same(state: State, records: Iterable[StateRecord], where: str) -> None
 
 
 def _is_row(record: StateRecord, whole: StateRecord, rank: int) -> bool:
-    """Whether a program has one slot on a rank of a cache that another one has whole."""
+    """Whether a program has some slots on a rank of a cache that another one has whole."""
     of_cache = record.kind == whole.kind == CACHE and record.shape[1:] == whole.shape[1:]
-    return of_cache and record.local_shape(rank)[0] == 1
+    return of_cache and 1 <= record.local_shape(rank)[0] <= whole.local_shape(rank)[0]
 
 
 def fill_first(record: StateRecord, rank: int, array: Array) -> None:

@@ -22,7 +22,7 @@ from ..execution.program import Program
 from .commands import Command, begin
 from .generator import Generator
 from .request import Request, refuse_unfit
-from .slots import NewToken, Slots
+from .slots import NewToken
 from .turns import Turns
 
 
@@ -31,7 +31,7 @@ class ContinuousBatch:
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.slots = Slots(generator.record)
+        self.slots = generator.slots()
         self._turns = Turns(generator, self.slots)
         program = generator.program
         several = isinstance(program, Program) and program.size > 1
@@ -45,7 +45,7 @@ class ContinuousBatch:
 
     def warm_up(self) -> None:
         """Runs the first steps, which take longer, of a prompt of its own; collective, before any other step."""
-        record, slots = self.generator.record, Slots(self.generator.record)
+        record, slots = self.generator.record, self.generator.slots()
         kind = None if record.encoder is None else dense(record.encoder.type)
         given = None if record.encoder is None or kind is None else np.zeros(record.encoder.shape, kind.numpy)
         prompt = [0] * min(record.chunk + 1, record.length - 1)

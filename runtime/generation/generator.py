@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..artifact.format import CACHE, ENCODE, PREFILL
+from ..artifact.format import CACHE
+from ..artifact.generation import DECODE, ENCODE, PREFILL
 from ..errors import ArtifactError, RankError
 from ..execution.in_process import LocalProgram, load_local
 from ..execution.inputs import SameArrays, Whole
@@ -26,6 +27,7 @@ from ..execution.program import Outputs, Program, load
 from ..units import count
 from .draw import Scratch
 from .request import Answer, Request, refuse_unfit
+from .row_bits import least_rows
 from .sampling import Draws, LogitShards
 from .slots import NewToken, Slots, Step
 from .turns import Turns
@@ -48,20 +50,27 @@ class Generator:
             raise ArtifactError(f"{fact}\n  help: compile it with `generate: {{length: 4096}}` in the plan")
         self.program = program
         self.record: GenerationRecord = program.manifest.generation
-        self._prefill = program.beside(PREFILL)
-        self._encode = None if self.record.encoder is None else program.beside(ENCODE)
-        programs = [program, *self._beside]
-        ports = [port for one in programs for port in one.manifest.inputs]
+        names = [PREFILL, *([] if self.record.encoder is None else [ENCODE]), *self.record.narrow]
+        self._beside = {name: program.beside(name) for name in names}
+        self._programs = {DECODE: program, **self._beside}
+        ports = [port for one in self._programs.values() for port in one.manifest.inputs]
         self._cut = {port.name for port in ports if port.boxes is not None}
         self._scratch = Scratch(self.record.vocabulary)
-        made = [port for one in (program, self._prefill) for port in one.manifest.outputs]
-        self._shards = [LogitShards.of(port) for port in made if port.name == self.record.logits]
-        """Where the logits of a decode and of a prefill lie."""
+        self._shards = {
+            name: LogitShards.of(port)
+            for name, one in self._programs.items()
+            for port in one.manifest.outputs
+            if port.name == self.record.logits
+        }
+        """By program where its logits lie."""
         self._several = isinstance(program, Program) and program.size > 1
         self._tokens: list[Agreements] = []
         """By group what tells all ranks the tokens of a step, where groups take turns on several ranks."""
-        self._decodes: dict[int, tuple[Array, SameArrays]] = {}
-        """By group the tokens of its last decode, and what that was given."""
+        self._decodes: dict[tuple[int, int], tuple[Array, SameArrays]] = {}
+        """By group and number of rows the tokens of a decode, and what that was given."""
+        least = least_rows(self.record)
+        self.least_rows = program.largest(least) if isinstance(program, Program) and self._several else least
+        """The fewest rows of a step."""
         if self.record.groups > 1 and isinstance(program, Program) and self._several:
             self._tokens = [program.agreements() for _ in range(self.record.groups)]
 
@@ -83,7 +92,7 @@ class Generator:
         return (one.token for one in self.each([Request(prompt, **options)]))
 
     def _each(self, requests: Sequence[Request]) -> Iterator[NewToken]:
-        slots = Slots(self.record)
+        slots = self.slots()
         for number, request in enumerate(requests):
             slots.admit(number, request)
         turns = Turns(self, slots)
@@ -92,6 +101,10 @@ class Generator:
                 fact = f"the logits of {count(broken, 'sequence')} are not finite"
                 raise RankError(f"{fact}\n  help: look at the weights of the model")
             yield from made
+
+    def slots(self) -> Slots:
+        """Slots without a sequence."""
+        return Slots(self.record, self.least_rows)
 
     def begin(self, slots: Slots, step: Step) -> Callable[[], list[NewToken]]:
         """Runs this rank's part of a step of these slots; what comes back waits for its tokens, and gives them. Both are collective."""
@@ -156,7 +169,7 @@ class Generator:
 
     def _draws(self, step: Step, drawing: Mapping[int, tuple[Request, int]], outputs: Mapping[int, Outputs]) -> Draws:
         """The tokens of a step that are not the likeliest ones."""
-        shards = self._shards[step.slots is not None]
+        shards = self._shards[step.program]
         logits = {
             rank: np.asarray(one[self.record.logits]) for rank, one in outputs.items() if self.record.logits in one
         }
@@ -171,9 +184,8 @@ class Generator:
 
     def _outputs(self, step: Step) -> dict[int, Outputs]:
         """What one of the programs makes of a step, by rank of this process."""
-        program, given = self.program, self._inputs(step)
+        program, given = self._programs[step.program], self._inputs(step)
         if step.slots is not None:
-            program = self._prefill if step.encoded is None or self._encode is None else self._encode
             program.at_slots(step.slots)
         elif self.record.groups > 1:
             program.at_slots(self.record.slots_of(step.group))
@@ -184,7 +196,8 @@ class Generator:
     def _inputs(self, step: Step) -> Mapping[str, object]:
         """What a step is given, by name; of the decodes of a group the same object, for as long as they lie in the same arrays."""
         record, encoder = self.record, self.record.encoder
-        tokens, same = self._decodes.get(step.group, (None, {}))
+        key = step.group, len(step.tokens)
+        tokens, same = self._decodes.get(key, (None, {}))
         if step.tokens is tokens:
             return same
         named = {record.tokens: step.tokens, record.count: step.count, record.position: step.position}
@@ -193,16 +206,11 @@ class Generator:
         if encoder is not None and step.lengths is not None:
             named[encoder.count] = step.lengths
         given = {name: Whole(array) if name in self._cut else array for name, array in named.items()}
-        if step.slots is not None:
+        if step.program.partition("_")[0] != DECODE:
             return given
         # the tokens are those of steps before, and no others
-        self._decodes[step.group] = step.tokens, SameArrays(given)
-        return self._decodes[step.group][1]
-
-    @property
-    def _beside(self) -> list[Program | LocalProgram]:
-        """The programs beside the main one."""
-        return [self._prefill] if self._encode is None else [self._prefill, self._encode]
+        self._decodes[key] = step.tokens, SameArrays(given)
+        return self._decodes[key][1]
 
     def close(self) -> None:
         """Gives sessions and caches back."""
@@ -210,7 +218,7 @@ class Generator:
         self._release()
 
     def _release(self) -> None:
-        for program in self._beside:
+        for program in self._beside.values():
             if isinstance(program, Program):  # ranks that are threads end theirs together
                 program.release()
 

@@ -14,6 +14,9 @@ slot's next step writes it again.
 Where slots take turns in several groups a step has those of one group, and may be under way while others are (`turns.py`): a request takes
 a slot of the group that has the fewest.
 
+A step has as few rows as a program has in which all of its sequences are: a decode of the slots in use, which are the first free ones, and
+the end of a prompt in a narrow chunk.
+
 Requests join and are cancelled between steps; each has a number, by which its tokens are known:
 
     slots.admit(7, Request([1, 306]))       # it waits for a slot
@@ -24,13 +27,13 @@ Requests join and are cancelled between steps; each has a number, by which its t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array, dense
 
-from ..artifact.generation import GenerationRecord
+from ..artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, narrow
 from .request import Finish, Request
 
 
@@ -66,15 +69,16 @@ class _Sequence:
 class Step:
     """What a step is given: `tokens` [rows, n], and by row how many of them are meant, and how many are there before.
 
-    `slots`: by row of a prefill or an encode its slot; None of a decode, whose rows are all slots of its `group`. `taking`: by row that
-    has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the encoder is given; None of
-    another step. `lengths`: by row how many entries its encoder's input has.
+    `program`: the name of the program that runs it. `slots`: by row its slot; None of a decode whose rows are all slots of its `group`.
+    `taking`: by row that has a part its slot, the number of its tokens there, and its sequence. `encoded`: by row of an encode what the
+    encoder is given; None of another step. `lengths`: by row how many entries its encoder's input has.
     """
 
     tokens: Array
     count: Array
     position: Array
     taking: Mapping[int, tuple[int, int, _Sequence]]
+    program: str
     slots: Sequence[int] | None = None
     group: int = 0
     lengths: Array | None = None
@@ -94,18 +98,22 @@ class Step:
 
 
 class Slots:
-    """The sequences of an artifact's slots, and the requests that wait for one, in the order in which they came."""
+    """The sequences of an artifact's slots, and the requests that wait for one, in the order in which they came.
 
-    def __init__(self, record: GenerationRecord) -> None:
+    `least_rows`: how many slots of each run a decode has at least.
+    """
+
+    def __init__(self, record: GenerationRecord, least_rows: int = 1) -> None:
         self.record = record
+        self._rows = [rows for rows in record.narrow_rows if rows * record.runs >= least_rows]
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence | None] = [None] * record.slots
         self._stop = frozenset(record.stop)
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
         self._last_was_chunk = [False] * record.groups
-        rows = [len(slots) for slots in self._of_group]
-        self._decoded = [tuple(np.zeros(shape, np.int64) for shape in ((n, 1), n, n, n)) for n in rows]
-        """By group the tokens, count, position and lengths of its decodes: the same arrays each time, to which sessions stay bound."""
+        self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
+        """By group and number of slots the tokens, count, position and lengths of decodes: the same arrays each time, to which sessions
+        stay bound."""
 
     @property
     def running(self) -> set[int]:
@@ -187,12 +195,15 @@ class Slots:
         """A chunk of the earliest prompt of each run of a group's slots."""
         record = self.record
         slots, taking = self._of_each_run(reading, group)
-        width = record.chunk if record.padded else max(count for _, count, _ in taking.values())
+        most = max(count for _, count, _ in taking.values())
+        size = next((size for size in record.narrow_chunks if size >= most), 0)
+        width = (size or record.chunk) if record.padded else most
+        program = narrow(PREFILL, size) if size else PREFILL
         tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
         for row, (_, size, one) in taking.items():
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
         position = np.array(self._positions(slots), np.int64)
-        return Step(tokens, count, position, taking, slots, group, self._lengths(slots))
+        return Step(tokens, count, position, taking, program, slots, group, self._lengths(slots))
 
     def _encode(self, waiting: Mapping[int, _Sequence], group: int) -> Step:
         """What the encoder is given of the earliest sequence of each run of a group's slots."""
@@ -207,7 +218,7 @@ class Slots:
             if one is not None and one.request.encoder is not None:
                 given[row][: one.request.entries] = one.request.encoder
         none = np.zeros(len(slots), np.int64)
-        return Step(none[:, None], none, none, taking, slots, group, self._lengths(slots), given)
+        return Step(none[:, None], none, none, taking, ENCODE, slots, group, self._lengths(slots), given)
 
     def _of_each_run(
         self, waiting: Mapping[int, _Sequence], group: int
@@ -225,8 +236,12 @@ class Slots:
 
     def _decode(self, making: Mapping[int, _Sequence], group: int) -> Step:
         """A token of each sequence of a group that is made."""
-        slots = self._of_group[group]
-        tokens, count, position, lengths = self._decoded[group]
+        slots, size = self._window(making, group)
+        key = group, len(slots)
+        if key not in self._decoded:
+            n = len(slots)
+            self._decoded[key] = tuple(np.zeros(shape, np.int64) for shape in ((n, 1), n, n, n))
+        tokens, count, position, lengths = self._decoded[key]
         taking = dict[int, tuple[int, int, _Sequence]]()
         for row, slot in enumerate(slots):
             one = self._running[slot]
@@ -237,7 +252,22 @@ class Slots:
                 taking[row] = slot, 1, making[slot]
         if (now := self._lengths(slots)) is not None:
             lengths[:] = now
-        return Step(tokens, count, position, taking, None, group, None if now is None else lengths)
+        program, window = (narrow(DECODE, size), slots) if size else (DECODE, None)
+        return Step(tokens, count, position, taking, program, window, group, None if now is None else lengths)
+
+    def _window(self, making: Collection[int], group: int) -> tuple[list[int], int]:
+        """The slots of a decode, as few of each run as a program has in which all that make a token are, and how many of a run these
+        are; 0 where it has all slots of the group.
+        """
+        slots, runs = self._of_group[group], self.record.runs
+        of_run = len(slots) // runs
+        used = [[k for k in range(of_run) if slots[run * of_run + k] in making] for run in range(runs)]
+        span = max(places[-1] - places[0] + 1 for places in used if places)
+        size = next((rows for rows in self._rows if rows >= span), 0)
+        if not size:
+            return slots, 0
+        begins = [run * of_run + (min(places[0], of_run - size) if places else 0) for run, places in enumerate(used)]
+        return [slot for begin in begins for slot in slots[begin : begin + size]], size
 
     def _positions(self, slots: Sequence[int]) -> list[int]:
         """By slot how many tokens are there; 0 of a free one."""

@@ -39,10 +39,10 @@ from partc.compiler.rewrite.generation.limits import refuse_beyond_positions, re
 from partc.compiler.rewrite.generation.next_token import NEXT, NextToken, choose, head_of, scores_of, shards_of
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions
-from partc.compiler.rewrite.generation.step_form import StepForm
+from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
-from partc.runtime.artifact.generation import GenerationRecord
+from partc.runtime.artifact.generation import Blocks, GenerationRecord
 from partc.runtime.units import count
 
 _OPSET = 24
@@ -100,6 +100,9 @@ def caches_as_state(program: Loaded) -> Loaded:
         length=rules.length,
         chunk=rules.chunk,
         runs=form.runs,
+        narrow_chunks=narrow_chunks(rules) if work.padded else [],
+        narrow_rows=narrow_rows(rules, form.runs),
+        products=_products(model.graph),
         padded=work.padded,
         memory=rules.memory,
         stop=[*program.declared.decoding.stop] if rules.stop is None else rules.stop,
@@ -117,6 +120,19 @@ def _unfollowed(program: Loaded) -> Iterator[str]:
             f"{program.name}: the model's configuration of generation has {', '.join(ignored)}: tokens are made without; "
             "a request's temperature, top_p and top_k are its own"
         )
+
+
+def _products(graph: ir.Graph) -> list[Blocks]:
+    """The kinds of products with quantized weights."""
+    found = {
+        tuple(
+            node.attributes.get_int(name, usual)
+            for name, usual in (("bits", 4), ("block_size", 32), ("accuracy_level", 0))
+        )
+        for node in graph
+        if node.op_type == "MatMulNBits"
+    }
+    return [Blocks(bits=bits, block=block, level=level) for bits, block, level in sorted(found)]
 
 
 def _encoding(program: Loaded, encoder: Encoder, build: NodeBuilder, form: StepForm) -> Loaded:

@@ -5,7 +5,13 @@
 
 Before an encoder's sequence is begun, `encode` computes the encoder of one slot of each run (`encoder.py`).
 
-Both are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run both by the same sessions.
+Each has narrow forms: a prefill of fewer tokens for the end of a prompt, and a decode of fewer slots, one behind the other, where no other
+slot has a sequence. A form has its own program, so that a step computes no more rows than it needs, up to the next size.
+
+    prefill_4     tokens [runs, 4]        prefill_16, ..
+    decode_2      tokens [2 runs, 1]      decode_1, decode_4, ..
+
+All are the same graph in other sizes, as far as the plan's shardings allow, so that ranks can run them by the same sessions.
 
 Where slots are dealt out to ranks (data parallel) they lie in `runs`, equal ones, and a prefill takes one slot of each run: every rank
 computes a slot of its own. A rank binds the row of that slot alone of each cache, as one of a cache with one slot.
@@ -20,6 +26,8 @@ from partc.compiler.ir.program import Loaded, Lowered
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.plan.generate import GenerateRules
 
+_LEAST_CHUNK = 4
+
 
 @dataclass(frozen=True)
 class StepForm:
@@ -33,10 +41,26 @@ class StepForm:
     @classmethod
     def of(cls, program: Loaded, rules: GenerateRules) -> StepForm:
         """The form of one of a plan's programs; CompileError where caches lie in other runs of slots than others do."""
-        if program.kind not in (ProgramKind.PREFILL, ProgramKind.ENCODE):
+        if program.kind is ProgramKind.STEP:
             return cls(rules, rules.rows, 1, 1)
         runs = _runs(program.beside[ProgramKind.STEP], rules)
-        return cls(rules, runs, rules.chunk, runs)
+        if program.kind is ProgramKind.DECODE_ROWS:
+            return cls(rules, program.size * runs, 1, runs)
+        return cls(rules, runs, program.size or rules.chunk, runs)
+
+
+def narrow_chunks(rules: GenerateRules) -> list[int]:
+    """The tokens of narrow prefills: quarters of a chunk, down to four."""
+    found, size = list[int](), rules.chunk
+    while (size := -(-size // 4)) >= _LEAST_CHUNK:
+        found.append(size)
+    return found[::-1]
+
+
+def narrow_rows(rules: GenerateRules, runs: int) -> list[int]:
+    """The slots of a run that narrow decodes have: powers of two below those of a whole one."""
+    of_run = rules.rows // runs
+    return [1 << k for k in range(of_run.bit_length()) if 1 << k < of_run]
 
 
 def _runs(decode: Lowered, rules: GenerateRules) -> int:

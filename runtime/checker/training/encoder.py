@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from partc.runtime.artifact.format import CACHE, ENCODE, Port
-from partc.runtime.artifact.generation import EncoderRecord, GenerationRecord
+from partc.runtime.artifact.format import CACHE, Port
+from partc.runtime.artifact.generation import ENCODE, EncoderRecord, GenerationRecord
 from partc.runtime.artifact.graph.cache_append import entries_axis
 from partc.runtime.checker.subject import Subject
 

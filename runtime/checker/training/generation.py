@@ -1,7 +1,8 @@
 """Checks what a manifest says of making tokens (`artifact/generation.py`) against the inputs, outputs and caches of
 decode and prefill; of an encoder see `encoder.py`.
 
-slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run
+slots     as many for each group of each run; a decode computes those of a group, a prefill one of each run,
+          a narrow decode as many as it says
 ports     tokens [rows, 1 or chunk], position [rows] and count [rows] are inputs of integers, each another one; next [rows] is an output,
           and logits [rows, vocabulary] where they are named, of which ranks together have each token of each row
 caches    one row for each slot that a step computes, and room for a chunk behind the last token of the longest sequence
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from partc.runtime.artifact.format import CACHE, DECODE, ENCODE, MANIFEST, PREFILL, Manifest, Port, Shape
-from partc.runtime.artifact.generation import GenerationRecord
+from partc.runtime.artifact.format import CACHE, MANIFEST, Manifest, Port, Shape
+from partc.runtime.artifact.generation import DECODE, ENCODE, PREFILL, GenerationRecord, binds_rows
 from partc.runtime.artifact.graph.cache_append import entries_axis
 from partc.runtime.artifact.tensors.boxes import distinct, full_region, overlap, region, remaining
 from partc.runtime.checker.subject import Subject
@@ -31,17 +32,18 @@ def check_generation(subject: Subject) -> list[Violation]:
     if record is None:
         kept = [one.value for one in manifest.state if one.kind == CACHE] if manifest.is_main else []
         facts = [f"ranks keep the cache '{value}', and the manifest has no generation" for value in kept[:1]]
-    elif manifest.is_main and (manifest.name != DECODE or PREFILL not in subject.others):
+    elif manifest.is_main and (manifest.name != DECODE or not {PREFILL, *record.narrow} <= {*subject.others}):
         programs = ", ".join([manifest.name, *subject.others])
-        facts = [f"its programs are {programs}; tokens are made by '{DECODE}' and '{PREFILL}'"]
+        wanted = " and ".join(f"'{name}'" for name in (DECODE, PREFILL, *record.narrow))
+        facts = [f"its programs are {programs}; tokens are made by {wanted}"]
     elif manifest.name == ENCODE:
         facts = [*encoder_faults(subject, record, record.runs)]
-    elif manifest.name not in (DECODE, PREFILL):
+    elif not manifest.is_main and not binds_rows(manifest.name):
         facts = []
     elif record.slots % (record.runs * record.groups):
         facts = [f"its {record.slots} slots are not {record.runs} equal runs of {record.groups} equal groups"]
     else:
-        rows = record.slots // record.groups if manifest.is_main else record.runs
+        rows = record.rows_of(manifest.name) or record.slots // record.groups
         facts = [
             *_ports(manifest, record, rows),
             *_caches(subject, record, rows),
@@ -61,7 +63,8 @@ def _ports(manifest: Manifest, record: GenerationRecord, rows: int) -> Iterator[
     names = (record.tokens, record.position, record.count)
     if len({*names}) < len(names):
         yield f"tokens, position and count are the inputs {', '.join(map(repr, names))}; each is another one"
-    width = 1 if manifest.is_main else record.chunk
+    kind, _, size = manifest.name.partition("_")
+    width = 1 if kind == DECODE else int(size or record.chunk)
     yield from _port("tokens", "input", record.tokens, given, [rows, width], None if record.padded else manifest)
     yield from _port("position", "input", record.position, given, [rows])
     yield from _port("count", "input", record.count, given, [rows])

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from onnx import ModelProto, NodeProto, numpy_helper
-from partc.runtime.artifact.format import CACHE, DECODE, DOMAIN, OF_SLOTS, Manifest
+from partc.runtime.artifact.format import CACHE, DOMAIN, Manifest
 from partc.runtime.artifact.graph.onnx_graph import integer_of, node_title
 from partc.runtime.checker.subject import Subject
 from partc.runtime.errors import Violation
@@ -52,7 +52,7 @@ _AGAIN = "compile the model again"
 def check_slots(subject: Subject) -> Iterator[Violation]:
     """Every node by which one slot's numbers come to another one; of a program of a decoder alone."""
     manifest = subject.manifest
-    if manifest.name not in (DECODE, *OF_SLOTS) or not any(one.kind == CACHE for one in manifest.state):
+    if not any(one.kind == CACHE for one in manifest.state):
         return
     for file, (rank, *_) in manifest.by_file(subject.models).items():
         yield from _File(file, rank, subject.models[rank], manifest).mixed()

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...artifact.format import CACHE, OF_SLOTS, StateRecord
+from ...artifact.format import CACHE, StateRecord
+from ...artifact.generation import binds_rows
 from ...devices.device_memory import Placed
 from ...errors import UsageError
 from ...program.rank_file import RankFile
@@ -35,10 +36,10 @@ class CacheRows:
 
     @classmethod
     def of(cls, file: RankFile, state: State) -> Self | None:
-        """The rows of a rank of a prefill or an encode, or of a decode in turns; None of another program."""
+        """The rows of a rank of a program that binds those of some slots, or of a decode in turns; None of another program."""
         caches = [one for one in file.state if one.kind == CACHE]
         generation = file.manifest.generation
-        if file.manifest.name not in OF_SLOTS and (generation is None or generation.groups == 1):
+        if not binds_rows(file.manifest.name) and (generation is None or generation.groups == 1):
             return None
         records = {name: one for one in caches for name in (one.value, one.next) if name}
         if not caches:

@@ -41,7 +41,7 @@ def longest(
     found: dict[str, Place] = {}
     for position in (0, record.length - 1):
         step = _Step(file, constants, place_of)
-        rows = record.slots if file.manifest.is_main else record.runs
+        rows = record.rows_of(file.manifest.name) or record.slots
         step.numbers[record.position] = np.full((rows,), position, np.int64)
         for name, (dtype, shape) in step.places().items():
             before = found.get(name, (dtype, shape))[1]

@@ -14,7 +14,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...artifact.byte_count import of_tensor
-from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OF_SLOTS, OPTIMIZER, PULL, Manifest
+from ...artifact.format import CACHE, CPU, EVALUATE, EVALUATE_STREAMED, OPTIMIZER, PULL, Manifest
+from ...artifact.generation import binds_rows
 from ...artifact.graph.row_function import MERGE
 from ...artifact.liveness import Span, alive, peak
 from ...artifact.manifest import Artifact
@@ -61,10 +62,10 @@ def rank_memory(artifact: Artifact, rank: int, sizes: Mapping[str, int], file: R
     names = artifact.programs if artifact.manifest.is_main else ()
     beside = {
         name: _Program(read_rank_file(artifact.beside(name), rank), sizes, artifact.generation, main.targets)
-        for name in (EVALUATE, EVALUATE_STREAMED, *OF_SLOTS)
-        if name in names
+        for name in names
+        if name in (EVALUATE, EVALUATE_STREAMED) or binds_rows(name)
     }
-    steps = [main, *(beside.pop(name) for name in OF_SLOTS if name in beside)]  # in turn, over the same weights
+    steps = [main, *(beside.pop(name) for name in [*beside] if binds_rows(name))]  # in turn, over the same weights
     found = {target: TargetMemory(target) for target in sorted(main.used)}
     here = found[CPU]
 

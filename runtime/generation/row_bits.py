@@ -1,0 +1,49 @@
+"""Whether this machine's kernels of quantized products give one row alone the bits that it has among others.
+
+A request's tokens are the same in any company, so a step computes as few rows as have a sequence only where the number of rows changes
+no bit. Float products with constant weights keep bits at any number of rows. `MatMulNBits` does not on some processors, and for some
+accuracy levels: one row alone has a kernel of its own there. Then a step has two rows at least.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from ..artifact.generation import GenerationRecord
+
+_COLUMNS, _BLOCKS = 64, 4
+
+
+def least_rows(record: GenerationRecord) -> int:
+    """The fewest rows of a step: 1, or 2 where one row alone has other bits."""
+    return 1 if all(keeps_bits(one.bits, one.block, one.level) for one in record.products) else 2
+
+
+@cache
+def keeps_bits(bits: int, block: int, level: int) -> bool:
+    """Whether the first row of a quantized product is the same alone and beside a second one."""
+    import onnxruntime
+    from onnx import TensorProto, helper, numpy_helper
+
+    rng = np.random.default_rng(0)
+    size = _BLOCKS * block
+    packed = rng.integers(0, 256, (_COLUMNS, _BLOCKS, block * bits // 8)).astype(np.uint8)
+    weights = [
+        numpy_helper.from_array(packed, "blocks"),
+        numpy_helper.from_array(rng.random((_COLUMNS, _BLOCKS), np.float32), "scales"),
+    ]
+    node = helper.make_node("MatMulNBits", ["x", "blocks", "scales"], ["y"], domain="com.microsoft", K=size, N=_COLUMNS)
+    numbers = {"bits": bits, "block_size": block, "accuracy_level": level}
+    node.attribute.extend(helper.make_attribute(name, number) for name, number in numbers.items())
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", None]) for name in ("x", "y")]
+    graph = helper.make_graph([node], "rows", ports[:1], ports[1:], weights)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    rows = rng.standard_normal((2, size)).astype(np.float32)
+    alone, among = (session.run(None, {"x": rows[:n]})[0][0] for n in (1, 2))
+    return bool((alone == among).all())
