@@ -81,7 +81,8 @@ def taken(model: Any, files: Mapping[str, InFile], where: str) -> FolderWeights:
             else:
                 tensors[made] = _tensor(model, made, name, origin, files, wanted[made])
     own = {id(tensors[name]): origin.names[0] for name, origin in origins.items() if name in tensors}
-    simple = all(origin.conversion is None for origin in origins.values()) and not _share(model, wanted, tensors)
+    decided = _share(model, wanted, tensors)
+    simple = all(origin.conversion is None for origin in origins.values()) and not decided
     unread = _without(
         unread, model._keys_to_ignore_on_load_unexpected, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
     )
