@@ -313,8 +313,9 @@ def main(folder, inputs, outputs):
     training, steps = runtime.manifest["training"], [arrays]
     if training:
         records, batch = arrays.keys() - training["fixed"], training["settings"]["batch"]
-        begins = range(0, min(len(arrays[name]) for name in records) - batch + 1, batch)
-        steps = [{**arrays, **{name: arrays[name][begin : begin + batch] for name in records}} for begin in begins]
+        dims = {port["name"]: port.get("batch_dim", 0) for port in runtime.program["inputs"]}
+        begins = range(0, min(arrays[name].shape[dims[name]] for name in records) - batch + 1, batch)
+        steps = [arrays | {x: arrays[x].take(range(at, at + batch), dims[x]) for x in records} for at in begins]
     results = [runtime(step) for step in steps]
     found = runtime.tensors() if training else {}
     if runtime.rank == 0:

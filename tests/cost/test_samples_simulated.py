@@ -111,7 +111,7 @@ def test_bytes_of_a_sample_are_counted(artifact: Artifact) -> None:
 
 
 def test_the_minimal_runtime_equals_partc(artifact: Artifact, plan: str) -> None:
-    """Two steps of the least sizes; half types differ where sessions begin at other nodes."""
+    """Two steps of small sizes. In float16 values depend on where sessions begin, and first steps of Adam on the sign of a gradient."""
     manifest = artifact.manifest
     scalars = {*manifest.training.scalars} if manifest.training is not None else set()
     sizes = {
@@ -123,7 +123,10 @@ def test_the_minimal_runtime_equals_partc(artifact: Artifact, plan: str) -> None
         with pytest.raises(minimal_runtime.Refused, match=f"not done here: {' and '.join(lookups)}"):
             run(artifact.folder, manifest.ranks, steps)
         return
-    same_as_partc(artifact.folder, manifest.ranks, steps, rtol=1e-2 if plan == "gpt/train_offload" else 1e-6)
+    is_half = plan == "gpt/train_offload"
+    same_as_partc(
+        artifact.folder, manifest.ranks, steps, rtol=1e-3 if is_half else 1e-6, of_state=0.1 if is_half else None
+    )
 
 
 @pytest.mark.parametrize("plan", PIPELINES, indirect=True)
