@@ -110,7 +110,7 @@ def attributes_of(node):
 def to_session(array):
     """An array as a session reads it; numpy has bfloat16 from a library that onnxruntime does not know."""
     if array.dtype == "bfloat16":
-        return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(np.array(array, order="C").view(np.uint16), BFLOAT16)
     return OrtValue.ortvalue_from_numpy(np.asarray(array))
 
 

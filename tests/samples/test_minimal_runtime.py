@@ -83,3 +83,13 @@ def test_the_boxes_of_a_grid() -> None:
     record = {"ranks": "0-3", "boxes": {"mesh": [2, 2], "cuts": [[1], [0]], "part": [[0, 1, 1], [1, 2, 3]]}}
     assert minimal_runtime.box_of(record, 1) == [[1, 2, 2], [2, 3, 6]]
     assert minimal_runtime.ranks_of("0-2,8,16-32:8") == [0, 1, 2, 8, 16, 24, 32]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, minimal_runtime.dtype_of(minimal_runtime.BFLOAT16)])
+def test_arrays_reach_sessions_as_they_are(dtype: np.dtype) -> None:
+    """Also without a dim, and where a shard is not contiguous."""
+    array = np.arange(12, dtype=np.float32).astype(dtype).reshape(3, 4)
+    for value in (array, array[:, 1:3], array.T, array[1, 1], np.asarray(array[1, 1])):
+        there = minimal_runtime.from_session(minimal_runtime.to_session(value))
+        assert there.dtype == dtype
+        np.testing.assert_array_equal(there, value)
