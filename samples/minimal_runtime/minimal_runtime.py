@@ -1,6 +1,6 @@
 """A runtime for artifacts of partc that does not import partc, written from their specification, `runtime/README.md`.
 
-mpiexec -n 5 python minimal_runtime.py ARTIFACT inputs.npz outputs.npz
+mpiexec -n 2 python -m mpi4py minimal_runtime.py ARTIFACT inputs.npz outputs.npz
 
 The inputs are the global ones of the model; an artifact that trains takes a step for each batch of their records.
 """
@@ -321,7 +321,7 @@ def main(folder, inputs, outputs):
     if runtime.rank == 0:
         for name, array in results[0].items():
             found[name] = np.stack([result[name] for result in results]) if training else array
-            print(name, found[name].shape, np.ravel(found[name])[:4].round(3))
+            print(name, found[name].shape, np.ravel(found[name])[:3].round(3))
         np.savez(outputs, **found)
 
 
