@@ -75,7 +75,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     /metrics for Prometheus, and a page at / to try it. Requests run at once in the artifact's slots.
 
     A connection has 10 s and 16 KiB for the head of a request, 30 s and 1 MB for its body; there are as many as slots
-    and queue, and 128 more, and each takes 1.7 MB at most.
+    and queue, and 128 more, and each takes 1.4 MB at most.
 
     \b
     partc serve --tokenizer llama/tokenizer.json

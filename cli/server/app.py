@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ _SHORT_BYTES = 1024
 _PAGE_BYTES = 1 << 20
 _MOST_CHATS = 8
 """How many conversations may wait for the template."""
+_WAITING_BYTES = 4 * MOST_BYTES
+"""How many bytes may wait in bodies of one kind."""
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
-Read = Callable[[bytes], Completion]
+Read = Callable[[bytes | bytearray], Completion]
 
 
 class Document(JSONResponse):
@@ -51,11 +53,14 @@ class Turns:
         self._most, self._is_taken, self._count = most, False, 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
 
-    async def run(self, read: Read, body: bytes) -> Completion:
+    async def run(self, read: Read, body: bytes | bytearray) -> Completion:
         """What is read; RefusedError where too many wait."""
         if self._is_taken:
             if self._most is not None and len(self._waiting) >= self._most:
                 raise RefusedError(429, f"{self._most} conversations wait for the template", code="queue_full", retry=1)
+            if sum(size for size, *_ in self._waiting) + len(body) > _WAITING_BYTES:
+                fact = f"more than {_WAITING_BYTES:,} bytes wait to be read; short bodies are taken"
+                raise RefusedError(429, fact, code="queue_full", retry=1)
             turn = asyncio.get_running_loop().create_future()
             self._count += 1
             heappush(self._waiting, (len(body), self._count, turn))
@@ -103,7 +108,7 @@ class Server:
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
         ]
-        handlers: dict[Any, Callable[[Request, Any], Response]] = {
+        handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {  # starlette runs others in threads
             RefusedError: self.refused,
             HTTPException: _http_error,
             Exception: _fault,
@@ -174,7 +179,7 @@ class Server:
         """Answers a conversation."""
         return await self._answer(request, self.reader.chat, self._chats)
 
-    def refused(self, request: Request, error: RefusedError) -> Response:
+    async def refused(self, request: Request, error: RefusedError) -> Response:
         """The answer to a request that is not met."""
         self.engine.metrics.requests["refused"] += 1
         headers = {"Retry-After": str(error.retry)} if error.retry else None
@@ -188,6 +193,7 @@ class Server:
             completion = read(body) if len(body) <= short else await turns.run(read, body)
             timeout = self.timeout if completion.timeout is None else completion.timeout
             ticket = self.engine.submit(completion.request, timeout)
+        del body
         answer = Answer(completion, self.reader.model, ticket, Letters(self.reader.tokenizer, completion.stops))
         if completion.streams:
             return EventStream(answer, self.engine)
@@ -198,9 +204,11 @@ class Server:
             return Document(answer.document(deltas))
 
 
-async def _body(request: Request) -> bytes:
-    """The request's body; RefusedError where it is too long, takes too long, or ends within."""
-    found = bytearray()
+async def _body(request: Request) -> bytearray:
+    """The request's body; RefusedError where it is coded or too long, takes too long, or ends within."""
+    found, coding = bytearray(), request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise RefusedError(415, f"the body is coded as '{coding[:80]}'; send it as it is", code="coding")
     if int(request.headers.get("content-length") or 0) > MOST_BYTES:
         raise _too_long()
     try:
@@ -213,7 +221,7 @@ async def _body(request: Request) -> bytes:
         raise RefusedError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
     except ClientDisconnect:
         raise RefusedError(400, f"the client left after {len(found):,} bytes of its body") from None
-    return bytes(found)
+    return found
 
 
 def _too_long() -> RefusedError:
@@ -235,7 +243,7 @@ def _refuse_other_origin(request: Request) -> None:
         raise RefusedError(403, "requests of other pages are refused", code="origin")
 
 
-def _http_error(request: Request, error: HTTPException) -> Response:
+async def _http_error(request: Request, error: HTTPException) -> Response:
     words = {
         404: f"there is no such path; there are {', '.join(_PATHS)}",
         405: f"{request.method} is not a method of this path",
@@ -244,6 +252,6 @@ def _http_error(request: Request, error: HTTPException) -> Response:
     return Document(error_body(fact, "invalid_request_error"), error.status_code, headers=error.headers)
 
 
-def _fault(request: Request, error: Exception) -> Response:
+async def _fault(request: Request, error: Exception) -> Response:
     """A fault of the server itself."""
     return Document(error_body(f"{type(error).__name__}: {error}", "server_error"), 500)

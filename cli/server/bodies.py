@@ -182,13 +182,13 @@ class Reader:
     template: ChatTemplate | None
     ending: tuple[int, ...] = ()
 
-    def completion(self, data: bytes) -> Completion:
+    def completion(self, data: bytes | bytearray) -> Completion:
         """The request of `/v1/completions`; RefusedError."""
         body = self._body(data, _CompletionBody.model_validate)
         ids = self._ids(body.prompt) if isinstance(body.prompt, str) else body.prompt
         return self._checked(body, ids, body.max_tokens, _DEFAULT_TOKENS, False)
 
-    def chat(self, data: bytes) -> Completion:
+    def chat(self, data: bytes | bytearray) -> Completion:
         """The request of `/v1/chat/completions`; RefusedError."""
         if self.template is None:
             fact = "the server has no chat template: start it with --tokenizer, and the template in tokenizer_config.json beside it"
@@ -234,7 +234,7 @@ class Reader:
                 404, f"the model '{model}' is not here; this is '{self.model}'", "model", "model_not_found"
             )
 
-    def _body(self, data: bytes, validate: Callable[[object], Any]) -> Any:
+    def _body(self, data: bytes | bytearray, validate: Callable[[object], Any]) -> Any:
         try:
             found = json.loads(data, parse_constant=_not_json)
             if not data.isascii() or b"\\u" in data:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
 import signal
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from decoders import VOCABULARY, Unsharded, decoder
 from partc.cli.job import serving
 from partc.cli.job.job import Job
 from partc.cli.main import invoke
+from partc.cli.server.connections import Connection, State, _readable
 from partc.cli.server.front import Front
 from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
@@ -180,6 +183,46 @@ def test_what_cannot_be_met_is_refused_before_a_rank_hears_of_it(
         after['partc_requests_total{finish="refused"}'] == before.get('partc_requests_total{finish="refused"}', 0) + 1
     )
     assert after["partc_step_seconds_count"] == before["partc_step_seconds_count"]
+
+
+def test_a_refusal_takes_no_thread(server: LocalServer) -> None:
+    """Threads that have ended keep their part of the address space: forty took 800 MiB of it."""
+    assert server.request("POST", COMPLETIONS, b"{}")[0] == 400
+    assert server.request("GET", "/nowhere")[0] == 404
+    assert server.request("POST", COMPLETIONS, b"{}", **{"Content-Encoding": "gzip"})[0] == 415
+    assert not [thread.name for thread in threading.enumerate() if "AnyIO" in thread.name]
+
+
+def test_a_connection_takes_no_more_than_the_guide_says(server: LocalServer) -> None:
+    """Each in the state in which it takes most: with a whole body, of which each letter is a chunk, and the longest head and trailers."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    headers, long = b"".join(b"%x:%b\r\n" % (at, b"v" * 50) for at in range(120)), b"X:" + b"a" * 16_000
+    requests = [
+        head + b"\r\n" + b"1\r\n \r\n" * 169_000,
+        head + headers + b"\r\nf423f\r\n" + b" " * 999_999 + b"\r\n0\r\n" + headers,
+        head + headers + b"\r\nf423f\r\n" + b" " * 999_999 + b"\r\n0\r\n" + long,
+        head + long,
+    ]
+
+    def have_read_all() -> bool:
+        """Whether the connections have nothing to read."""
+        found = [one for one in gc.get_objects() if isinstance(one, Connection) and one.state is not State.CLOSING]
+        return (
+            len(found) == 8 and not any(one.is_read for one in found) and not _readable(one.fileno() for one in found)
+        )
+
+    gc.collect()
+    with ExitStack() as stack:
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(2):
+            for request in requests:
+                end = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+                end.sendall(request)
+        until(have_read_all)
+        after, peak = tracemalloc.get_traced_memory()
+        assert 3 * 1_000_000 < after - before < peak - before < 6 * 1_400_000 + 2 * 64_000
 
 
 def test_a_client_that_leaves_within_its_body_is_refused(
