@@ -127,7 +127,8 @@ class Answer:
         """The event of a stream for a delta."""
         role = {"role": "assistant"} if first else {}
         content = {"delta": {**role, "content": delta.text}} if self.completion.chat else {"text": delta.text}
-        return self._document(True, [self._choice(content, delta.tokens, delta.finish)])
+        usage = {"usage": self.usage} if self.completion.counts_always else {}
+        return self._document(True, [self._choice(content, delta.tokens, delta.finish)]) | usage
 
     def counts(self) -> dict[str, Any]:
         """The event that ends a stream with how many tokens it took."""

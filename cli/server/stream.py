@@ -50,7 +50,7 @@ class EventStream(Response):
             delta = await answer.next(self._engine)
         except RefusedError as error:
             return f"event: error\ndata: {_ENCODE(error.body())}\n\n", True
-        if not (first or delta.finish):
+        if not (first or delta.finish or answer.completion.counts_always):
             head, middle, tail = self._around
             return f"{head}{_ENCODE(delta.text)}{middle}{_ENCODE(delta.tokens)}{tail}", False
         event = f"data: {_ENCODE(answer.chunk(delta, first))}\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import http.client
 import json
@@ -88,6 +89,117 @@ def test_what_clients_of_the_api_send_by_themselves_is_taken(server: LocalServer
     assert server.get("/v1/models/model.onnx") == (200, server.get("/v1/models")[1]["data"][0])
     status, refused = server.get("/v1/models/other")
     assert (status, refused["error"]["code"]) == (404, "model_not_found")
+
+
+def test_tokens_that_end_an_answer(build: Path, server: LocalServer, tokens: list[int]) -> None:
+    found = server.complete(PROMPT, max_tokens=40, stop_token_ids=[tokens[6], 63])
+    at = tokens.index(tokens[6])
+    assert (found["token_ids"], found["text"], found["finish_reason"]) == (
+        tokens[: at + 1],
+        text_of(tokens[:at]),
+        "stop",
+    )
+    manifest = json.loads((build / "manifest.json").read_text())
+    assert manifest["generation"]["stop"] == []
+    reader = server.front._reader
+    reader = dataclasses.replace(reader, ending=(tokens[6],))
+    for ignores, stop in ((False, [tokens[6], 5]), (True, [5])):
+        body = {"prompt": PROMPT, "stop_token_ids": [5], "ignore_eos": ignores}
+        request = reader.completion(json.dumps(body).encode()).request
+        assert (request.stop, request.ignore_end) == (stop, ignores)
+    status, refused = server.post(COMPLETIONS, {"prompt": PROMPT, "stop_token_ids": [64]})
+    assert (status, refused["error"]["message"]) == (400, "64 is not a token; tokens are 0 to 63")
+
+
+def test_a_conversation_is_continued_within_its_last_message(server: LocalServer) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo "}]
+    wanted = server.complete("uhiayo", max_tokens=9)["text"]
+    status, found = server.post(CHAT, {"messages": messages, "max_tokens": 9, "continue_final_message": True})
+    assert (status, found["choices"][0]["message"]["content"]) == (200, wanted)
+    status, found = server.post(CHAT, {"messages": messages[:1], "max_tokens": 9, "add_generation_prompt": False})
+    assert found["choices"][0]["message"]["content"] == server.complete("uhi", max_tokens=9)["text"]
+    for wrong in (messages[:1], [{"role": "assistant", "content": " "}]):
+        status, refused = server.post(CHAT, {"messages": wrong, "continue_final_message": True})
+        assert (status, refused["error"]["param"]) == (400, "continue_final_message"), refused
+
+
+def test_a_template_gets_the_values_of_a_request(server: LocalServer) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    wanted = server.complete("uhizzA", max_tokens=9)["text"]
+    status, found = server.post(CHAT, {**body, "chat_template_kwargs": {"extra": "zz", "thinks": True}})
+    assert (status, found["choices"][0]["message"]["content"]) == (200, wanted)
+    for wrong, fact in (
+        ([], "is not a mapping"),
+        ({"tools": [1]}, 'has no true, false, number or text as "tools"'),
+        ({"messages": "a"}, 'has the name "messages", which the server sets'),
+        ({str(at): 1 for at in range(65)}, "has 65 names; at most 64"),
+    ):
+        status, refused = server.post(CHAT, {**body, "chat_template_kwargs": wrong})
+        assert (status, refused["error"]["param"]) == (400, "chat_template_kwargs")
+        assert fact in refused["error"]["message"]
+
+
+def test_texts_and_tokens_are_each_other(server: LocalServer) -> None:
+    found = server.post("/tokenize", {"prompt": text_of(PROMPT), "model": "model.onnx"})
+    assert found == (200, {"count": 5, "max_model_len": 128, "tokens": PROMPT})
+    assert server.post("/detokenize", {"tokens": PROMPT}) == (200, {"prompt": text_of(PROMPT)})
+    status, found = server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
+    assert (status, text_of(found["tokens"])) == (200, "uhiA")
+    for path, body, fact in (
+        ("/tokenize", {}, "the body has either a prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "either a prompt or messages"),
+        ("/tokenize", {"prompt": "a" * 129}, "the text has 129 letters, more than 128 tokens have"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "the model 'other' is not here"),
+        ("/detokenize", {"tokens": [64]}, "64 is not a token; tokens are 0 to 63"),
+        ("/detokenize", {"tokens": [1] * 129}, "there are 129 tokens, more than 128"),
+        ("/detokenize", {"tokens": "a"}, "'tokens' is wrong"),
+    ):
+        status, refused = server.post(path, body)
+        assert status in (400, 404)
+        assert fact in refused["error"]["message"]
+
+
+def test_a_key_a_name_and_the_pages_of_others(build: Path, tokens: list[int]) -> None:
+    page, key = {"Origin": "https://chat.example"}, {"Authorization": "Bearer secret"}
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 3, "model": "mine"}).encode()
+    with LocalServer(build, name="mine", api_key="secret", origins=("https://chat.example",)) as server:
+        for wrong in (
+            {},
+            {"Authorization": "Bearer secre"},
+            {"Authorization": "secret"},
+            {"Authorization": "Bearer \xff"},
+        ):
+            status, headers, refused = server.request("POST", COMPLETIONS, body, **page, **wrong)
+            assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example")
+            assert json.loads(refused)["error"]["code"] == "invalid_api_key"
+        assert [server.get(path)[0] for path in ("/health", "/v1/models")] == [200, 401]
+        status, headers, found = server.request("POST", COMPLETIONS, body, **page, **key)
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        assert (json.loads(found)["model"], json.loads(found)["choices"][0]["token_ids"]) == ("mine", tokens[:3])
+        asks = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,x-stainless-os",
+        }
+        status, headers, _ = server.request("OPTIONS", COMPLETIONS, **page, **asks)
+        assert (status, headers["access-control-allow-headers"]) == (200, "authorization,x-stainless-os")
+        other = {"Origin": "https://evil.example"}
+        assert server.request("OPTIONS", COMPLETIONS, **other, **asks)[0] == 400
+        status, headers, _ = server.request("POST", COMPLETIONS, body, **other, **key)
+        assert (status, "access-control-allow-origin" in headers) == (403, False)
+
+
+def test_options_of_a_server_that_cannot_be_met(
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("a b\n")
+    for options, fact in (
+        (["--api-key", ""], "the key is empty"),
+        (["--api-key", f"@{tmp_path / 'key'}"], "letters other than those of ASCII without spaces"),
+        (["--api-key", f"@{tmp_path / 'other'}"], "other: "),
+        (["--cors", "chat.example"], "'chat.example' is not an origin"),
+    ):
+        assert invoke(["serve", str(build), *options]) == 2
+        assert fact in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_stream_has_the_same_text_in_shards(server: LocalServer, tokens: list[int]) -> None:
