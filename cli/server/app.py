@@ -10,7 +10,7 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from partc.cli.server.answer import Answer, Letters
+from partc.cli.server.answer import Answer, Letters, usage_of
 from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.refusals import RefusedError, error_body
@@ -41,7 +41,7 @@ _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inlin
 
 
 T = TypeVar("T")
-Read = Callable[[bytes | bytearray], Completion]
+Read = Callable[[bytes | bytearray], list[Completion]]
 
 
 class Document(JSONResponse):
@@ -229,18 +229,29 @@ class Server:
         self._refuse_other_origin(request)
         body = await _body(request)
         with self.engine.place():
-            completion = await turns.run(read, body, short)
+            choices = await turns.run(read, body, short)
+            self.engine.refuse_too_many(len(choices))
+            completion = choices[0]
             timeout = self.timeout if completion.timeout is None else completion.timeout
-            ticket = self.engine.submit(completion.request, timeout)
+            tickets = [self.engine.submit(one.request, timeout) for one in choices]
         del body
-        answer = Answer(completion, self.reader.model, ticket, Letters(self.reader.tokenizer, completion.stops))
+        answers = [
+            Answer(one, self.reader.model, ticket, Letters(self.reader.tokenizer, one.stops), tickets[0].number)
+            for one, ticket in zip(choices, tickets, strict=True)
+        ]
         if completion.streams:
-            return EventStream(answer, self.engine)
-        with ended_when_left(request.receive, self.engine, ticket):
-            deltas = [await answer.next(self.engine)]
-            while not deltas[-1].finish:
-                deltas.append(await answer.next(self.engine))
-            return Document(answer.document(deltas))
+            return EventStream(answers, self.engine)
+        with ended_when_left(request.receive, self.engine, tickets):
+            documents = [await self._whole(answer) for answer in answers]
+        found = [choice for one in documents for choice in one["choices"]]
+        return Document({**documents[0], "choices": found, "usage": usage_of(answers)})
+
+    async def _whole(self, answer: Answer) -> dict[str, Any]:
+        """The whole of a choice, as an answer."""
+        deltas = [await answer.next(self.engine)]
+        while not deltas[-1].finish:
+            deltas.append(await answer.next(self.engine))
+        return answer.document(deltas)
 
 
 async def _body(request: Request) -> bytearray:

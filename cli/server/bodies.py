@@ -1,6 +1,6 @@
 """The bodies of requests, as OpenAI's API has them, checked before a rank hears of one.
 
-A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`logprobs`, `n` above 1),
+A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`logprobs`, `echo`),
 while its neutral value is taken. One that is null is as one that is left out: clients write all fields of their records, and send an
 answer's message back with those that it does not have.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -41,8 +41,9 @@ _SET_NAMES = {
 }
 """Names of chat templates that are not the client's."""
 _DEFAULT_TOKENS = 16
+_MOST_CHOICES = 128
+_SEEDS = 1 << 64
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False, 0),
@@ -83,16 +84,15 @@ def _stops(given: object) -> object:
     return found
 
 
-def _prompt(given: object) -> object:
-    """The one prompt of a list of prompts; ValueError where it is not one, or there are several."""
-    found = given
-    if isinstance(given, list) and given and all(isinstance(one, str | list) for one in given):
-        if len(given) > 1:
-            raise ValueError(f"has {len(given):,} prompts; send a request for each, and they run at once")
-        found = given[0]
-    whole = isinstance(found, list) and all(type(token) is int for token in found)
-    if not whole and not isinstance(found, str):
-        raise ValueError("is a text, or a list of token ids")
+def _prompts(given: object) -> object:
+    """The prompts, each a text or a list of token ids; ValueError where one is something else, or there are too many."""
+    several = isinstance(given, list) and bool(given) and all(isinstance(one, str | list) for one in given)
+    found = given if isinstance(given, list) and several else [given]
+    if len(found) > _MOST_CHOICES:
+        raise ValueError(f"has {len(found):,} prompts; at most {_MOST_CHOICES}")
+    for one in found:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            raise ValueError("is a text, or a list of token ids")
     return found
 
 
@@ -165,13 +165,14 @@ class _Body(_Labels):
     stop: Stops = None
     stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOP_TOKENS)] | None = None
     ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
 
 
 class _CompletionBody(_Body):
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
 
 
 class _Message(BaseModel):
@@ -208,8 +209,11 @@ class _TokensBody(BaseModel):
 
 @dataclass(frozen=True)
 class Completion:
-    """A request that can be met: what the ranks get, the texts that end it, and how it is answered."""
+    """A choice of an answer that can be made: what the ranks get, the texts that end it, and how it is answered."""
 
+    index: int
+    is_copy: bool
+    """Whether the choice before has the same prompt."""
     request: Request
     stops: tuple[str, ...]
     streams: bool
@@ -231,17 +235,20 @@ class Reader:
     template: ChatTemplate | None
     ending: tuple[int, ...] = ()
 
-    def completion(self, data: bytes | bytearray) -> Completion:
-        """The request of `/v1/completions`; RefusedError."""
+    def completion(self, data: bytes | bytearray) -> list[Completion]:
+        """The choices of a request to `/v1/completions`; RefusedError."""
         body = self._body(data, _CompletionBody.model_validate)
-        ids = self._ids(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        return self._checked(body, ids, body.max_tokens, _DEFAULT_TOKENS, False)
+        if len(body.prompt) * body.n > _MOST_CHOICES:
+            fact = f"{len(body.prompt)} prompts with {body.n} choices each; at most {_MOST_CHOICES} choices together"
+            raise RefusedError(400, fact, "n")
+        prompts = [self._ids(one) if isinstance(one, str) else one for one in body.prompt]
+        return self._choices(body, prompts, body.max_tokens, _DEFAULT_TOKENS, False)
 
-    def chat(self, data: bytes | bytearray) -> Completion:
-        """The request of `/v1/chat/completions`; RefusedError."""
+    def chat(self, data: bytes | bytearray) -> list[Completion]:
+        """The choices of a request to `/v1/chat/completions`; RefusedError."""
         body = self._body(data, _ChatBody.model_validate)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._checked(body, self._ids_of_messages(body), most, self.record.length, True)
+        return self._choices(body, [self._ids_of_messages(body)], most, self.record.length, True)
 
     def tokens(self, data: bytes | bytearray) -> dict[str, Any]:
         """The answer to `/tokenize`: the tokens of a text, or of a conversation's prompt; RefusedError."""
@@ -360,6 +367,22 @@ class Reader:
         self._refuse_long(len(text), "prompt")
         return ids_of(self.tokenizer, text, special)
 
+    def _choices(
+        self, body: _Body, prompts: list[list[int]], most: int | None, default: int, chat: bool
+    ) -> list[Completion]:
+        """By prompt `n` choices, each drawn by a seed of its own."""
+        first = [self._checked(body, ids, most, default, chat) for ids in prompts]
+        found = [(one, copy) for one in first for copy in range(body.n)]
+        return [
+            replace(
+                one,
+                index=index,
+                is_copy=copy > 0,
+                request=replace(one.request, seed=(one.request.seed + copy) % _SEEDS),
+            )
+            for index, (one, copy) in enumerate(found)
+        ]
+
     def _checked(self, body: _Body, ids: list[int], most: int | None, default: int, chat: bool) -> Completion:
         encoder = self.record.encoder  # the prompt is the encoder's, where there is one
         prompt, given = (ids, None) if encoder is None else (encoder.start, ids)
@@ -387,7 +410,7 @@ class Reader:
             raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))
         options = body.stream_options or _StreamOptions()
         counts, always = options.include_usage, options.include_usage and options.continuous_usage_stats
-        return Completion(request, stops, bool(body.stream), counts, always, body.timeout, chat)
+        return Completion(0, False, request, stops, bool(body.stream), counts, always, body.timeout, chat)
 
 
 def _without_nulls(given: Any) -> Any:

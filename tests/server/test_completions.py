@@ -105,7 +105,7 @@ def test_tokens_that_end_an_answer(build: Path, server: LocalServer, tokens: lis
     reader = dataclasses.replace(reader, ending=(tokens[6],))
     for ignores, stop in ((False, [tokens[6], 5]), (True, [5])):
         body = {"prompt": PROMPT, "stop_token_ids": [5], "ignore_eos": ignores}
-        request = reader.completion(json.dumps(body).encode()).request
+        request = reader.completion(json.dumps(body).encode())[0].request
         assert (request.stop, request.ignore_end) == (stop, ignores)
     status, refused = server.post(COMPLETIONS, {"prompt": PROMPT, "stop_token_ids": [64]})
     assert (status, refused["error"]["message"]) == (400, "64 is not a token; tokens are 0 to 63")
@@ -137,6 +137,46 @@ def test_a_template_gets_the_values_of_a_request(server: LocalServer) -> None:
         status, refused = server.post(CHAT, {**body, "chat_template_kwargs": wrong})
         assert (status, refused["error"]["param"]) == (400, "chat_template_kwargs")
         assert fact in refused["error"]["message"]
+
+
+def test_several_prompts_and_choices_are_one_answer(build: Path, tokens: list[int]) -> None:
+    other = [7, 7]
+    with LocalServer(build, queue=6) as server:
+        alone = server.complete(other, max_tokens=9)["token_ids"]
+        body = {"prompt": [PROMPT, other], "n": 2, "max_tokens": 9}
+        status, found = server.post(COMPLETIONS, body)
+        assert [one["index"] for one in found["choices"]] == [0, 1, 2, 3]
+        assert [one["token_ids"] for one in found["choices"]] == [tokens[:9]] * 2 + [alone] * 2
+        assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 36, "total_tokens": 43}
+        drawn = {"prompt": PROMPT, "n": 3, "max_tokens": 9, "temperature": 2.0, "seed": 2**64 - 1}
+        choices = server.post(COMPLETIONS, drawn)[1]["choices"]
+        for choice, seed in zip(choices, (2**64 - 1, 0, 1), strict=True):
+            assert choice["token_ids"] == server.complete(PROMPT, max_tokens=9, temperature=2.0, seed=seed)["token_ids"]
+        with server.streaming(COMPLETIONS, {**body, "stream_options": {"include_usage": True}}) as events:
+            *documents, end = [data for _, data in events]
+        parts: list[list[int]] = [[], [], [], []]
+        *documents, counts = map(json.loads, documents)
+        for document in documents:
+            assert document["id"] == documents[0]["id"]
+            for choice in document["choices"]:
+                parts[choice["index"]] += choice["token_ids"]
+        assert (parts, end, counts["usage"]) == ([tokens[:9]] * 2 + [alone] * 2, "[DONE]", found["usage"])
+        with server.streaming(COMPLETIONS, {"prompt": [PROMPT, other], "n": 3, "max_tokens": 120}) as events:
+            next(events)
+            status, refused = server.post(COMPLETIONS, body)
+            assert (status, refused["error"]["code"]) == (429, "queue_full")
+        until(lambda: not server.front._engine._open)  # type: ignore[union-attr]
+        for wrong, fact in (
+            ({"n": 9}, "9 choices are more than the 8 requests that may run or wait"),
+            ({"n": 129}, "'n' is wrong"),
+            ({"n": 65}, "2 prompts with 65 choices each; at most 128 choices together"),
+            ({"prompt": [[1]] * 129}, "'prompt' has 129 prompts; at most 128"),
+            ({"prompt": [[1], [64]]}, "64 is not a token"),
+            ({"prompt": [[1], 2]}, "'prompt' is a text, or a list of token ids"),
+        ):
+            status, refused = server.post(COMPLETIONS, {"prompt": [[1], [2]] if wrong.get("n") == 65 else [1], **wrong})
+            assert status == 400
+            assert fact in refused["error"]["message"], refused
 
 
 def test_texts_and_tokens_are_each_other(server: LocalServer) -> None:
@@ -248,7 +288,6 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         ({"prompt": PROMPT, "best": 1}, 400, "'best' is not a field that this server knows"),
         ({"prompt": PROMPT, "model": "other"}, 404, "'other' is not here"),
         ({"prompt": PROMPT, "logprobs": 3}, 400, "'logprobs' is 3"),
-        ({"prompt": PROMPT, "n": 2}, 400, "'n' is 2"),
         ({"prompt": PROMPT, "echo": True}, 400, "'echo' is true"),
         ({"prompt": []}, 400, "no token"),
         ({"prompt": ""}, 400, "no token"),
@@ -256,8 +295,6 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         ({"prompt": [1, VOCABULARY]}, 400, f"{VOCABULARY} is not a token"),
         ({"prompt": [1, -1]}, 400, "-1 is not a token"),
         ({"prompt": [True]}, 400, "'prompt' is a text, or a list of token ids"),
-        ({"prompt": ["a", "b"]}, 400, "'prompt' has 2 prompts; send a request for each"),
-        ({"prompt": [PROMPT, PROMPT]}, 400, "'prompt' has 2 prompts"),
         ({"prompt": PROMPT, "store": True}, 400, "'store' is true"),
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "asks for 0 tokens"),
         ({"prompt": PROMPT, "max_tokens": 124}, 400, "129"),

@@ -43,8 +43,10 @@ def streamed(
         engine, ranks, written, left = Engine(2, 0, Metrics()), Ranks(), list[str](), asyncio.Event()
         engine.state, engine._writer = State.READY, ranks  # type: ignore[assignment]
         request = Request([1, 2], max_tokens=9)
-        completion = Completion(request, (), streams=True, counts=counts, counts_always=always, timeout=None, chat=chat)
-        answer = Answer(completion, "m", engine.submit(request, 60.0), Letters(None, ()))
+        completion = Completion(
+            0, False, request, (), streams=True, counts=counts, counts_always=always, timeout=None, chat=chat
+        )
+        answer = Answer(completion, "m", engine.submit(request, 60.0), Letters(None, ()), 0)
 
         async def receive() -> dict[str, Any]:
             await left.wait()
@@ -56,7 +58,7 @@ def streamed(
                 ends.append(not message["more_body"])
 
         ends: list[bool] = []
-        stream = asyncio.create_task(EventStream(answer, engine)({"type": "http"}, receive, send))
+        stream = asyncio.create_task(EventStream([answer], engine)({"type": "http"}, receive, send))
         for one in happens:
             await asyncio.sleep(0)  # the stream waits again
             one(engine)
