@@ -165,16 +165,17 @@ def test_a_head_or_trailer_without_end_is_refused(http: str) -> None:
                 end.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n" + line * (2 * HEAD_BYTES // len(line)))
                 assert read_all(end).startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
         endless = (
-            (b"0\r\n", b"a:\r\n" * 250), (b"0\r\na: ", b"b" * 1000), (b"", b"1;" + b"a" * 5000 + b"\r\n \r\n"), (b"1;", b"a" * 1000),
-            (b"", b"0" * 1000), (b"", b"1\r\n \r\n" * 200),
+            (b"0\r\n", b"a:\r\n" * 250, 431), (b"0\r\na: ", b"b" * 1000, 431), (b"", b"1;" + b"a" * 5000 + b"\r\n \r\n", 413),
+            (b"1;", b"a" * 1000, 431), (b"", b"0" * 1000, 431), (b"", b"1\r\n \r\n" * 200, 413),
         )  # fmt: skip
-        for begin, rest in endless:
+        for begin, rest, status in endless:
             with dialled(server) as end:
                 end.sendall(b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + begin)
                 with suppress(ConnectionError):
                     for _ in range(150):
                         end.sendall(rest)
-                assert read_all(end).startswith((b"HTTP/1.1 431", b"HTTP/1.1 413", b"HTTP/1.1 400")), (begin, rest)
+                code = int(read_all(end).split()[1])
+                assert code == status if http == "httptools" else code in (400, status), (begin, rest)
 
 
 @BOTH
