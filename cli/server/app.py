@@ -61,7 +61,7 @@ class Turns:
 
     async def run(self, read: Callable[[bytes | bytearray], T], body: bytes | bytearray, short: int = 0) -> T:
         """What is read, a `short` body at once in this thread; RefusedError where too many wait."""
-        if len(body) <= short:
+        if short and len(body) <= short:
             return read(body)
         if self._is_taken:
             if self._most is not None and len(self._waiting) >= self._most:

@@ -70,7 +70,7 @@ def test_the_page_shows_an_answer_as_it_comes(server: LocalServer) -> None:
         until(lambda: server.batch.slots.used == 0)
         browser.fill("#prompt", "#")
         browser.click("#go")
-        browser.wait("document.querySelector('#state').classList.contains('wrong')")
+        browser.wait("document.querySelector('#state')?.classList.contains('wrong')")
         assert "no token" in browser.evaluate(state)
         assert browser.errors == []
 
@@ -79,7 +79,7 @@ def test_the_page_shows_an_answer_as_it_comes(server: LocalServer) -> None:
 def test_the_page_asks_for_the_key(build: Path) -> None:
     assert PROGRAM is not None
     with LocalServer(build, api_key="secret") as server, Browser(PROGRAM) as browser:
-        browser.open(server.front.address, "document.querySelector('#state').classList.contains('wrong')")
+        browser.open(server.front.address, "document.querySelector('#state')?.classList.contains('wrong')")
         for key, is_wrong in (("other", "true"), ("secret", "false")):
             browser.fill("#key", key)
             browser.evaluate("document.querySelector('#key').dispatchEvent(new Event('change'))")
