@@ -10,6 +10,7 @@ from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import partc
 from source_trees import nodes_of
 
 ROOT = Path(__file__).parent.parent
@@ -78,8 +79,15 @@ def test_classes_have_few_attributes() -> None:
 
 def test_packages_are_the_folders() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {"partc." + ".".join(path.parent.relative_to(ROOT).parts) for path in sources()}
+    folders = {".".join(("partc", *path.parent.relative_to(ROOT).parts)) for path in (*sources(), ROOT / "__init__.py")}
     assert sorted(listed) == sorted(folders)
+
+
+def test_the_package_says_its_version_and_has_types() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert partc.__version__ == project["project"]["version"]
+    assert project["tool"]["setuptools"]["package-data"]["partc"] == ["py.typed"]
+    assert (ROOT / "py.typed").exists()
 
 
 def test_imports_point_one_way() -> None:
