@@ -18,7 +18,7 @@ from types import TracebackType
 from partc.cli.job.job import BOARD
 from partc.cli.job.processes import kill, naming
 from partc.cli.launch import guard
-from partc.runtime.files.removal import remove_tree
+from partc.runtime.files.replace import remove
 from partc.runtime.job.status_board import create_board, create_pids, create_tasks, read_board, read_pids
 
 _PREFIX = "partc-run-"
@@ -128,7 +128,7 @@ def sweep(place: Path) -> None:
 
 def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        remove_tree(folder)
+        remove(folder)
 
 
 def _locked(folder: Path) -> int | None:
