@@ -7,16 +7,29 @@
 
 The headers of all members are read once, at the start, by the standard library's `tarfile`; then samples are read by their places: in any
 order, and each rank its own. Files are not compressed.
+
+The values of the members of a sample, by the extension of their names.
+
+| extension | value |
+|---|---|
+| .npy | the array |
+| .cls, .id, .index | a whole number |
+| .json | numbers, and lists of such |
+| .txt, .text | text |
+| .png, .jpg, .jpeg | uint8, height x width, or x channels where there are several; Pillow decodes them |
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array
@@ -24,11 +37,49 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from ...errors import UsageError
 from ...files.regular import open_regular
 from ..fields import Field, Index, Ragged
-from ..npy import BROKEN, reason
+from ..npy import BROKEN, array_of, reason
 from .declared import as_declared, declared, lengths_by_reading, numbered
-from .decoders import DECODERS, check_decoder
 from .naming import Naming, Unfit, quoted
 from .values import stacked
+
+
+def _number(data: bytes) -> int:
+    return int(data.decode().strip())
+
+
+def _json(data: bytes) -> Array:
+    array = np.asarray(json.loads(data))
+    if array.dtype.kind not in "biuf":
+        raise ValueError("it is not a number, nor a list of such")
+    return array
+
+
+def _image(data: bytes) -> Array:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB") if image.mode in ("P", "CMYK", "YCbCr") else image)
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "npy": array_of,
+    **dict.fromkeys(("cls", "id", "index"), _number),
+    "json": _json,
+    **dict.fromkeys(("txt", "text"), bytes.decode),
+    **dict.fromkeys(("png", "jpg", "jpeg"), _image),
+}
+
+
+def check_decoder(extension: str, where: str) -> None:
+    """UsageError where a decoder needs a package that is not installed."""
+    if DECODERS[extension] is _image:
+        try:
+            import PIL.Image  # noqa: F401
+        except ImportError:
+            raise UsageError(
+                f"{where}: its samples have .{extension}, which Pillow decodes, and it is not installed\n  help: pip install pillow"
+            ) from None
+
 
 _SUFFIX = ".tar"
 _BLOCK = 512
