@@ -37,7 +37,7 @@ from ...user_code import UserCodeError, fact, is_of_user, user_code
 from ..fields import Rows
 from ..sources.user_source import UserSource
 from ..sources.values import as_array
-from .child_signals import leave_to_the_reader
+from .child_signals import WithoutTorch
 from .state import restored, says_its_place, stored
 from .stream import StreamBatch
 
@@ -170,9 +170,8 @@ class LoaderStream:
                     with user_code(self._where, f"going on with epoch {epoch} of its DataLoader"):
                         self._loader.load_state_dict(restored(state))
                     left = 0
-                with user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
+                with WithoutTorch(), user_code(self._where, f"reading epoch {epoch} of its DataLoader"):
                     batches = self._by_columns(self._rows) if self._columns and self._rows else iter(self._loader)
-                leave_to_the_reader()
                 value = self._next(batches, skip - left, epoch)
             number = skip - left
             while value is not _END:
