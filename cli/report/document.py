@@ -1,18 +1,12 @@
 """All that a report knows of an artifact, as one document: the facts of `partc inspect` by class of ranks, and what pictures need.
 
-Messages and collectives as rows of a report: those of alike ranks, and of all microbatches, are one row that lists each.
-
-{"op": "Send", "value": "h", "bytes": "96*batch", "at": 6144, "times": 8, "ends": [[0, 4, 17], ...]}    0 to 4 with the tag 17
-
-Where ranks are on the plan's mesh: coordinates of ranks, and the axes that lists of ranks are along.
-
-{"pp": 2, "dp": 2, "tp": 2}:    rank 5 is at pp 1, dp 0, tp 1; the lists [0, 2], [1, 3] are along dp
-
-The memory of a class of ranks over a step: what is held at each action, and which values are the largest where it is most.
-
-The curve is that of `partc inspect`'s figures before arenas are laid out: its most is below the peak, which also counts what arenas keep.
-
-The schedule of a pipeline as a grid: when each task of each home begins and ends, in units in which a rank's F, B and W take 1.
+- Messages and collectives are rows: those of alike ranks, and of all microbatches, are one row that lists each.
+  `{"op": "Send", "value": "h", "bytes": "96*batch", "at": 6144, "times": 8, "ends": [[0, 4, 17], ...]}`: 0 to 4 with the tag 17.
+- Ranks have coordinates on the plan's mesh, and lists of ranks the axes that they are along. On `{"pp": 2, "dp": 2, "tp": 2}` rank 5 is at
+  pp 1, dp 0, tp 1; the lists [0, 2], [1, 3] are along dp.
+- The memory of a class of ranks is a curve over a step, and the largest values at its maximum. It is the curve of `partc inspect` before
+  arenas are laid out: its maximum is below the peak, which also counts what arenas keep.
+- The schedule of a pipeline is a grid: when each task of each home begins and ends, in units in which a rank's F, B and W take 1.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.lower.written import is_written, write_forward
 from partc.compiler.matching import output_ranks
-from partc.compiler.sharding.values.value_versions import ValueVersions
-from partc.compiler.sharding.values.versions import can_share, find_versions, replicated_outputs
+from partc.compiler.sharding.values.versions import ValueVersions, can_share, find_versions, replicated_outputs
 from partc.compiler.tasks.local_forms import local_forms
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from partc.runtime.artifact.training.lr_schedule import Rate
 from partc.runtime.artifact.training.metric_formula import Totals, formula
 from partc.runtime.artifact.training.scalars import scalars
+from partc.runtime.training.data import of_batch, with_next
 from pydantic import JsonValue
 
 from ..artifact.format import Manifest, Port, TrainingRecord
@@ -30,7 +31,6 @@ from ..execution.symbol_bindings import Halted
 from ..execution.times.profiler import Profiler
 from ..job.turn import TRAINER, Turn, one_call
 from ..user_code import user_code
-from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
 from .data import Choices, loader_of
 from .ema import Averages
