@@ -87,7 +87,6 @@ OTHERWISE = {
     "compiler/analysis/foreign_types.py: onnxruntime.InferenceSession": "a model in memory",
     "compiler/rewrite/generation/masks.py: onnxruntime.InferenceSession": "a model in memory",
     "compiler/emit/whole.py: ir.save": "the new folder of `replacing_together`",
-    "runtime/artifact/replace_folder.py: os.open": "a folder, and no link to one",
     "runtime/checkpoint/lock.py: os.open": "the lock of a folder of checkpoints, and no link to one",
     "runtime/checkpoint/interchange/torch_file.py: torch.load": "a regular file, which torch maps by its name alone",
     "runtime/checkpoint/interchange/torch_file.py: torch.save": "the stream of `replacing`",
