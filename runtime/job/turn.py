@@ -11,7 +11,8 @@ refused, because waiting would order calls by chance, and ranks must make the sa
         @one_call(TRAINER)
         def train(self, batch): ...
 
-Ctrl-C cannot leave the lock taken: Python handles signals between instructions, but not between taking a lock and entering its `with`.
+Ctrl-C does not leave the lock taken: up to CPython 3.13 no signal is handled between taking a lock and entering its `with`. In later ones
+the thread that was interrupted can go on, because the lock is reentrant.
 """
 
 from __future__ import annotations
