@@ -84,7 +84,7 @@ OTHERWISE = {
     "cli/machine/trials.py: (folder / REQUEST).write_text": "a new folder that the search has made",
     "cli/main.py: os.open": "/dev/null",
     "cli/output/console.py: open": "/dev/null",
-    "compiler/analysis/foreign_types.py: onnxruntime.InferenceSession": "a model in memory",
+    "compiler/analysis/shape_rules.py: onnxruntime.InferenceSession": "a model in memory",
     "compiler/rewrite/generation/masks.py: onnxruntime.InferenceSession": "a model in memory",
     "compiler/emit/whole.py: ir.save": "the new folder of `replacing_together`",
     "runtime/checkpoint/lock.py: os.open": "the lock of a folder of checkpoints, and no link to one",

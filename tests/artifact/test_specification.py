@@ -11,8 +11,7 @@ from partc.runtime.artifact.comm.schemas import register
 from partc.runtime.artifact.format import DOMAIN, Collective, LayoutRecord, SymbolRecord, TensorRecord
 from partc.runtime.artifact.generation import EncoderRecord, GenerationRecord
 from partc.runtime.artifact.manifest_file import ManifestFile, ProgramRecord
-from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
-from partc.runtime.artifact.port import Port
+from partc.runtime.artifact.port import IdsRecord, LabelRecord, Law, Port
 from partc.runtime.artifact.training.scalars import SCALARS, OptimizerRecord
 from partc.runtime.artifact.training.training_record import TrainingRecord
 from partc.runtime.artifact.transfer import Transfer
