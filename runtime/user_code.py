@@ -32,7 +32,7 @@ from .errors import PartcError
 from .files.regular import read_regular
 from .files.user_modules import IMPORTING, forget_namesakes
 from .job.status_board import note_task
-from .job.turn import enters_users_code
+from .job.turn import count_user_code
 
 _TOP = Path(__file__).parents[1]
 _OWN = tuple(f"{_TOP / part}{os.sep}" for part in ("cli", "compiler", "runtime"))
@@ -63,14 +63,14 @@ class user_code:
         self.where, self.doing = where, doing
 
     def __enter__(self) -> None:
-        enters_users_code(1)
+        count_user_code(1)
         note_task(f"{self.where}, {self.doing}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         note_task("")
-        enters_users_code(-1)
+        count_user_code(-1)
         by_user = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
         if error is None or isinstance(error, GeneratorExit | PartcError) or by_user:
             return

@@ -78,7 +78,7 @@ def test_classes_have_few_attributes() -> None:
 
 def test_packages_are_the_folders() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {"partc." + ".".join(path.parent.relative_to(ROOT).parts) for path in sources()}
+    folders = {".".join(("partc", *path.parent.relative_to(ROOT).parts)) for path in (*sources(), ROOT / "__init__.py")}
     assert sorted(listed) == sorted(folders)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,32 @@ import click
 from partc.cli.commands.run import WithLauncherOptions, place_options, start
 from partc.cli.job.job import Job
 from partc.cli.server.settings import ServerSettings
+from partc.runtime.files import counted
 
 _RESTARTS = 5
+_KEY_BYTES = 4096
+
+
+def _key(value: str | None) -> str | None:
+    """The key that an option names; BadParameter where it is empty, or a header cannot have it."""
+    if value is not None and value.startswith("@"):
+        try:
+            value = counted.read_text(Path(value[1:]), _KEY_BYTES).partition("\n")[0].strip()
+        except (OSError, ValueError) as error:
+            raise click.BadParameter(f"{value[1:]}: {error}") from None
+    if value is not None and not re.fullmatch(r"[!-~]+", value):
+        raise click.BadParameter("the key is empty, or has letters other than those of ASCII without spaces")
+    return value
+
+
+def _origins(values: Sequence[str]) -> Sequence[str]:
+    """Origins of pages; BadParameter."""
+    for value in values:
+        if not re.fullmatch(r"\*|https?://[^/\s]+", value):
+            raise click.BadParameter(
+                f"'{value}' is not an origin, which is as https://chat.example or http://localhost:3000"
+            )
+    return values
 
 
 @click.command(cls=WithLauncherOptions, options_metavar="[OPTIONS]", epilog="Options after -- go to the launcher.")
@@ -35,6 +61,22 @@ _RESTARTS = 5
     multiple=True,
     metavar="NAME",
     help="A further name by which clients call it; may be repeated. Without one localhost and its address are served.",
+)
+@click.option(
+    "--served-model-name", metavar="NAME", help="The name by which clients call the model.  [default: the artifact's]"
+)
+@click.option(
+    "--api-key",
+    metavar="KEY|@FILE",
+    callback=lambda ctx, option, value: _key(value),
+    help="What clients send as `Authorization: Bearer KEY`; @FILE: the first line of a file, which no list of processes shows.",
+)
+@click.option(
+    "--cors",
+    multiple=True,
+    metavar="ORIGIN",
+    callback=lambda ctx, option, value: _origins(value),
+    help="A page's origin, as https://chat.example, whose scripts may use it, or *; may be repeated.",
 )
 @click.option(
     "--tokenizer",
@@ -75,7 +117,7 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
     /metrics for Prometheus, and a page at / to try it. Requests run at once in the artifact's slots.
 
     A connection has 10 s and 16 KiB for the head of a request, 30 s and 1 MB for its body; there are as many as slots
-    and queue, and 128 more, and each takes 1.7 MB at most.
+    and queue, and 128 more, and each takes 1.4 MB at most.
 
     \b
     partc serve --tokenizer llama/tokenizer.json
@@ -89,6 +131,9 @@ def command(ctx: click.Context, /, folder: Path, **given: Any) -> int:
         timeout=given["timeout"],
         tokenizer=None if given["tokenizer"] is None else str(given["tokenizer"].absolute()),
         hosts=given["allow_host"],
+        origins=given["cors"],
+        name=given["served_model_name"],
+        api_key=given["api_key"],
         restart=_RESTARTS if given["restart"] else 0,
     )
     return start(ctx, folder, Job(folder=str(folder.absolute()), serving=settings), given)

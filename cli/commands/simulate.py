@@ -310,8 +310,8 @@ def _text(rows: Path) -> str:
 
 def _document(schedule: Schedule, costs: Costs) -> dict[str, object]:
     """All that the simulation says, for other programs."""
+    from partc.compiler.schedule.grid import message_counts
     from partc.compiler.schedule.memory import peaks
-    from partc.compiler.schedule.messages import message_counts
     from partc.compiler.schedule.simulate import simulate
 
     timing, stages = simulate(schedule, costs), schedule.stages
@@ -335,9 +335,8 @@ def _document(schedule: Schedule, costs: Costs) -> dict[str, object]:
 def _compare(ranks: int, given: _Options, as_json: bool) -> int:
     """One line a schedule, on the same ranks."""
     from partc.compiler.errors import CompileError
-    from partc.compiler.schedule.grid import percent
+    from partc.compiler.schedule.grid import message_counts, percent
     from partc.compiler.schedule.memory import peaks
-    from partc.compiler.schedule.messages import message_counts
     from partc.compiler.schedule.simulate import simulate
     from partc.runtime.errors import UsageError
 

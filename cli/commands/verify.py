@@ -85,7 +85,7 @@ def command(
     from partc.compiler.frontend.torch.torch_model import called_as, torch_model_of
     from partc.compiler.pipeline import compile_model
     from partc.compiler.rewrite.quantize import quantized
-    from partc.runtime.training.batch import of_batch
+    from partc.runtime.training.data import of_batch
 
     sources: list[Source] = []
 

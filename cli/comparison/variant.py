@@ -13,7 +13,7 @@ from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.manifest_file import ManifestFile
 from partc.runtime.artifact.tasks.calls import unrolled
-from partc.runtime.files.removal import remove_file
+from partc.runtime.files.replace import remove_file
 from partc.runtime.files.writers import write_new
 
 Change: TypeAlias = Callable[[int, onnx.ModelProto, Manifest], Manifest]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ from partc.cli.job.processes import end_with_parent
 from partc.cli.job.profile import measured, op_times, refuse_profile, write_profile
 from partc.cli.output import console
 from partc.cli.output.failures import INTERRUPTED, described
-from partc.cli.output.step_times import timing
 from partc.cli.output.targets import counted, line, mpi_memory
 from partc.runtime.communication.leaving import leaving_message
 from partc.runtime.errors import (
@@ -43,7 +43,7 @@ from partc.runtime.files.replace import refuse_other
 from partc.runtime.garbage_collection import uncollected
 from partc.runtime.job.place import Place, is_launched, surrounding_job
 from partc.runtime.job.status_board import VARIABLE, open_task, processes, write_pid
-from partc.runtime.units import count, size_text
+from partc.runtime.units import count, seconds, size_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -57,6 +57,21 @@ if TYPE_CHECKING:
     from partc.runtime.execution.times.profiler import Profiler
     from partc.runtime.execution.times.recording import Recording
     from partc.runtime.training.stopping import StopSignals
+
+
+def timing(loaded: float, times: Sequence[float]) -> str:
+    """The line for a load time and the times of all steps, in seconds; the first step is apart, since it warms up.
+
+    loaded in 412 ms, first step 12.3 ms, then 99 steps: median 1.02 ms, min 998 us, p90 1.2 ms; 968 steps/s
+    """
+    text = f"loaded in {seconds(loaded)}, first step {seconds(times[0])}"
+    rest = sorted(times[1:])
+    if not rest:
+        return text
+    p90 = rest[min(len(rest) - 1, round(0.9 * (len(rest) - 1)))]
+    times_text = f"median {seconds(statistics.median(rest))}, min {seconds(rest[0])}, p90 {seconds(p90)}"
+    return f"{text}, then {count(len(rest), 'step')}: {times_text}; {len(rest) / sum(rest):,.4g} steps/s"
+
 
 Result = TypeVar("Result")
 

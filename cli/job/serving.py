@@ -49,11 +49,11 @@ def reader_of(settings: ServerSettings, manifest: Manifest) -> Reader:
     if record.encoder is not None and not record.encoder.count:
         fact = f"its encoder is given arrays {record.encoder.shape}, and requests of a server are texts or tokens"
         raise ArtifactError(f"{fact}\n  help: use `partc generate --features`, or the library")
-    path, tokenizer = settings.tokenizer, open_tokenizer(settings.tokenizer)
+    path, tokenizer, name = settings.tokenizer, open_tokenizer(settings.tokenizer), settings.name or manifest.model.name
     if path is None:
-        return Reader(manifest.model.name, record, None, None)
+        return Reader(name, record, None, None)
     refuse_other_vocabulary(path, tokenizer, record.vocabulary)
-    return Reader(manifest.model.name, record, tokenizer, find_chat_template(path), tuple(end_of_text(path, tokenizer)))
+    return Reader(name, record, tokenizer, find_chat_template(path), tuple(end_of_text(path, tokenizer)))
 
 
 def open_front(settings: ServerSettings, manifest: Manifest) -> Front:

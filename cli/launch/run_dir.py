@@ -18,7 +18,7 @@ from types import TracebackType
 from partc.cli.job.job import BOARD
 from partc.cli.job.processes import kill, naming
 from partc.cli.launch import guard
-from partc.runtime.files.removal import remove_tree
+from partc.runtime.files.replace import remove
 from partc.runtime.job.status_board import create_board, create_pids, create_tasks, read_board, read_pids
 
 _PREFIX = "partc-run-"
@@ -37,6 +37,7 @@ class RunDir:
         """A folder in memory, for what MPI's processes share; None where the system has none."""
         self.ended: dict[int, tuple[str, str]] = {}
         """By rank that partc itself killed how the message of the failure describes that, and its help."""
+        self._pids = [0] * ranks
         self._locks: list[int] = []
         sweep(Path(tempfile.gettempdir()))
         self.folder = self._locked_folder(Path(tempfile.mkdtemp(prefix=_PREFIX)))
@@ -92,8 +93,10 @@ class RunDir:
         return read_board(self.folder / BOARD)
 
     def pids(self) -> list[int]:
-        """The process id of every rank; 0 where it has not begun, or runs on another host."""
-        return read_pids(self.folder)
+        """The process id of every rank; 0 where it has not begun, or runs on another host. The last known ones where no file is left."""
+        with contextlib.suppress(OSError):
+            self._pids = read_pids(self.folder)
+        return self._pids
 
     def end_ranks(self) -> None:
         """Kills the ranks that outlived their launcher; only processes whose command line names this folder."""
@@ -125,7 +128,7 @@ def sweep(place: Path) -> None:
 
 def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        remove_tree(folder)
+        remove(folder)
 
 
 def _locked(folder: Path) -> int | None:

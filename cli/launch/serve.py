@@ -79,7 +79,9 @@ class _ServerJob:
             link = run_dir.folder / _LINK
             self.front.listen(link)
             given = dataclasses.replace(
-                job, run_dir=str(run_dir.folder), serving=dataclasses.replace(job.serving, link=str(link))
+                job,
+                run_dir=str(run_dir.folder),
+                serving=dataclasses.replace(job.serving, link=str(link), api_key=None),  # commands are public
             )
             command, environment = (
                 command_of(given, launcher, ranks, hosts, extra),

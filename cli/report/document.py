@@ -1,28 +1,174 @@
-"""All that a report knows of an artifact, as one document: the facts of `partc inspect` by class of ranks, and what pictures need."""
+"""All that a report knows of an artifact, as one document: the facts of `partc inspect` by class of ranks, and what pictures need.
+
+- Messages and collectives are rows: those of alike ranks, and of all microbatches, are one row that lists each.
+  `{"op": "Send", "value": "h", "bytes": "96*batch", "at": 6144, "times": 8, "ends": [[0, 4, 17], ...]}`: 0 to 4 with the tag 17.
+- Ranks have coordinates on the plan's mesh, and lists of ranks the axes that they are along. On `{"pp": 2, "dp": 2, "tp": 2}` rank 5 is at
+  pp 1, dp 0, tp 1; the lists [0, 2], [1, 3] are along dp.
+- The memory of a class of ranks is a curve over a step, and the largest values at its maximum. It is the curve of `partc inspect` before
+  arenas are laid out: its maximum is below the peak, which also counts what arenas keep.
+- The schedule of a pipeline is a grid: when each task of each home begins and ends, in units in which a rank's F, B and W take 1.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from partc.cli.output.memory import memory_json, memory_of_ranks
-from partc.cli.output.pipeline import pipeline_of
-from partc.cli.output.stats import rank_stats, typical_sizes
+from partc.cli.output.pipeline import Pipeline, pipeline_of, saved_by_home
+from partc.cli.output.stats import moved, rank_stats, typical_sizes
 from partc.cli.output.training_stats import training_stats
 from partc.cli.report.classes import RankClass, rank_classes
-from partc.cli.report.communication import communication_rows
 from partc.cli.report.graph import graph_of, type_text
-from partc.cli.report.memory import memory_curve
-from partc.cli.report.mesh import coordinates
-from partc.cli.report.schedule import schedule_of
 from partc.cli.report.timeline import timeline_of
-from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.byte_count import largest_text
+from partc.runtime.artifact.format import LayoutRecord, Manifest
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.ranks import ranks_text
 from partc.runtime.artifact.tasks.calls import unrolled
+from partc.runtime.execution.memory.needed import memory_over_step
 from partc.runtime.execution.memory.parts import RankMemory
+
+
+def schedule_of(pipeline: Pipeline, sizes: Mapping[str, int]) -> dict[str, object]:
+    """The rows with their tasks; UsageError for rows that `partc check` refuses."""
+    from partc.compiler.schedule.costs import unit_costs
+    from partc.compiler.schedule.simulate import simulate
+
+    schedule = pipeline.schedule
+    timing = simulate(schedule, unit_costs(schedule.stages))
+    homes = [
+        {
+            "ranks": ranks_text(ranks),
+            "stages": sorted(row.stages),
+            "row": str(row),
+            "idle": idle,
+            "microbatches": kept.microbatches,
+            "kept": largest_text(kept.bytes),
+            "kept_at": kept.at(sizes),
+            "tasks": [[str(task), task.stage, str(task.kind), task.microbatch, *timing.spans[task]] for task in tasks],
+        }
+        for ranks, row, tasks, idle, kept in zip(
+            pipeline.homes, pipeline.rows, schedule.rows, timing.idle, saved_by_home(pipeline), strict=True
+        )
+    ]
+    return {
+        "name": schedule.name,
+        "microbatches": schedule.microbatches,
+        "total": timing.total,
+        "bubble": timing.bubble,
+        "critical": [*map(str, timing.critical)],
+        "homes": homes,
+    }
+
+
+_LARGEST = 12
+
+
+def memory_curve(artifact: Artifact, memory: RankMemory, sizes: Mapping[str, int]) -> dict[str, object]:
+    """The curve of the rank whose memory is given: bytes kept through the step, and by action those that come and go."""
+    steps, lives = memory_over_step(artifact, memory.rank, sizes)
+    kept = sum(one.resident.total + one.step.inputs_outputs for one in memory.targets)
+    most = max(range(len(steps)), key=lambda at: steps[at].between + steps[at].inside, default=0)
+    there = sorted(
+        (one for one in lives if one.born <= most <= max([one.died, *one.sends]) and one.bytes),
+        key=lambda one: (-one.bytes, one.name),
+    )
+    return {
+        "kept": kept,
+        "between": [one.between for one in steps],
+        "inside": [one.inside for one in steps],
+        "what": [one.what for one in steps],
+        "most": most,
+        "values": [[one.name, one.bytes, one.born, one.died] for one in there[:_LARGEST]],
+        "others": len(there[_LARGEST:]),
+    }
+
+
+def coordinates(mesh: Mapping[str, int], ranks: Sequence[int]) -> dict[str, str]:
+    """By axis the coordinates that these ranks have: `0`, or `0-1`."""
+    found = [_place(mesh, rank) for rank in ranks]
+    return {name: ranks_text(sorted({place[k] for place in found})) for k, name in enumerate(mesh)}
+
+
+def axes_of(mesh: Mapping[str, int], lists: Sequence[Sequence[int]]) -> str:
+    """The axes along which the ranks of each list differ and are all of a row: `dp`, or `dp, tp`; empty for other lists."""
+    found = {_along(mesh, ranks) for ranks in lists}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _along(mesh: Mapping[str, int], ranks: Sequence[int]) -> str:
+    places = [_place(mesh, rank) for rank in ranks]
+    axes = [name for k, name in enumerate(mesh) if len({place[k] for place in places}) > 1]
+    return ", ".join(axes) if math.prod(mesh[name] for name in axes) == len(ranks) > 1 else ""
+
+
+def _place(mesh: Mapping[str, int], rank: int) -> tuple[int, ...]:
+    """The coordinates of a rank, the last axis fastest."""
+    found = []
+    for size in reversed([*mesh.values()]):
+        rank, at = divmod(rank, size)
+        found.append(at)
+    return tuple(reversed(found))
+
+
+_MICROBATCH = re.compile(r"\.\d+$")
+_RANK = re.compile(r"\brank \d+")
+SEND = "Send"
+
+
+def communication_rows(
+    manifest: Manifest, classes: Sequence[RankClass], sizes: Mapping[str, int], in_tasks: bool
+) -> list[dict[str, object]]:
+    """The rows, in the order of the manifest. `in_tasks`: whether names of values end with their microbatch."""
+    class_of = {rank: k for k, one in enumerate(classes) for rank in one.ranks}
+    messages: dict[object, list[list[int]]] = {}
+    rows: dict[object, dict[str, object]] = {}
+    for one in manifest.transfers:
+        value = _MICROBATCH.sub("", one.value) if in_tasks else one.value
+        ends = class_of[one.source], class_of[one.target]
+        key: object = (SEND, value, ends, str(one.shape), one.bytes, _RANK.sub("", one.cause))
+        messages.setdefault(key, []).append([one.source, one.target, one.tag])
+        if key not in rows:
+            rows[key] = {"op": SEND, "value": value, "type": type_text(one.type, one.shape), "bytes": one.bytes}
+            rows[key] |= {"at": _at(one.bytes, sizes), "cause": one.cause}
+    for call in manifest.collectives:
+        value = _MICROBATCH.sub("", call.value) if in_tasks else call.value
+        lists = manifest.groups[call.group]
+        key = call.op, value, call.group, str(call.shape), call.bytes, call.cause
+        messages.setdefault(key, []).append([call.tag])
+        if key not in rows:
+            rows[key] = {"op": call.op, "value": value, "type": type_text(call.type, call.shape), "bytes": call.bytes}
+            rows[key] |= {"at": _at(call.bytes, sizes), "cause": call.cause, "lists": [*map(ranks_text, lists)]}
+            rows[key]["axes"] = axes_of(manifest.mesh, lists)
+            rows[key] |= {
+                "ranks": sum(map(len, lists)),
+                "before": layout_text(call.given),
+                "after": layout_text(call.made),
+            }
+    return [{**row, "ends": messages[key], "times": len(messages[key])} for key, row in rows.items()]
+
+
+def _at(bytes: str, sizes: Mapping[str, int]) -> int | None:
+    """The bytes at the sizes, None where only a run tells."""
+    found = moved([bytes], sizes)
+    return None if found.unknown else found.bytes
+
+
+def layout_text(layout: LayoutRecord | None) -> str:
+    """A layout in words: `ranks 0-3 as a 2 x 2 grid: dim 0 sharded over axis 0, partial sum over axis 1`."""
+    if layout is None:
+        return ""
+    grid = f"ranks {layout.ranks} as a grid of {' x '.join(map(str, layout.mesh))}"
+    said = [
+        f"dim {dim} sharded over axis {' and '.join(map(str, axes))}" for dim, axes in enumerate(layout.cuts) if axes
+    ]
+    said += [f"partial {reduce} over axis {axis}" for axis, reduce in layout.partial]
+    return f"{grid}: {', '.join(said) or 'replicated'}"
 
 
 @dataclass(frozen=True)

@@ -75,12 +75,13 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass
 class Answer:
-    """The answer to a request; `deltas` makes it."""
+    """A choice of the answer to a request, whose number is its first choice's; `next` makes it."""
 
     completion: Completion
     model: str
     ticket: Ticket
     letters: Letters
+    number: int
     made: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -111,30 +112,31 @@ class Answer:
         self.made += len(tokens)
         return Delta(text, tokens, finish)
 
-    @property
-    def usage(self) -> dict[str, int]:
-        """How many tokens were read and made."""
-        read = self.completion.request.read
-        return {"prompt_tokens": read, "completion_tokens": self.made, "total_tokens": read + self.made}
-
     def document(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The whole answer."""
+        """The whole choice, as an answer."""
         text, tokens = "".join(one.text for one in deltas), [token for one in deltas for token in one.tokens]
         content = {"message": {"role": "assistant", "content": text}} if self.completion.chat else {"text": text}
-        return self._document(False, [self._choice(content, tokens, deltas[-1].finish)]) | {"usage": self.usage}
+        return self._document(False, [self._choice(content, tokens, deltas[-1].finish)])
 
     def chunk(self, delta: Delta, first: bool) -> dict[str, Any]:
         """The event of a stream for a delta."""
         role = {"role": "assistant"} if first else {}
         content = {"delta": {**role, "content": delta.text}} if self.completion.chat else {"text": delta.text}
-        return self._document(True, [self._choice(content, delta.tokens, delta.finish)])
+        usage = {"usage": usage_of([self])} if self.completion.counts_always else {}
+        return self._document(True, [self._choice(content, delta.tokens, delta.finish)]) | usage
 
-    def counts(self) -> dict[str, Any]:
-        """The event that ends a stream with how many tokens it took."""
-        return self._document(True, []) | {"usage": self.usage}
+    def counts(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The event that ends a stream with how many tokens all its choices took."""
+        return self._document(True, []) | {"usage": usage_of(answers)}
 
     def _choice(self, content: dict[str, Any], tokens: list[int], finish: str) -> dict[str, Any]:
-        return {"index": 0, **content, "token_ids": tokens, "logprobs": None, "finish_reason": finish or None}
+        return {
+            "index": self.completion.index,
+            **content,
+            "token_ids": tokens,
+            "logprobs": None,
+            "finish_reason": finish or None,
+        }
 
     def _document(self, streams: bool, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = (
@@ -142,9 +144,16 @@ class Answer:
         )
         prefix = "chatcmpl" if self.completion.chat else "cmpl"
         return {
-            "id": f"{prefix}-{self.ticket.number}",
+            "id": f"{prefix}-{self.number}",
             "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
+
+
+def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
+    """How many tokens were read and made; a prompt with several choices counts once."""
+    read = sum(one.completion.request.read for one in answers if not one.completion.is_copy or len(answers) == 1)
+    made = sum(one.made for one in answers)
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

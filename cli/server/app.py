@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable
 from heapq import heappop, heappush
+from hmac import compare_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from partc.cli.server.answer import Answer, Letters
+from partc.cli.server.answer import Answer, Letters, usage_of
 from partc.cli.server.bodies import MOST_BYTES, Completion, Reader
 from partc.cli.server.engine import Engine, State
 from partc.cli.server.refusals import RefusedError, error_body
+from partc.cli.server.settings import ServerSettings
 from partc.cli.server.stream import EventStream, ended_when_left
 from partc.runtime.files import counted
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -28,12 +31,17 @@ _SHORT_BYTES = 1024
 _PAGE_BYTES = 1 << 20
 _MOST_CHATS = 8
 """How many conversations may wait for the template."""
+_WAITING_BYTES = 4 * MOST_BYTES
+"""How many bytes may wait in bodies of one kind."""
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics")
+_OPEN_PATHS = {"/", "/health"}
+"""Paths that are answered without a key."""
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
-Read = Callable[[bytes], Completion]
+T = TypeVar("T")
+Read = Callable[[bytes | bytearray], list[Completion]]
 
 
 class Document(JSONResponse):
@@ -51,11 +59,16 @@ class Turns:
         self._most, self._is_taken, self._count = most, False, 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
 
-    async def run(self, read: Read, body: bytes) -> Completion:
-        """What is read; RefusedError where too many wait."""
+    async def run(self, read: Callable[[bytes | bytearray], T], body: bytes | bytearray, short: int = 0) -> T:
+        """What is read, a `short` body at once in this thread; RefusedError where too many wait."""
+        if short and len(body) <= short:
+            return read(body)
         if self._is_taken:
             if self._most is not None and len(self._waiting) >= self._most:
                 raise RefusedError(429, f"{self._most} conversations wait for the template", code="queue_full", retry=1)
+            if sum(size for size, *_ in self._waiting) + len(body) > _WAITING_BYTES:
+                fact = f"more than {_WAITING_BYTES:,} bytes wait to be read; short bodies are taken"
+                raise RefusedError(429, fact, code="queue_full", retry=1)
             turn = asyncio.get_running_loop().create_future()
             self._count += 1
             heappush(self._waiting, (len(body), self._count, turn))
@@ -85,9 +98,10 @@ class Turns:
 class Server:
     """What the routes share: who reads bodies, who has the open requests, and by which names of hosts it is served."""
 
-    def __init__(self, reader: Reader, engine: Engine, timeout: float, hosts: Collection[str]) -> None:
-        self.reader, self.engine, self.timeout = reader, engine, timeout
-        self.hosts = {_host_of(name) for name in hosts} | _LOCAL
+    def __init__(self, reader: Reader, engine: Engine, settings: ServerSettings) -> None:
+        self.reader, self.engine, self.timeout = reader, engine, settings.timeout
+        self.hosts = {_host_of(name) for name in (settings.host, *settings.hosts)} | _LOCAL
+        self.origins, self._key = settings.origins, settings.api_key
         self.created = int(time.time())
         self._texts, self._chats = Turns(), Turns(_MOST_CHATS)
         self._page = counted.read_text(Path(__file__).with_name("page.html"), _PAGE_BYTES)
@@ -97,28 +111,40 @@ class Server:
         routes = [  # in this order a path is looked for
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/", self.page, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
         ]
-        handlers: dict[Any, Callable[[Request, Any], Response]] = {
+        handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {  # starlette runs others in threads
             RefusedError: self.refused,
             HTTPException: _http_error,
             Exception: _fault,
         }
         served = Starlette(routes=routes, exception_handlers=handlers)
 
-        async def application(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                self._refuse_other_host(scope)
-            except RefusedError as error:
-                await Document(error.body(), error.status)(scope, receive, send)
-            else:
-                await served(scope, receive, send)
+        allowed = refusing(served, self._refuse_without_key)
+        if self.origins:
+            methods = ["GET", "POST"]
+            allowed = CORSMiddleware(
+                allowed, self.origins, methods, allow_headers=["*"], expose_headers=["Retry-After"]
+            )
+        return refusing(allowed, self._refuse_other_host)
 
-        return application
+    def _refuse_without_key(self, scope: Scope) -> None:
+        """RefusedError of a request that does not name the key, where there is one; how much of it is right takes no other time."""
+        if self._key is None or scope["path"] in _OPEN_PATHS:
+            return
+        given = b"".join(value for name, value in scope["headers"] if name == b"authorization")
+        kind, _, key = given.partition(b" ")
+        if kind.lower() != b"bearer" or not compare_digest(key.strip(), self._key.encode()):
+            self.engine.metrics.requests["refused"] += 1
+            raise RefusedError(
+                401, "the header 'Authorization: Bearer KEY' has no key, or a wrong one", code="invalid_api_key"
+            )
 
     def _refuse_other_host(self, scope: Scope) -> None:
         """RefusedError of a request to another host: a stranger may give a name the address of this machine, and browsers then take
@@ -130,6 +156,14 @@ class Server:
             fact = f"the host '{', '.join(names)}' is not served here; --allow-host gives the server a further name"
             self.engine.metrics.requests["refused"] += 1
             raise RefusedError(421, fact, code="host")
+
+    def _refuse_other_origin(self, request: Request) -> None:
+        """A page of another server may not use this one in the name of who looks at it."""
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        if origin is None or origin.partition("://")[2] == host or not {origin, "*"}.isdisjoint(self.origins):
+            return
+        fact = "requests of other pages are refused; --cors gives the server the origin of a page"
+        raise RefusedError(403, fact, code="origin")
 
     async def page(self, request: Request) -> Response:
         """The page on which to try it."""
@@ -174,33 +208,57 @@ class Server:
         """Answers a conversation."""
         return await self._answer(request, self.reader.chat, self._chats)
 
-    def refused(self, request: Request, error: RefusedError) -> Response:
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or a conversation."""
+        self._refuse_other_origin(request)
+        return Document(await self._chats.run(self.reader.tokens, await _body(request)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        self._refuse_other_origin(request)
+        return Document(await self._texts.run(self.reader.text, await _body(request), _SHORT_BYTES))
+
+    async def refused(self, request: Request, error: RefusedError) -> Response:
         """The answer to a request that is not met."""
         self.engine.metrics.requests["refused"] += 1
         headers = {"Retry-After": str(error.retry)} if error.retry else None
         return Document(error.body(), error.status, headers=headers)
 
     async def _answer(self, request: Request, read: Read, turns: Turns, short: int = 0) -> Response:
-        """The answer to a request whose body is read by `read`: in this thread if it is `short`, else in one of `turns`."""
-        _refuse_other_origin(request)
+        """The answer to a request whose body is read by `read` in one of `turns`, or at once where it is `short`."""
+        self._refuse_other_origin(request)
         body = await _body(request)
         with self.engine.place():
-            completion = read(body) if len(body) <= short else await turns.run(read, body)
+            choices = await turns.run(read, body, short)
+            self.engine.refuse_too_many(len(choices))
+            completion = choices[0]
             timeout = self.timeout if completion.timeout is None else completion.timeout
-            ticket = self.engine.submit(completion.request, timeout)
-        answer = Answer(completion, self.reader.model, ticket, Letters(self.reader.tokenizer, completion.stops))
+            tickets = [self.engine.submit(one.request, timeout) for one in choices]
+        del body
+        answers = [
+            Answer(one, self.reader.model, ticket, Letters(self.reader.tokenizer, one.stops), tickets[0].number)
+            for one, ticket in zip(choices, tickets, strict=True)
+        ]
         if completion.streams:
-            return EventStream(answer, self.engine)
-        with ended_when_left(request.receive, self.engine, ticket):
-            deltas = [await answer.next(self.engine)]
-            while not deltas[-1].finish:
-                deltas.append(await answer.next(self.engine))
-            return Document(answer.document(deltas))
+            return EventStream(answers, self.engine)
+        with ended_when_left(request.receive, self.engine, tickets):
+            documents = [await self._whole(answer) for answer in answers]
+        found = [choice for one in documents for choice in one["choices"]]
+        return Document({**documents[0], "choices": found, "usage": usage_of(answers)})
+
+    async def _whole(self, answer: Answer) -> dict[str, Any]:
+        """The whole of a choice, as an answer."""
+        deltas = [await answer.next(self.engine)]
+        while not deltas[-1].finish:
+            deltas.append(await answer.next(self.engine))
+        return answer.document(deltas)
 
 
-async def _body(request: Request) -> bytes:
-    """The request's body; RefusedError where it is too long, takes too long, or ends within."""
-    found = bytearray()
+async def _body(request: Request) -> bytearray:
+    """The request's body; RefusedError where it is coded or too long, takes too long, or ends within."""
+    found, coding = bytearray(), request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise RefusedError(415, f"the body is coded as '{coding[:80]}'; send it as it is", code="coding")
     if int(request.headers.get("content-length") or 0) > MOST_BYTES:
         raise _too_long()
     try:
@@ -213,7 +271,21 @@ async def _body(request: Request) -> bytes:
         raise RefusedError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
     except ClientDisconnect:
         raise RefusedError(400, f"the client left after {len(found):,} bytes of its body") from None
-    return bytes(found)
+    return found
+
+
+def refusing(served: ASGIApp, refuse: Callable[[Scope], None]) -> ASGIApp:
+    """An application whose requests `refuse` sees before."""
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            refuse(scope)
+        except RefusedError as error:
+            await Document(error.body(), error.status)(scope, receive, send)
+        else:
+            await served(scope, receive, send)
+
+    return application
 
 
 def _too_long() -> RefusedError:
@@ -228,14 +300,7 @@ def _host_of(name: str) -> str:
     return name if name.count(":") > 1 else name.partition(":")[0]
 
 
-def _refuse_other_origin(request: Request) -> None:
-    """A page of another server may not use this one in the name of who looks at it."""
-    origin, host = request.headers.get("origin"), request.headers.get("host")
-    if origin is not None and origin.partition("://")[2] != host:
-        raise RefusedError(403, "requests of other pages are refused", code="origin")
-
-
-def _http_error(request: Request, error: HTTPException) -> Response:
+async def _http_error(request: Request, error: HTTPException) -> Response:
     words = {
         404: f"there is no such path; there are {', '.join(_PATHS)}",
         405: f"{request.method} is not a method of this path",
@@ -244,6 +309,6 @@ def _http_error(request: Request, error: HTTPException) -> Response:
     return Document(error_body(fact, "invalid_request_error"), error.status_code, headers=error.headers)
 
 
-def _fault(request: Request, error: Exception) -> Response:
+async def _fault(request: Request, error: Exception) -> Response:
     """A fault of the server itself."""
     return Document(error_body(f"{type(error).__name__}: {error}", "server_error"), 500)

@@ -1,6 +1,6 @@
 """The bodies of requests, as OpenAI's API has them, checked before a rank hears of one.
 
-A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`logprobs`, `n` above 1),
+A field that this server does not know is refused, and so is one of the API's that asks for what it does not do (`logprobs`, `echo`),
 while its neutral value is taken. One that is null is as one that is left out: clients write all fields of their records, and send an
 answer's message back with those that it does not have.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -28,10 +28,22 @@ MOST_BYTES = 1_000_000
 """The longest body."""
 MOST_STOPS, MOST_STOP_LETTERS = 16, 256
 _MOST_MESSAGES = _MOST_PARTS = 1024
-_MOST_FIELDS, _MOST_LABELS = 64, 64
+_MOST_FIELDS, _MOST_LABELS, _MOST_STOP_TOKENS = 64, 64, 64
+_SET_NAMES = {
+    "messages",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "raise_exception",
+    "strftime_now",
+}
+"""Names of chat templates that are not the client's."""
 _DEFAULT_TOKENS = 16
+_MOST_CHOICES = 128
+_SEEDS = 1 << 64
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False, 0),
@@ -72,16 +84,15 @@ def _stops(given: object) -> object:
     return found
 
 
-def _prompt(given: object) -> object:
-    """The one prompt of a list of prompts; ValueError where it is not one, or there are several."""
-    found = given
-    if isinstance(given, list) and given and all(isinstance(one, str | list) for one in given):
-        if len(given) > 1:
-            raise ValueError(f"has {len(given):,} prompts; send a request for each, and they run at once")
-        found = given[0]
-    whole = isinstance(found, list) and all(type(token) is int for token in found)
-    if not whole and not isinstance(found, str):
-        raise ValueError("is a text, or a list of token ids")
+def _prompts(given: object) -> object:
+    """The prompts, each a text or a list of token ids; ValueError where one is something else, or there are too many."""
+    several = isinstance(given, list) and bool(given) and all(isinstance(one, str | list) for one in given)
+    found = given if isinstance(given, list) and several else [given]
+    if len(found) > _MOST_CHOICES:
+        raise ValueError(f"has {len(found):,} prompts; at most {_MOST_CHOICES}")
+    for one in found:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            raise ValueError("is a text, or a list of token ids")
     return found
 
 
@@ -114,9 +125,23 @@ def _labels(given: object) -> object:
     return given
 
 
+def _values(given: object) -> object:
+    """The values of names of the template; ValueError where one is not a scalar, or is a name that the server sets."""
+    if not isinstance(given, dict):
+        raise ValueError("is not a mapping from names of the template to values")
+    if len(given) > _MOST_LABELS:
+        raise ValueError(f"has {len(given):,} names; at most {_MOST_LABELS:,}")
+    if wrong := [name for name, value in given.items() if not isinstance(value, str | int | float)]:
+        raise ValueError(f"has no true, false, number or text as {json.dumps(wrong[0])[:80]}")
+    if taken := given.keys() & _SET_NAMES:
+        raise ValueError(f"has the name {json.dumps(min(taken))}, which the server sets")
+    return given
+
+
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -138,13 +163,16 @@ class _Body(_Labels):
     top_k: int | None = None
     seed: int | None = None
     stop: Stops = None
+    stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOP_TOKENS)] | None = None
+    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
 
 
 class _CompletionBody(_Body):
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
 
 
 class _Message(BaseModel):
@@ -154,20 +182,45 @@ class _Message(BaseModel):
     name: str | None = None
 
 
-class _ChatBody(_Body):
+class _Conversation(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_values)] | None = None
+
+
+class _ChatBody(_Body, _Conversation):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
 
 
+class _TextBody(_Conversation):
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+
+
+class _TokensBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    tokens: list[int]
+
+
 @dataclass(frozen=True)
 class Completion:
-    """A request that can be met: what the ranks get, the texts that end it, and how it is answered."""
+    """A choice of an answer that can be made: what the ranks get, the texts that end it, and how it is answered."""
 
+    index: int
+    is_copy: bool
+    """Whether the choice before has the same prompt."""
     request: Request
     stops: tuple[str, ...]
     streams: bool
     counts: bool
     """Whether a stream ends with how many tokens it took."""
+    counts_always: bool
+    """Whether each event of a stream has how many tokens it took so far."""
     timeout: float | None
     chat: bool
 
@@ -182,30 +235,69 @@ class Reader:
     template: ChatTemplate | None
     ending: tuple[int, ...] = ()
 
-    def completion(self, data: bytes) -> Completion:
-        """The request of `/v1/completions`; RefusedError."""
+    def completion(self, data: bytes | bytearray) -> list[Completion]:
+        """The choices of a request to `/v1/completions`; RefusedError."""
         body = self._body(data, _CompletionBody.model_validate)
-        ids = self._ids(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        return self._checked(body, ids, body.max_tokens, _DEFAULT_TOKENS, False)
+        if len(body.prompt) * body.n > _MOST_CHOICES:
+            fact = f"{len(body.prompt)} prompts with {body.n} choices each; at most {_MOST_CHOICES} choices together"
+            raise RefusedError(400, fact, "n")
+        prompts = [self._ids(one) if isinstance(one, str) else one for one in body.prompt]
+        return self._choices(body, prompts, body.max_tokens, _DEFAULT_TOKENS, False)
 
-    def chat(self, data: bytes) -> Completion:
-        """The request of `/v1/chat/completions`; RefusedError."""
+    def chat(self, data: bytes | bytearray) -> list[Completion]:
+        """The choices of a request to `/v1/chat/completions`; RefusedError."""
+        body = self._body(data, _ChatBody.model_validate)
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return self._choices(body, [self._ids_of_messages(body)], most, self.record.length, True)
+
+    def tokens(self, data: bytes | bytearray) -> dict[str, Any]:
+        """The answer to `/tokenize`: the tokens of a text, or of a conversation's prompt; RefusedError."""
+        body = self._body(data, _TextBody.model_validate)
+        if (body.prompt is None) == (body.messages is None):
+            raise RefusedError(400, "the body has either a prompt or messages", "prompt")
+        ids = self._ids(body.prompt, body.add_special_tokens) if body.messages is None else self._ids_of_messages(body)
+        return {"count": len(ids), "max_model_len": self.record.length, "tokens": ids}
+
+    def text(self, data: bytes | bytearray) -> dict[str, Any]:
+        """The answer to `/detokenize`: the text of tokens; RefusedError."""
+        tokens = self._body(data, _TokensBody.model_validate).tokens
+        if self.tokenizer is None:
+            raise RefusedError(400, "text needs a tokenizer: start the server with --tokenizer", "tokens")
+        if len(tokens) > self.most_tokens:
+            raise self._too_many_tokens(f"there are {len(tokens):,} tokens", "tokens")
+        if outside := [token for token in tokens if not 0 <= token < self.record.vocabulary]:
+            fact = f"{outside[0]} is not a token; tokens are 0 to {self.record.vocabulary - 1}"
+            raise RefusedError(400, fact, "tokens")
+        return {"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)}
+
+    def _ids_of_messages(self, body: _Conversation) -> list[int]:
+        """The tokens of the prompt that the template makes; RefusedError."""
         if self.template is None:
             fact = "the server has no chat template: start it with --tokenizer, and the template in tokenizer_config.json beside it"
             raise RefusedError(400, fact, "messages")
-        body = self._body(data, _ChatBody.model_validate)
+        assert body.messages is not None  # who calls has looked
         messages = [_plain(message) for message in body.messages]
-        self._refuse_long(sum(len(message["content"]) for message in messages), "messages")
+        values = body.chat_template_kwargs or {}
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        self._refuse_long(
+            sum(len(message["content"]) for message in messages) + sum(map(len, texts.values())), "messages"
+        )
+        continues = body.continue_final_message
+        if continues and messages[-1]["role"] != "assistant":
+            fact = "the last message is the user's, and an answer continues the assistant's"
+            raise RefusedError(400, fact, "continue_final_message")
         text = MessageText(self.tokenizer)
-        marked = text.marked(messages)
+        *marked, texts = text.marked([*messages, texts])
+        options = {**values, **texts, "add_generation_prompt": body.add_generation_prompt and not continues}
         if len(text.marks) > self.most_tokens:
             raise self._too_many_tokens(f"the messages have {len(text.marks):,} texts of control tokens", "messages")
         try:
-            prompt = self.template.prompt(marked, self.most_letters + len(text.marks) * MARK_LETTERS)
+            prompt = self.template.prompt(marked, self.most_letters + len(text.marks) * MARK_LETTERS, options)
         except InputError as error:
             raise RefusedError(400, str(error), "messages") from None
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._checked(body, text.ids(prompt), most, self.record.length, True)
+        if continues:
+            prompt = _up_to_end_of(prompt, marked[-1]["content"])
+        return text.ids(prompt)
 
     @property
     def most_tokens(self) -> int:
@@ -234,7 +326,7 @@ class Reader:
                 404, f"the model '{model}' is not here; this is '{self.model}'", "model", "model_not_found"
             )
 
-    def _body(self, data: bytes, validate: Callable[[object], Any]) -> Any:
+    def _body(self, data: bytes | bytearray, validate: Callable[[object], Any]) -> Any:
         try:
             found = json.loads(data, parse_constant=_not_json)
             if not data.isascii() or b"\\u" in data:
@@ -267,13 +359,29 @@ class Reader:
             self.refuse_other(body.model)
         return body
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str, special: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise RefusedError(
                 400, "text needs a tokenizer: start the server with --tokenizer, or give a list of ids", "prompt"
             )
         self._refuse_long(len(text), "prompt")
-        return ids_of(self.tokenizer, text)
+        return ids_of(self.tokenizer, text, special)
+
+    def _choices(
+        self, body: _Body, prompts: list[list[int]], most: int | None, default: int, chat: bool
+    ) -> list[Completion]:
+        """By prompt `n` choices, each drawn by a seed of its own."""
+        first = [self._checked(body, ids, most, default, chat) for ids in prompts]
+        found = [(one, copy) for one in first for copy in range(body.n)]
+        return [
+            replace(
+                one,
+                index=index,
+                is_copy=copy > 0,
+                request=replace(one.request, seed=(one.request.seed + copy) % _SEEDS),
+            )
+            for index, (one, copy) in enumerate(found)
+        ]
 
     def _checked(self, body: _Body, ids: list[int], most: int | None, default: int, chat: bool) -> Completion:
         encoder = self.record.encoder  # the prompt is the encoder's, where there is one
@@ -295,12 +403,14 @@ class Reader:
             top_k=body.top_k or 0,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
-            stop=self.ending,
+            stop=[*(() if body.ignore_eos else self.ending), *(body.stop_token_ids or ())],
+            ignore_end=body.ignore_eos,
         )
         if faults := [*faults_of(request, self.record)]:
             raise RefusedError(400, "; ".join(fact.partition("\n")[0] for fact in faults))
-        counts = body.stream_options is not None and body.stream_options.include_usage
-        return Completion(request, stops, bool(body.stream), counts, body.timeout, chat)
+        options = body.stream_options or _StreamOptions()
+        counts, always = options.include_usage, options.include_usage and options.continuous_usage_stats
+        return Completion(0, False, request, stops, bool(body.stream), counts, always, body.timeout, chat)
 
 
 def _without_nulls(given: Any) -> Any:
@@ -325,6 +435,15 @@ def _plain(message: _Message) -> dict[str, str]:
     """A message as templates read it."""
     name = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": message.content, **name}
+
+
+def _up_to_end_of(prompt: str, message: str) -> str:
+    """The prompt up to the end of the last message, without the end of its turn; RefusedError where the message is not in the prompt."""
+    shown = message if message in prompt else message.strip()
+    before, content, _ = prompt.rpartition(shown) if shown else ("", "", "")
+    if not content:
+        raise RefusedError(400, "the chat template does not write the last message as it is", "continue_final_message")
+    return before + content
 
 
 def _not_json(word: str) -> NoReturn:

@@ -132,6 +132,16 @@ class Engine:
         if self.state is not State.READY or self._writer is None:
             raise RefusedError(503, f"no request is taken: {self.state.value}", code="unavailable", retry=_RETRY)
 
+    def refuse_too_many(self, count: int) -> None:
+        """RefusedError where so many requests cannot come in the one place that is taken for them."""
+        if count > self.most:
+            fact = f"{count} choices are more than the {self.most} requests that may run or wait; ask for fewer"
+            raise RefusedError(400, fact, "n")
+        if (taken := len(self._open) + self._read - 1) + count > self.most:
+            raise RefusedError(
+                429, f"{taken} requests are open, and no {count} more can wait", code="queue_full", retry=_RETRY
+            )
+
     def submit(self, request: Request, timeout: float) -> Ticket:
         """Sends a request to the ranks; RefusedError where they take none now."""
         self._refuse_where_none_is_taken()

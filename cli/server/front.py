@@ -135,9 +135,8 @@ class Front:
         self._stop = asyncio.Event()
         record = self._reader.record
         engine = self._engine = Engine(record.slots, self.settings.queue, Metrics(slots=record.slots))
-        hosts = (self.settings.host, *self.settings.hosts)
         connections = Connections(most_connections(engine.most), BODY_BYTES)
-        app = Server(self._reader, engine, self.settings.timeout, hosts).app()
+        app = Server(self._reader, engine, self.settings).app()
         config = uvicorn.Config(
             connections.around(app),
             log_config=None,

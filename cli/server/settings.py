@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class ServerSettings:
     """Where it listens and for how long it waits; times in seconds, paths absolute.
 
-    `hosts`: further names by which clients may call it. `drain`: how long open requests may go on when the server ends. `queue`: how many
+    `hosts`: further names by which clients may call it. `origins`: whose pages may use it. `name`: of the model, in place of the
+    artifact's. `api_key`: what clients name. `drain`: how long open requests may go on when the server ends. `queue`: how many
     may wait for a slot. `timeout`: of a request that does not say its own. `restart`: how often a job that fails is started again. `link`:
     the socket by which rank 0 reaches the launching process, empty where the server runs in rank 0 itself.
     """
@@ -24,3 +25,6 @@ class ServerSettings:
     restart: int = 0
     link: str = ""
     hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    name: str | None = None
+    api_key: str | None = None

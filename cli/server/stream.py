@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from partc.cli.server.answer import Answer, Delta
 from partc.cli.server.engine import LEFT, Engine, Ticket
@@ -20,58 +20,100 @@ from starlette.types import Receive, Scope, Send
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class EventStream(Response):
-    """An answer that is being made, as the response to its request."""
+class _Choice:
+    """A choice of an answer that is being made, as events."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, answer: Answer, engine: Engine) -> None:
-        self._answer, self._engine = answer, engine
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
         head, _, rest = _ENCODE(answer.chunk(Delta("", [], ""), False)).rpartition('""')
         middle, _, tail = rest.rpartition("[]")
         self._around = f"data: {head}", middle, f"{tail}\n\n"
+
+    async def next(self, engine: Engine) -> tuple[str, bool, bool]:
+        """The next events, whether they are the last ones, and whether the answer has failed."""
+        answer = self.answer
+        first = not answer.made
+        try:
+            delta = await answer.next(engine)
+        except RefusedError as error:
+            return f"event: error\ndata: {_ENCODE(error.body())}\n\n", True, True
+        if not (first or delta.finish or answer.completion.counts_always):
+            head, middle, tail = self._around
+            return f"{head}{_ENCODE(delta.text)}{middle}{_ENCODE(delta.tokens)}{tail}", False, False
+        return f"data: {_ENCODE(answer.chunk(delta, first))}\n\n", bool(delta.finish), False
+
+
+class EventStream(Response):
+    """An answer that is being made, of one choice or several, as the response to its request."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answers: Sequence[Answer], engine: Engine) -> None:
+        self._answers, self._engine = answers, engine
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the answer ends, or its client has gone."""
-        with ended_when_left(receive, self._engine, self._answer.ticket):
+        with ended_when_left(receive, self._engine, [one.ticket for one in self._answers]):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            events, ends = "", False
-            while not ends:
-                events, ends = await self._next()
-                await send({"type": "http.response.body", "body": events.encode(), "more_body": not ends})
+            async with aclosing(self._all() if len(self._answers) > 1 else self._only()) as parts:
+                async for events, ends in parts:
+                    await send({"type": "http.response.body", "body": events.encode(), "more_body": not ends})
 
-    async def _next(self) -> tuple[str, bool]:
-        """The next events, and whether they are the last ones."""
-        answer = self._answer
-        first = not answer.made
+    async def _only(self) -> AsyncGenerator[tuple[str, bool], None]:
+        """The events of the one choice, those that are there together, and whether they are the last ones."""
+        choice, ends = _Choice(self._answers[0]), False
+        while not ends:
+            events, ends, fails = await choice.next(self._engine)
+            yield events + (self._end() if ends and not fails else ""), ends
+
+    async def _all(self) -> AsyncGenerator[tuple[str, bool], None]:
+        """The events of all choices as they come, likewise; a failure ends all."""
+        waiting = {self._task(choice): choice for choice in map(_Choice, self._answers)}
         try:
-            delta = await answer.next(self._engine)
-        except RefusedError as error:
-            return f"event: error\ndata: {_ENCODE(error.body())}\n\n", True
-        if not (first or delta.finish):
-            head, middle, tail = self._around
-            return f"{head}{_ENCODE(delta.text)}{middle}{_ENCODE(delta.tokens)}{tail}", False
-        event = f"data: {_ENCODE(answer.chunk(delta, first))}\n\n"
-        if not delta.finish:
-            return event, False
-        counts = f"data: {_ENCODE(answer.counts())}\n\n" if answer.completion.counts else ""
-        return f"{event}{counts}data: [DONE]\n\n", True
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                text, fails = "", False
+                for task in done:
+                    choice = waiting.pop(task)
+                    events, ends, has_failed = task.result()
+                    text, fails = text + events, fails or has_failed
+                    if not ends:
+                        waiting[self._task(choice)] = choice
+                yield text + ("" if fails or waiting else self._end()), fails or not waiting
+                if fails:
+                    return
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def _task(self, choice: _Choice) -> asyncio.Task[tuple[str, bool, bool]]:
+        return asyncio.create_task(choice.next(self._engine))
+
+    def _end(self) -> str:
+        """The last events of an answer."""
+        first = self._answers[0]
+        counts = f"data: {_ENCODE(first.counts(self._answers))}\n\n" if first.completion.counts else ""
+        return f"{counts}data: [DONE]\n\n"
 
 
 @contextmanager
-def ended_when_left(receive: Receive, engine: Engine, ticket: Ticket) -> Iterator[None]:
-    """Ends a request whose client goes away meanwhile, and at the end one that is still open."""
+def ended_when_left(receive: Receive, engine: Engine, tickets: Sequence[Ticket]) -> Iterator[None]:
+    """Ends requests whose client goes away meanwhile, and at the end those that are still open."""
+
+    def end() -> None:
+        for ticket in tickets:
+            engine.end(ticket, LEFT)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        engine.end(ticket, LEFT)
+        end()
 
     watching = asyncio.create_task(watch())
     try:
         yield
     finally:
         watching.cancel()
-        engine.end(ticket, LEFT)
+        end()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _LONGEST_WAIT, _LONGEST_START = 5.0, 30.0
 """Seconds in which the process must have had the CPU time of a conversation, and those in which it must have started."""
 _FILE_BYTES = 1 << 20
 _FILE = "chat_template.jinja"
+_ANSWER_BEGINS: Mapping[str, Any] = {"add_generation_prompt": True}
 
 
 class ChatTemplate:
@@ -47,10 +48,18 @@ class ChatTemplate:
             self.close()
             raise InputError(f"{where}: is not a template: {answer['error']}")
 
-    def prompt(self, messages: Sequence[dict[str, str]], letters: int = MOST_LETTERS) -> str:
-        """The text of a conversation, up to where the answer begins; InputError where the template refuses it or makes too many letters."""
+    def prompt(
+        self,
+        messages: Sequence[dict[str, str]],
+        letters: int = MOST_LETTERS,
+        options: Mapping[str, Any] = _ANSWER_BEGINS,
+    ) -> str:
+        """The text of a conversation, up to where the answer begins; InputError where the template refuses it or makes too many letters.
+
+        `options`: further names of the template and their values.
+        """
         with self._lock:
-            answer = self._ask({"messages": [*messages], "letters": letters}, _LONGEST_WAIT)
+            answer = self._ask({"messages": [*messages], "options": {**options}, "letters": letters}, _LONGEST_WAIT)
             if self._processes[0].poll() is not None and not self._closed:
                 with contextlib.suppress(OSError):  # no file or memory is left: the next conversation tries again
                     self._start()

@@ -7,7 +7,7 @@ taken its CPU time.
 | line | answer |
 |---|---|
 | `{"template": text, "special": {name: text}, "seconds": 1.0}` | `{}` |
-| `{"messages": [...], "letters": 1000}` | `{"prompt": text}` |
+| `{"messages": [...], "options": {name: value}, "letters": 1000}` | `{"prompt": text}` |
 | either | `{"error": text}` |
 """
 
@@ -47,7 +47,11 @@ def main() -> None:
                 template, special = environment.from_string(request["template"]), request["special"]
                 answer = {}
             else:
-                answer = {"prompt": _prompt(template, request["messages"], special, request["letters"])}
+                answer = {
+                    "prompt": _prompt(
+                        template, {**request["options"], **special, "messages": request["messages"]}, request["letters"]
+                    )
+                }
         except MemoryError:
             answer = {"error": f"it needs more than {MOST_MEMORY >> 20} MiB of memory"}
         except Exception as error:  # whatever its filters and operators raise
@@ -58,10 +62,10 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _prompt(template: Any, messages: list[dict[str, str]], special: dict[str, str], most: int) -> str:
+def _prompt(template: Any, values: dict[str, Any], most: int) -> str:
     """The text of a conversation; ValueError where it is longer than `most` letters or is not text."""
     parts, letters = list[str](), 0
-    for part in template.generate(messages=messages, add_generation_prompt=True, **special):
+    for part in template.generate(**values):
         parts.append(part)
         letters += len(part)
         if letters > most:

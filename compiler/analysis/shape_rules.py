@@ -2,17 +2,23 @@
 
 A wrong shape is worse than none: a receive is posted with the size that the shape promises. So rules known to be wrong are
 replaced here, and a rule that raises leaves its node's outputs unknown.
+
+Output types of ops that only onnxruntime knows: it infers them from a model of that one node.
+
+Shapes are not inferred: they stay unknown, and a message with such a value carries its shape.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import onnx
 import onnx_ir as ir
 import sympy
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext, registry
-from partc.compiler.analysis.foreign_types import foreign_types, is_foreign
 from partc.compiler.analysis.shape_bodies import if_, loop, scan
 from partc.compiler.analysis.shape_data import entries_of, follow, scalar_of
 from partc.compiler.analysis.shape_extents import (
@@ -34,7 +40,80 @@ from partc.compiler.dims.extremes import largest
 from partc.compiler.dims.facts import Facts, meet
 from partc.compiler.dims.normal import as_dim, normal, normal_dim, quotient
 from partc.compiler.dims.reading import read
+from partc.compiler.frontend.onnx_file import NEWEST_OPSET
 from partc.compiler.ir.alike import key_of
+from partc.compiler.ir.graph import operand_name
+
+_STANDARD = ("", "ai.onnx")
+
+
+@functools.cache
+def _ops() -> frozenset[tuple[str, str]]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    return frozenset((schema.domain, schema.name) for schema in state.get_all_operator_schema())
+
+
+def is_foreign(domain: str, op_type: str) -> bool:
+    """Whether an op is one of onnxruntime's own, which the ONNX standard does not have."""
+    return domain not in _STANDARD and (domain, op_type) in _ops()
+
+
+def foreign_types(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Sets the types of a node's outputs, where onnxruntime accepts the node."""
+    if any(value is not None and value.type is None for value in node.inputs):
+        return
+    proto = ir.serde.serialize_node(node)
+    assert isinstance(proto, onnx.NodeProto)
+    del proto.metadata_props[:]
+    proto.name = proto.doc_string = ""
+    given = {value.name: value for value in node.inputs if value is not None and value.name}
+    kinds = [value.type for value in given.values() if value.type is not None]
+    inputs = tuple(ir.serde.serialize_type(kind).SerializeToString(deterministic=True) for kind in kinds)
+    found = _types(proto.SerializeToString(deterministic=True), tuple(map(str, given)), inputs, ctx.opset)
+    for out in node.outputs:
+        if out.type is None:
+            out.type = _named(found.get(operand_name(out), ""))
+
+
+def _named(text: str) -> ir.TypeProtocol | None:
+    """The type of a text such as `seq(tensor(float))`; None where it is of another kind."""
+    head, _, rest = text.partition("(")
+    inner = rest.removesuffix(")")
+    match head:
+        case "tensor":
+            name = {"float": "FLOAT", "double": "DOUBLE"}.get(inner, inner.upper())
+            return ir.TensorType(ir.DataType[name]) if name in ir.DataType.__members__ else None
+        case "seq" | "optional":
+            element = _named(inner)
+            return None if element is None else (ir.SequenceType if head == "seq" else ir.OptionalType)(element)
+        case _:
+            return None
+
+
+@functools.lru_cache(maxsize=256)
+def _types(node: bytes, names: tuple[str, ...], types: tuple[bytes, ...], opset: int) -> dict[str, str]:
+    import onnxruntime
+
+    proto = onnx.NodeProto.FromString(node)
+    ports = []
+    for name, kind in zip(names, types, strict=True):
+        port = onnx.ValueInfoProto(name=name)
+        port.type.ParseFromString(kind)
+        ports.append(port)
+    made = [onnx.ValueInfoProto(name=name) for name in proto.output if name]
+    graph = onnx.helper.make_graph([proto], "one", ports, made)
+    imports = [onnx.helper.make_opsetid("", min(opset, NEWEST_OPSET)), onnx.helper.make_opsetid(proto.domain, 1)]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    options: Any = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return {out.name: out.type for out in session.get_outputs()}
+    except Exception:
+        return {}
+
 
 Rule = Callable[[ShapeInferenceContext, ir.Node], None]
 Known = Mapping[str, Facts]

@@ -2,6 +2,8 @@
 
 Weights kept beside the file stay there: they are memory-mapped and read once, when the artifact is written. The file's own
 opset is kept, from 7 to 26: placement needs no particular one, and a conversion that is not needed can only do harm. Opset 6 becomes 7.
+
+The structure that every graph must have: each value defined once, weights with data, the attributes that ops require.
 """
 
 from __future__ import annotations
@@ -21,14 +23,77 @@ from partc.compiler.frontend.functions import extent_of, inline_calls
 from partc.compiler.frontend.input_dims import name_input_dims
 from partc.compiler.frontend.older_forms import OLDER, has_older_forms, modern
 from partc.compiler.frontend.preserved import preserving_operands
-from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.frontend.torch.torch_file import restored
-from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside, nodes_of
+from partc.compiler.ir.graph import OWN_NAME, bodies, graphs_of, is_inside, nodes_of
 from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
 from partc.runtime.garbage_collection import uncollected
+
+
+def structure_problems(graph: ir.Graph, where: str, outer: frozenset[ir.Value] = frozenset()) -> list[Problem]:
+    """Problems of values without a definition or with two, and of weights without data."""
+    problems = []
+    defined = set(outer) | set(graph.inputs) | set(graph.initializers.values())
+    for value in graph.initializers.values():
+        if value.const_value is None:
+            problems.append(
+                Problem(where, f"the weight '{value.name}' has no data", help="export the model with its weights")
+            )
+    nodes = list(graph)
+    for node in nodes:
+        defined.update(node.outputs)
+    names: set[str] = set()
+    for value in defined - outer:
+        if value.name and value.name in names:
+            problems.append(Problem(where, f"the value '{value.name}' is defined twice", help="export the model again"))
+        names.add(value.name or "")
+    for node in nodes:
+        if not defined.issuperset(node.inputs):
+            problems += [
+                Problem(
+                    where,
+                    f"'{value.name}', read by {node.op_type} '{node.name}', is defined nowhere",
+                    help="export the model again",
+                )
+                for value in node.inputs
+                if value is not None and value not in defined
+            ]
+        for body in bodies(node):
+            problems += structure_problems(body, where, frozenset(defined))
+    problems += [
+        Problem(where, f"the output '{value.name}' is defined nowhere", help="export the model again")
+        for value in graph.outputs
+        if value not in defined
+    ]
+    return problems
+
+
+def missing_attributes(model: ir.Model, where: str) -> list[Problem]:
+    """Problems of nodes without an attribute that their op requires; no runtime loads such a node."""
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    return [
+        Problem(
+            where,
+            f"{node.op_type} '{node.name or node.outputs[0].name}' has no attribute '{name}', which it needs",
+            help="export it again",
+        )
+        for node in nodes_of(model.graph)
+        if node.domain in ("", "ai.onnx")
+        for name in _required(node.op_type, opset)
+        if name not in node.attributes
+    ]
+
+
+@cache
+def _required(op_type: str, opset: int) -> tuple[str, ...]:
+    try:
+        schema = onnx.defs.get_schema(op_type, opset)
+    except onnx.defs.SchemaError:
+        return ()
+    return tuple(name for name, attribute in sorted(schema.attributes.items()) if attribute.required)
+
 
 OLDEST_OPSET, NEWEST_OPSET = 7, 26
 _KNOWN_OPSET = 21

@@ -18,7 +18,8 @@ of the dict that forward returns, else `output`, or `output_0`, `output_1`. A mo
 that `partc.compiler.frontend.huggingface.ports` says, or a list of their names, its outputs `logits` and, with labels, `loss`.
 
 `dataset_strategy = "data_parallel"`, or a tuple with a cut for each input, or `full_batch = True` says how inputs arrive, as a
-plan's `dataset` does. Other options of MindSpore's contexts are reported (`directives/context.py`).
+plan's `dataset` does. Other options of MindSpore's contexts (`set_context`, `set_auto_parallel_context`) are reported with what says
+the same here.
 
 `place(module, rank)`, `shard(module, in_strategy)` and `nn.seed(7)` may stand anywhere. The file's folder can be imported
 from. `if __name__ == "__main__":` parts do not run.
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,6 @@ import onnx
 import onnx_ir as ir
 import onnxscript.nn
 from partc.compiler.dims.symbol import Symbol
-from partc.compiler.directives.context import not_followed
 from partc.compiler.directives.recorder import Recorder, recording
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface.decoding import decoding
@@ -59,6 +59,43 @@ from partc.runtime.files.regular import fault
 if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
+
+
+_DERIVED = "shards are given by `sharding` of the plan or by `shard`, and all others derived from them"
+_MEAN = "a loss is a mean or sum over the whole batch (`loss: {reduction: ...}`), and its gradient that of the unsharded model"
+_BUCKETS = "`train: {bucket_mb: ...}` says how gradients are reduced together"
+_CHECKPOINTS = "`partc train --checkpoint`, `--resume` and `--init` read and write checkpoints, for any plan"
+INSTEAD = {
+    "parallel_mode": _DERIVED,
+    **dict.fromkeys(("search_mode", "auto_parallel_search_mode", "strategy_search_mode"), _DERIVED),
+    "device_num": "`ranks` of the plan says how many ranks there are",
+    "global_rank": "the launcher gives each process its rank",
+    "device_target": "`target` of the plan, or `--device`, says the kind of device",
+    "device_id": "a rank takes the device of its number on its host; `--device cuda:1` names another",
+    "pipeline_stages": "`pipeline: {stages: ...}` or `placement` of the plan gives the stages",
+    "grad_accumulation_step": "write `train: {accumulate: ...}` in the plan",
+    **dict.fromkeys(("gradients_mean", "loss_repeated_mean"), _MEAN),
+    "enable_parallel_optimizer": "write `train: {optimizer: {shard: true}}` in the plan",
+    "parallel_optimizer_config": "write `train: {optimizer: {shard: true}}` in the plan",
+    **dict.fromkeys(("all_reduce_fusion_config", "comm_fusion"), _BUCKETS),
+    "parameter_broadcast": "each rank reads its weights from the artifact, so replicas begin equal",
+    **dict.fromkeys(("strategy_ckpt_config", "strategy_ckpt_load_file", "strategy_ckpt_save_file"), _CHECKPOINTS),
+    "group_ckpt_save_file": _CHECKPOINTS,
+    "max_device_memory": "`pipeline: {memory: ...}` of the plan bounds what a rank keeps",
+    **dict.fromkeys(
+        ("save_graphs", "save_graphs_path"), "`partc compile` writes `ir/`, and with --dump-ir a text for each pass"
+    ),
+}
+"""By option what says it here."""
+
+
+def not_followed(options: Mapping[str, object], line: Callable[[str], str]) -> Iterator[str]:
+    """A warning for each global that is such an option; `line` gives where one is defined."""
+    for name, reason in INSTEAD.items():
+        given = options.get(name)
+        if isinstance(given, str | int | float | list | dict):
+            yield f"{line(name)}: {name} = {given!r} is not followed: {reason}"
+
 
 _CONTRACT = "define `model = ...`, or `def build(): return ...`"
 _KINDS = "an onnx.ModelProto, an onnx_ir.Model, an nn.Module of partc.compiler or onnxscript, or a torch.nn.Module"

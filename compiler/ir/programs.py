@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import onnx_ir as ir
 from partc.compiler.ir.constants import Constant
@@ -345,15 +345,18 @@ def constants_of(steps: Sequence[Op], more: Collection[Value] = ()) -> list[Valu
     return [one for one in {**read, **dict.fromkeys(more)} if one.constant is not None]
 
 
-def needed(steps: Sequence[Op], results: Collection[Value]) -> list[Op]:
-    """The ops whose values are read, directly or not; `results` are read after the last.
+AnyOp = TypeVar("AnyOp", bound=Op)
+
+
+def needed(steps: Sequence[AnyOp], results: Collection[Value], appended: Collection[Value] = ()) -> list[AnyOp]:
+    """The ops whose values are read, directly or not; `results` are read after the last, and readers of `appended` change these.
 
     Communication takes part in what other ranks do, and a task may communicate: both always stay.
     """
-    read = {*results}
-    found: list[Op] = []
+    read, found = {*results}, list[AnyOp]()
     for step in reversed(steps):
-        if isinstance(step, Comm | Call) or not read.isdisjoint(step.makes):
+        stays = isinstance(step, Comm | Call) or any(value in appended for value in step.reads)
+        if stays or not read.isdisjoint(step.makes):
             read.update(step.reads)
             found.append(step)
     return found[::-1]

@@ -17,7 +17,7 @@ from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import TaskKind, Value
 from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.lower.comm import CommLowering
-from partc.compiler.sharding.values.value_versions import ValueVersions
+from partc.compiler.sharding.values.versions import ValueVersions
 
 
 @dataclass(frozen=True)

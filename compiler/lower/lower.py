@@ -1,25 +1,77 @@
 """Pass: one program per rank of what `localize`, `differentiate` and `update` wrote; ranks that do the same share it.
 
 What nothing reads falls away, and what the simplifier finds in a program that trains; the rank's place alone tells equal programs apart.
+
+Pulls follow each other where ids allow, without computation between them, so that what reads their rows is one segment.
+
+    Pull a, Relu a, Pull b, MatMul, AllReduce      ->      Pull a, Pull b, Relu a, MatMul, AllReduce
+
+A Pull returns when all ranks of its group have given their ids: computation of one rank between two of them would hold up the others.
+Events keep their order, which is the same on all ranks, and no op crosses an event of another kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Lowered
-from partc.compiler.ir.programs import Comm, Compute, RankProgram, RankTensor, State, Value
+from partc.compiler.ir.programs import Comm, Compute, RankProgram, RankTensor, State, Value, needed
 from partc.compiler.ir.sharded import ShardedValue, lowest, members, ranks_of
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import ValueInfo
 from partc.compiler.lower.distinct import DistinctProgram, Finished
-from partc.compiler.lower.early_pulls import pulls_first
 from partc.compiler.lower.kernels import columns_of_vectors, fit_kernels
 from partc.compiler.lower.local_view import Localized
 from partc.compiler.rewrite.simplify import simplify
+from partc.runtime.artifact.format import PULL
+
+
+def pulls_first(steps: Iterable[Compute | Comm]) -> list[Compute | Comm]:
+    """The ops in order, of which those that no Pull needs stand behind the Pulls that follow them up to the next event of another kind."""
+    found: list[Compute | Comm] = []
+    waiting: list[Compute | Comm] = []
+    for step in steps:
+        if isinstance(step, Compute):
+            waiting.append(step)
+            continue
+        first, waiting = _divided(waiting, step) if _is_pull(step) else (waiting, [])
+        at = _before_pulls(found, first) if _is_pull(step) else len(found)
+        found[at:at] = first
+        found.append(step)
+    return [*found, *waiting]
+
+
+def _is_pull(step: Compute | Comm) -> bool:
+    return isinstance(step, Comm) and step.op_type == PULL
+
+
+def _before_pulls(found: Sequence[Compute | Comm], needed: Iterable[Compute | Comm]) -> int:
+    """Where ops can stand before the Pulls that come last: behind those whose rows they read."""
+    read = {value for step in needed for value in step.reads}
+    at = len(found)
+    while at and _is_pull(found[at - 1]) and read.isdisjoint(found[at - 1].makes):
+        at -= 1
+    return at
+
+
+def _divided(
+    waiting: Iterable[Compute | Comm], pull: Compute | Comm
+) -> tuple[list[Compute | Comm], list[Compute | Comm]]:
+    """The ops that a Pull needs, and the others."""
+    wanted = {*pull.reads}
+    needed: list[Compute | Comm] = []
+    others: list[Compute | Comm] = []
+    for step in reversed([*waiting]):
+        if wanted.isdisjoint(step.makes):
+            others.append(step)
+        else:
+            wanted.update(step.reads)
+            needed.append(step)
+    return needed[::-1], others[::-1]
+
 
 _Simplified: TypeAlias = tuple[tuple[Compute | Comm, ...], frozenset[Value]]
 """The steps that are left of some, and the values that these read."""
@@ -82,7 +134,7 @@ def _finished(
     after = given | {state.next for state in one.kept.values() if state.next is not None}
     key = steps, frozenset(after)
     if key not in simplified:
-        wanted = _wanted(steps, after, one.appended)
+        wanted = needed(steps, after, one.appended)
         left = tuple(columns_of_vectors(pulls_first(simplify(wanted, after) if training else wanted)))
         simplified[key] = left, frozenset([value for step in left for value in step.reads])
     steps, read = simplified[key]
@@ -106,22 +158,6 @@ def _finished(
     if not fits or {info.type for info in values.values()}.isdisjoint(_HALVES):
         return found
     return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values, program.targets)
-
-
-def _wanted(
-    steps: Sequence[Compute | Comm], after: Collection[Value], appended: Collection[Value]
-) -> list[Compute | Comm]:
-    """The steps without computations of which nothing on these ranks reads a result; `after` is read behind the last one."""
-    read, left = set(after), list[Compute | Comm]()
-    for step in reversed(steps):
-        if (
-            isinstance(step, Comm)
-            or any(value in read for value in step.makes)
-            or any(value in appended for value in step.reads)
-        ):
-            read.update(step.reads)
-            left.append(step)
-    return left[::-1]
 
 
 def _idle(program: Localized, idle: list[int]) -> Iterator[str]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.schedule.cells import WrongCell
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.validity import check, problems, wrong_cells
+from partc.compiler.schedule.validity import WrongCell, check, problems, wrong_cells
 from partc.runtime.artifact.tasks.task import Task, parse
 
 _CELL = "a cell is a stage, F, B or W, and a microbatch, such as 2F0"

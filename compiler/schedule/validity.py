@@ -5,19 +5,45 @@
    the whole backward pass. B and W are apart only where a cotangent leaves the stage; else B would be empty.
 3. No task comes before one of its own row for which it waits.
 4. Rows do not wait for each other. Then all ranks follow one order of events, without deadlock even if Sends wait for their receivers.
+
+A wrong cell of a row, shown in its row with a mark below.
+
+plan.yaml:12: rank 1, cell 4: 1B0 appears twice, first in cell 2
+    1F0 1B0 1F1 1B0 1B1
+                ^^^
+  every task runs once
+  help: remove one of the two
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.schedule.cells import WrongCell
 from partc.compiler.schedule.precedence import precedence
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Stages
-from partc.runtime.artifact.tasks.task import Kind, Task
+from partc.runtime.artifact.tasks.task import Kind, Task, marked
 from partc.runtime.units import first_of
+
+
+@dataclass(frozen=True)
+class WrongCell:
+    """What is wrong with one cell of a row; `cell` is its place from 0, or the row's length where something is missing at the end."""
+
+    row: int
+    cell: int
+    fact: str
+    law: str
+    help: str = ""
+
+    def problem(self, where: str, label: str, cells: Sequence[str], more: int = 0) -> Problem:
+        """The problem with its cell marked; `more` other cells of the row are wrong in the same way."""
+        also = f" (and {more:,} more of this row like it)" if more else ""
+        fact = f"{label}, cell {self.cell + 1}: {self.fact}{also}\n{marked(cells, self.cell)}"
+        return Problem(where, fact, self.law, self.help)
+
 
 _SHOWN = 6
 _ONCE = "every F and every B runs once on each home of its stage, a W at most once"

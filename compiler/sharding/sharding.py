@@ -2,6 +2,10 @@
 
 What is given is seeded (`seeding/`), the rest derived (`propagate.py`), and then every cut is held against the law: a dim is cut only
 into shards that are proven to be equal, for all sizes that its symbols may have.
+
+An op that reads a weight only for its size reads the shard of the weight's other reader: each rank knows the number of shards.
+
+h = MatMul(x, w), w in two shards        s = Shape(w)     would keep the whole weight beside its shard, and train it twice
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.choice import NodeOnGroup, NodeSharding, Pinned
 from partc.compiler.ir.graph import SERVED
 from partc.compiler.ir.program import Placed, Sharded
+from partc.compiler.ir.sized import SIZES
 from partc.compiler.matching import sharding_rules
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import Rule
@@ -35,7 +40,27 @@ from partc.compiler.sharding.seeding.local_maps import seed_local_maps
 from partc.compiler.sharding.seeding.region_layouts import is_text
 from partc.compiler.sharding.seeding.regions import group_mesh
 from partc.compiler.sharding.seeding.seeds import seed
-from partc.compiler.sharding.sizes_of_weights import ask_shards
+
+
+def ask_shards(done: Propagation) -> None:
+    """Gives each node that reads a weight only for its size the sharding of the weight's first reader that shards it."""
+    choices = done.choices
+    for instance, choice in choices.items():
+        node = instance.node
+        if node.op_type not in SIZES or node.domain not in ("", "ai.onnx") or choice.axes or not choice.open:
+            continue
+        (value,) = node.inputs
+        letters = choice.rule.inputs[0]
+        if value is None or letters is None or not value.is_initializer():
+            continue
+        for use in value.uses():
+            other = choices.get(NodeOnGroup(use.node, instance.group))
+            layout = other.input(use.idx) if other is not None and other.mesh == choice.mesh else None
+            if layout is not None and any(layout.cuts) and not layout.partial:
+                cuts = {letter: axes for letter, axes in zip(letters, layout.cuts, strict=True) if axes}
+                choice.axes |= cuts
+                choice.why |= dict.fromkeys(cuts, done.paths[use.node])
+                break
 
 
 def shard(program: Placed) -> Sharded:

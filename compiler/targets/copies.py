@@ -7,25 +7,114 @@
 What a rank has on cpu keeps the name, by which other ranks know messages, collectives and outputs; on another target it is `h.cuda`. A
 tensor of the state keeps its name wherever it lies. A copy stands in the body of the task that makes the value where each call's is
 read so, else in the row.
+
+What nothing reads falls away before copies are written: its operands would be brought to its target for nothing.
+
+    %s = Shape(%h)     made of the sizes of inputs     ->     %h = Gather(%table, %ids) on a rank that needs its shape alone is left out
+
+A replicated group computes forward what the backward pass of one of its ranks reads by its shape alone.
+
+Nodes that are constants become constants of the rank's program: these lie wherever they are read, and every session sees them.
+
+A constant that is an output, or that a task gives, stays a node; so does one that numpy has no type for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import onnx_ir as ir
 from partc.compiler.ir.program import Complete, Scheduled
-from partc.compiler.ir.programs import Body, Call, Comm, Compute, Copy, Op, RankProgram, TaskKind, Value, exchanged
+from partc.compiler.ir.programs import (
+    Body,
+    Call,
+    Comm,
+    Compute,
+    Copy,
+    Op,
+    RankProgram,
+    TaskKind,
+    Value,
+    exchanged,
+    needed,
+    with_values,
+)
 from partc.compiler.ir.training import ProgramKind
-from partc.compiler.ir.value_info import Shape, ValueInfo, bytes_text
+from partc.compiler.ir.value_info import Array, Shape, ValueInfo, bytes_text
 from partc.compiler.ops.registry import host_inputs
-from partc.compiler.targets.constants import with_constants
-from partc.compiler.targets.needed import without_unread
 from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, is_of_shape, placed
 from partc.compiler.targets.order import in_runs
 from partc.compiler.targets.shapes import with_shapes_of_inputs
 from partc.runtime.artifact.format import CPU
+
+OneOp = TypeVar("OneOp", bound=Op)
+_PLAIN = frozenset(
+    kind
+    for kind in ir.DataType
+    if kind.name
+    in ("FLOAT", "DOUBLE", "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
+)
+
+
+def with_constants(part: RankProgram) -> RankProgram:
+    """The program with constants in place of ops Constant."""
+    found: dict[Value, Value] = {}
+    bodies: dict[Body, Body] = {}
+    for body in part.bodies:
+        inside = [step for step in _without(body.steps, body.outputs, found) if not isinstance(step, Call)]
+        bodies[body] = replace(body, steps=tuple(inside))
+    given = {*part.results, *(value for step in part.steps if isinstance(step, Call) for value in step.inputs)}
+    steps = _without(part.steps, given, found)
+    if not found:
+        return part
+    bodies = {old: replace(new, steps=tuple(_over(step, found) for step in new.steps)) for old, new in bodies.items()}
+    steps = [replace(step, body=bodies[step.body]) if isinstance(step, Call) else step for step in steps]
+    return replace(part, steps=tuple(_over(step, found) for step in steps))
+
+
+def _without(steps: Sequence[Op], given: Collection[Value], found: dict[Value, Value]) -> list[Op]:
+    """The ops without constants, whose values `found` gets as constants; but for those that are `given` to others."""
+    kept: list[Op] = []
+    for step in steps:
+        array = _array(step) if isinstance(step, Compute) and not step.captured else None
+        if array is None or any(value in given for value in step.makes):
+            kept.append(step)
+        else:
+            (value,) = step.makes
+            found[value] = replace(value, constant=array)
+    return kept
+
+
+def _over(step: OneOp, values: Mapping[Value, Value]) -> OneOp | Compute | Comm:
+    """The op, which reads constants in place of what ops gave."""
+    if isinstance(step, Compute):
+        return with_values(step, values)
+    return replace(step, inputs=exchanged(step.inputs, values)) if isinstance(step, Comm) else step
+
+
+def _array(step: Compute) -> Array | None:
+    """The value of a constant; None for any other op."""
+    if not step.is_op("Constant") or not step.makes:
+        return None
+    tensor = ir.convenience.get_const_tensor(step.node.outputs[0])
+    return tensor.numpy() if tensor is not None and tensor.dtype in _PLAIN else None
+
+
+def without_unread(part: RankProgram) -> RankProgram:
+    """The program with the ops whose results are read, in tasks, too, and the weights that these read."""
+    bodies: dict[Body, Body] = {}
+    for body in part.bodies:
+        inside = [step for step in needed(body.steps, body.outputs) if not isinstance(step, Call)]
+        bodies[body] = replace(body, steps=tuple(inside)) if len(inside) < len(body.steps) else body
+    steps = needed(part.steps, part.results)
+    if len(steps) == len(part.steps) and all(one is other for one, other in bodies.items()):
+        return part
+    steps = [replace(step, body=bodies[step.body]) if isinstance(step, Call) else step for step in steps]
+    every: list[Op] = [*steps, *(step for body in bodies.values() for step in body.steps)]
+    used = {*part.results, *(value for step in every for value in step.reads)}
+    return replace(part, steps=tuple(steps), weights=tuple(held for held in part.weights if held.value in used))
 
 
 def copy_between_targets(program: Scheduled) -> Complete:

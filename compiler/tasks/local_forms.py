@@ -23,7 +23,7 @@ from partc.compiler.lower.kept import operand_as
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, Local, Rule
 from partc.compiler.sharding.values.operands import replicated_on
-from partc.compiler.sharding.values.value_versions import ValueVersions
+from partc.compiler.sharding.values.versions import ValueVersions
 from partc.runtime.spellings import first_free
 
 

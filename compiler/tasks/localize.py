@@ -8,11 +8,14 @@ if a send waited for its receiver.
     order:   conv1.Conv@3   h: 3->4   conv2.Conv@4
     rank 3:  conv1.Conv  Send(h, 4)
     rank 4:  Recv(h, 3)  conv2.Conv
+
+Into how many pieces ranks deal out the records of a batch, of each of which a microbatch has its share (`pipelines/records.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -24,7 +27,6 @@ from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.values import ValueTable
-from partc.compiler.lower.batch_shards import pieces_of
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Job
 from partc.compiler.lower.kept import keep_operands
@@ -33,9 +35,18 @@ from partc.compiler.lower.pulls import is_pulled, write_pull
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.lower.written import is_written, write_forward
 from partc.compiler.matching import output_ranks
-from partc.compiler.sharding.values.value_versions import ValueVersions
-from partc.compiler.sharding.values.versions import can_share, find_versions, replicated_outputs
+from partc.compiler.sharding.values.versions import ValueVersions, can_share, find_versions, replicated_outputs
 from partc.compiler.tasks.local_forms import local_forms
+
+
+def pieces_of(program: Targeted, inputs: Iterable[ShardedValue]) -> int:
+    """Into how many pieces the batch of a training is dealt out that runs in parts: all inputs of all ranks lie in so many, or in fewer."""
+    training, rules = program.training, program.plan.pipeline
+    if training is None or training.rules.accumulate == 1:
+        return 1
+    dims = program.batch_dims
+    shards = (one.layout.num_shards(dims[one.value]) for one in inputs if one.value in dims)
+    return math.lcm(training.records.shards, rules.pieces if rules is not None else 1, *shards)
 
 
 def localize(program: Targeted) -> Localized:

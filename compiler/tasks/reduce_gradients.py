@@ -5,14 +5,23 @@ AllReduce for many parameters, a bucket (`buckets.py`), which begins as soon as 
 backward pass. In a bucket those that are updated alike, by one optimizer with the same numbers, are side by side.
 
     bucket 0   AllReduce(fc3.weight, fc3.bias, fc2.weight)     while fc1 and conv2 are differentiated
+
+Where a parameter is updated: as it lies, or each rank its share (ZeRO, stage 1).
+
+Ranks along a mesh axis that hold the same shard of a parameter would all do the same update, and keep the same state of the optimizer.
+With `optimizer: {shard: dp}` each of them gets the sum of its share of the gradient (a ReduceScatter), updates that with its share of
+the state, and the shares are gathered (an AllGather).
+
+    weight [512, 256], whole on dp=4     ->     gradient, momentum and update [128, 256] on each
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 import onnx_ir as ir
 from partc.compiler.analysis.infer_shapes import type_text
@@ -21,6 +30,8 @@ from partc.compiler.ir.program import Targeted
 from partc.compiler.ir.programs import TaskKind, Value
 from partc.compiler.ir.sharded import Ranks, ShardedValue, ranks_of
 from partc.compiler.ir.training import Training
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import normal, on_common_mesh
 from partc.compiler.layout.reshard import lower
 from partc.compiler.lower.comm import CommLowering, computed
 from partc.compiler.lower.local_view import AccumulatedGradient, Gradient
@@ -28,7 +39,30 @@ from partc.compiler.lower.reshard import reshard
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.cotangent_names import brought_spellings, sum_spellings
 from partc.compiler.tasks.row_gradients import RowReduction, RowTerm
-from partc.compiler.tasks.zero import shared_out
+
+Over: TypeAlias = str | Literal[True] | None
+"""The mesh axis whose ranks share the work; True: all ranks that hold the same."""
+
+
+def shared_out(program: Targeted, home: ShardedValue, over: Over) -> ShardedValue:
+    """The version of a parameter that each rank updates: sharded further along the first divisible dim, if there is one."""
+    if not over:
+        return home
+    axes = program.plan.axes_of(home.group) or (("", len(home.group)),)
+    places = tuple(place for place, (name, _) in enumerate(axes) if over is True or name == over)
+    common = on_common_mesh(home.layout, Layout(tuple(size for _, size in axes), (places,))) if places else None
+    shape = program.values[home.value].shape
+    if common is None or shape is None:
+        return home
+    layout, marked = common
+    used = {axis for cuts in layout.cuts for axis in cuts}
+    free = tuple(axis for axis in marked.cuts[0] if axis not in used)
+    shards = math.prod(layout.mesh[axis] for axis in free)
+    for dim, size in enumerate(shape) if shards > 1 else ():
+        if isinstance(size, int) and size and size % (layout.num_shards(dim) * shards) == 0:
+            cuts = tuple(own + free if at == dim else own for at, own in enumerate(layout.cuts))
+            return ShardedValue(home.value, home.group, normal(Layout(layout.mesh, cuts)))
+    return home
 
 
 class GradientReduction:

@@ -5,12 +5,26 @@ One node a parameter, a function of `partc.optimizer` whose body is plain ONNX, 
     %fc1.weight.next, %fc1.weight.momentum.next = partc.optimizer::Momentum(%fc1.weight, %fc1.weight.grad, %fc1.weight.momentum, %lr)
 
 Each version of a parameter is updated where it lies, from the same gradient, so the versions stay equal bit by bit.
+
+Parameters that are updated late: `staleness: k` keeps a queue of k gradients, and a step's update takes the one that is k steps old.
+
+    step t   reads what the updates of steps up to t - 1 - k have made
+             w.next = Sgd(w, w.pending.1)        the gradient of step t - k; zeros in the first k steps
+             w.pending.1.next = w.pending.2, w.pending.2.next = w.grad
+
+Exactly k, so equal to a queue in one process, whatever the ranks and their speeds. Gradients that are pending are state, and in
+checkpoints; those of a table are whole tables.
+
+The update of a table by the rows of its gradient: rows that stand several times are merged, where the update wants each once.
+
+%t.grad.merged.ids, %t.grad.merged.rows = partc.optimizer::MergeRows(%t.grad.ids, %t.grad.rows)
+%t.next = partc.optimizer::SgdRowsScaled(%t, %t.grad.merged.ids, %t.grad.merged.rows, %lr, %gradients.scale)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias, cast
 
@@ -19,23 +33,118 @@ import onnx_ir as ir
 from partc.compiler.ir.graph import name_of
 from partc.compiler.ir.packed import tensor_of
 from partc.compiler.ir.programs import State, TaskKind, Value
-from partc.compiler.ir.sharded import ShardedValue
+from partc.compiler.ir.sharded import Group, ShardedValue
 from partc.compiler.ir.stand_ins import StandIns
-from partc.compiler.ir.training import Training
+from partc.compiler.ir.training import ParameterOptions, Training
 from partc.compiler.layout.mesh import normal
 from partc.compiler.layout.reshard import lower
+from partc.compiler.lower.job import Job
 from partc.compiler.lower.local_view import AccumulatedGradient, Gradient, Localized, LocalView
 from partc.compiler.lower.reshard import reshard
 from partc.compiler.sharding.values.operands import replicated_on
 from partc.compiler.tasks.buckets import Buckets, Fused, can_join
 from partc.compiler.tasks.duals import typed
 from partc.compiler.tasks.gradient_norm import GradientNorm, UpdateWriter, number_type
-from partc.compiler.tasks.late import Pending, Queues
 from partc.compiler.tasks.shard_sums import ShardSums, without_dims
-from partc.compiler.tasks.update_rows import RowUpdates
 from partc.compiler.training.loss_scale import STATE, STEPS, next_nodes, number
-from partc.compiler.training.optimizers import clip_scale, update_steps
+from partc.compiler.training.optimizers import clip_scale, merge_node, row_update_node, takes_rows_again, update_steps
 from partc.runtime.artifact.format import GRADIENT_NORM
+
+Append = Callable[[Group, Sequence[ir.Node], StandIns], None]
+_IDS = ir.TensorType(ir.DataType.INT64)
+
+
+@dataclass(frozen=True)
+class RowUpdates:
+    """Writes the updates by rows; `append` writes nodes on the ranks of a group, over values."""
+
+    training: Training
+    job: Job
+    append: Append
+
+    def wants_each_once(self, one: Gradient, clipped: bool) -> bool:
+        """Whether a gradient is by rows of which each must stand once: where it is `clipped` by its norm, or its update is not linear."""
+        form = self.training.optimizer_of(one.parameter).form
+        return one.ids is not None and (
+            clipped or not takes_rows_again(form.function, bool(self.training.rules.clipping.value))
+        )
+
+    def merged(self, one: Gradient) -> Gradient:
+        """The gradient with each id once."""
+        assert one.ids is not None
+        base, group = str(one.value).removesuffix(".rows"), one.home.group
+        ids, rows = (self.job.value(group, f"{base}.merged.{word}") for word in ("ids", "rows"))
+        values = StandIns()
+        made = [values.of(ids, _IDS), values.of(rows, one.parameter.type)]
+        self.append(group, [merge_node(values.of(one.ids), values.of(one.value), made)], values)
+        return replace(one, value=rows, ids=ids, distinct=True)
+
+    def update(
+        self,
+        one: Gradient,
+        table: ir.Value,
+        slots: Sequence[ir.Value],
+        scalars: dict[str, ir.Value],
+        made: Sequence[ir.Value],
+        values: StandIns,
+    ) -> None:
+        """Writes the update of a table and its slots, over values."""
+        assert one.ids is not None
+        learned: ParameterOptions = self.training.parameters[one.parameter]
+        node = row_update_node(
+            self.training.optimizer_of(one.parameter),
+            table,
+            values.of(one.ids),
+            values.of(one.value, table.type),
+            slots,
+            scalars,
+            made,
+            weight_decay=learned.weight_decay,
+            lr_multiplier=self.training.lr_multiplier(one.parameter),
+            clip_value=self.training.rules.clipping.value or 0.0,
+        )
+        self.append(one.home.group, [node], values)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One gradient of a queue, and the value that takes its place."""
+
+    value: Value
+    next: Value
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Writes the queues of gradients.
+
+    `append` writes nodes on the ranks of a group, over values; `keep` lists a gradient of a queue as state.
+    """
+
+    training: Training
+    job: Job
+    append: Callable[[Group, Sequence[ir.Node], StandIns], None]
+    keep: Callable[[Gradient, Pending, int], None]
+
+    def late(self, gradients: Sequence[Gradient], shape: Callable[[Gradient], tuple[int, ...]]) -> list[Gradient]:
+        """The gradients that update in a step, of shards of these shapes."""
+        return [self._late(one, shape(one)) for one in gradients]
+
+    def _late(self, one: Gradient, shape: Sequence[int]) -> Gradient:
+        count = self.training.parameters[one.parameter].staleness
+        if not count:
+            return one
+
+        base, group = str(one.value).removesuffix(".grad"), one.home.group
+        waiting = [self.job.value(group, f"{base}.pending.{k + 1}") for k in range(count)]
+        for k, (value, source) in enumerate(zip(waiting, [*waiting[1:], one.value], strict=True)):
+            made = self.job.beside(group, value, ".next")
+            values = StandIns()
+            given, after = (values.of(each, one.parameter.type, ir.Shape(shape)) for each in (source, made))
+            self.append(group, [ir.Node("", "Identity", [given], outputs=[after], name=after.name)], values)
+            self.keep(one, Pending(value, made), k + 1)
+        return replace(one, value=waiting[0])
+
 
 Kind: TypeAlias = Literal["parameter", "optimizer", "statistics", "gradient", "scale"]
 _NO_BOUND = float(np.finfo(np.float32).max)

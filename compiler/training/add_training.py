@@ -2,23 +2,35 @@
 
 This happens to the single-device model, before anything is placed or cut, so that all of it is placed and cut like the rest. The
 evaluation of a model is the same with its nodes as they are, and without a backward pass.
+
+Refuses a training that torch does otherwise than by the graph: with hooks, changed buffers, a `torch.autograd.Function`.
+
+What is not in the graph at all a loader writes into the model's metadata (`UNTRAINABLE`).
+
+A loader notes on an Identity behind such a function what it is called (`OWN_BACKWARD`). The derivative of the function's own ops would be
+another one: of `Round` it is zero, where a straight-through backward hands the cotangent on.
+
+The loss and the metrics of a plan as nodes of the single-device model, so that a mean is over the whole batch whatever the cut.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
 from partc.compiler.analysis.bindings import promised
 from partc.compiler.analysis.part_symbols import part_facts
 from partc.compiler.analysis.shape_rules import Known
+from partc.compiler.autodiff.reach import followed_values
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.names import node_paths
 from partc.compiler.ir.drawn import DrawnTensor
-from partc.compiler.ir.graph import drop_unread, name_of, operands_of
+from partc.compiler.ir.graph import OWN_BACKWARD, UNTRAINABLE, drop_unread, name_of, operands_of, reads_of
 from partc.compiler.ir.program import Loaded, Prepared
 from partc.compiler.ir.training import (
     BatchRecords,
@@ -30,11 +42,15 @@ from partc.compiler.ir.training import (
     Untrained,
 )
 from partc.compiler.ops.families.neural.dropout import DROPOUT
-from partc.compiler.ops.registry import draws
+from partc.compiler.ops.registry import draws, stops_gradient
 from partc.compiler.plan.pattern import compile_pattern, nearest
 from partc.compiler.plan.rules import batch_shards
+from partc.compiler.plan.training.losses import Loss
+from partc.compiler.plan.training.metric import Metric
+from partc.compiler.plan.training.metrics import METRICS, OutputMetric
 from partc.compiler.plan.training.optimizer import Optimizer
 from partc.compiler.plan.training.rules import TrainRules
+from partc.compiler.plan.training.usual_names import known_type, usual_names
 from partc.compiler.rewrite.extremes import in_parts
 from partc.compiler.rewrite.gradient_forms import give_gradient_forms
 from partc.compiler.rewrite.local_maps import enter_parameters, refuse_modes
@@ -42,14 +58,115 @@ from partc.compiler.rewrite.opset import cuts
 from partc.compiler.rewrite.split_sequences import split_sequences
 from partc.compiler.rewrite.train_mode import STEP, to_evaluation, to_training
 from partc.compiler.rewrite.uneven_means import split_uneven_means
-from partc.compiler.training.graph_appender import DENOMINATOR, Inferred
+from partc.compiler.training.graph_appender import DENOMINATOR, GraphAppender, Inferred
 from partc.compiler.training.in_parts import PART
-from partc.compiler.training.loss_and_metrics import add_loss, add_metric, meant
-from partc.compiler.training.own_backward import refuse_untrainable
 from partc.compiler.training.shared import give_own, parted
 from partc.compiler.training.trainable import candidates, running_statistics
 from partc.runtime.artifact.format import Law
 from partc.runtime.units import first_of
+
+
+def add_loss(
+    model: ir.Model,
+    loss: Loss,
+    where: str = "train.loss",
+    known: Known = MappingProxyType({}),
+    shards: int = 1,
+    inferred: Inferred | None = None,
+) -> ir.Value:
+    """The scalar that the loss is, in float32: an output `loss` appended to the graph, or the model's own output.
+
+    `known` is what is promised of the inputs' dims; `shards`: into how many a batch is dealt out whose means are the mean's terms;
+    `inferred` is as `GraphAppender` says. Raises CompileError where the model has not what the loss speaks of.
+    """
+    return loss.add(GraphAppender(model, "loss", where, known, inferred), shards)
+
+
+def add_metric(
+    model: ir.Model,
+    name: str,
+    metric: Metric,
+    where: str = "train.metrics",
+    of: Loss | None = None,
+    known: Known = MappingProxyType({}),
+    inferred: Inferred | None = None,
+) -> ir.Value:
+    """The scalar that the metric is, or its sums, in float32: an output `name` appended to the graph, or the model's own output.
+
+    What the metric does not say is as in the loss `of`; `known` is what is promised of the inputs' dims, `inferred` as `GraphAppender`
+    says. Raises CompileError where the model has not what the metric speaks of.
+    """
+    to, metric = GraphAppender(model, name, where, known, inferred), meant(model, metric, where)
+    if of is not None:
+        metric = metric.filled(to, of)
+    if missing := metric.missing:
+        fact = f"the metric '{name}' lacks {' and '.join(missing)}"
+        raise to.error(fact, "the loss does not say them", "say them here")
+    return metric.add(to)
+
+
+def meant(model: ir.Model, metric: Metric, where: str) -> Metric:
+    """The metric; a word that names no output of the model is the usual name of a type. CompileError where it does not mean any."""
+    outputs = [name_of(value) for value in model.graph.outputs]
+    if not isinstance(metric, OutputMetric) or metric.output in outputs:
+        return metric
+    kind = METRICS.get(str(known_type(metric.output, METRICS)))
+    if kind is None:
+        raise CompileError(Problem(where, *_unknown(metric.output or "", outputs)))
+    return kind.model_validate(kind.name_options(str(metric.output)))
+
+
+def _unknown(name: str, outputs: Sequence[str]) -> tuple[str, str, str]:
+    types = [one for one in METRICS if one != "output"]
+    close = nearest(name, [*outputs, *types, *usual_names(METRICS)])
+    law = f"the metrics are {', '.join(types)}; the model's outputs are {', '.join(map(repr, outputs))}"
+    return (
+        f"'{name}' is no metric and no output of the model",
+        law,
+        f"say '{known_type(close[0], METRICS)}'"
+        if close
+        else "name one of them, or compute it in the model as an output of one float",
+    )
+
+
+_LAW = "its backward is Python, and a gradient would be that of the ops of its forward"
+_HELP = (
+    "write it in torch's operators, straight through as `x + (f(x) - x).detach()`, or freeze the parameters before it"
+)
+
+
+def refuse_untrainable(model: ir.Model, training: Training, paths: Mapping[ir.Node, str]) -> None:
+    """Raises CompileError, of all at once, where torch would train the model otherwise than by its graph."""
+    problems = [*_noted(model), *_own_backward(model.graph, training, paths)]
+    if problems:
+        raise CompileError(problems)
+
+
+def _noted(model: ir.Model) -> list[Problem]:
+    """The problems that the model's loader has written into its metadata."""
+    try:
+        noted = json.loads(model.metadata_props.get(UNTRAINABLE, "[]"))
+        return [Problem(*map(str, one)) for one in noted]
+    except (ValueError, TypeError) as error:
+        fact, law = f"its metadata '{UNTRAINABLE}' is broken", " ".join(str(error).split())
+        raise CompileError(Problem("the model", fact, law, "export the model again with `partc export`")) from None
+
+
+def _own_backward(graph: ir.Graph, training: Training, paths: Mapping[ir.Node, str]) -> list[Problem]:
+    """A problem for each function of Python that a gradient flows through from the loss to a parameter."""
+    if not any(OWN_BACKWARD in node.metadata_props for node in graph):
+        return []
+    reads = reads_of(graph)
+    followed, reaching = followed_values(reads, training), {training.loss}
+    problems: list[Problem] = []
+    for node, read in reversed(reads.items()):
+        if stops_gradient(node) or reaching.isdisjoint(node.outputs):
+            continue
+        reaching.update(read)
+        if OWN_BACKWARD in node.metadata_props and not followed.isdisjoint(read):
+            fact = f"a gradient flows through the torch.autograd.Function '{node.metadata_props[OWN_BACKWARD]}'"
+            problems.append(Problem(paths[node], fact, _LAW, _HELP))
+    return problems[::-1]
 
 
 def add_training(program: Loaded) -> Prepared:

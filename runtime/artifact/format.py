@@ -58,8 +58,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from partc.runtime.artifact.generation import GenerationRecord
-from partc.runtime.artifact.number_laws import IdsRecord, LabelRecord, Law
-from partc.runtime.artifact.port import Dim, Port, Shape
+from partc.runtime.artifact.port import Dim, IdsRecord, LabelRecord, Law, Port, Shape
 from partc.runtime.artifact.ranks import MOST_RANKS, Box, Boxes, Programs, Ranks, lists_by_rank
 from partc.runtime.artifact.tensors.dtypes import dense
 from partc.runtime.artifact.training.training_record import TrainingRecord

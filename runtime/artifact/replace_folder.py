@@ -22,16 +22,17 @@ from pathlib import Path
 from ..errors import UsageError
 from ..files import counted
 from ..files.regular import kind_of
-from ..files.removal import FOLDER, exchange, move_folder, remove_hidden, remove_listed
 from ..files.replace import (
     OLD,
     WriteError,
-    hold,
+    exchange,
+    hidden_name,
     is_left,
     left_beside,
-    make_beside,
-    new_beside,
-    new_folder,
+    locked_folder,
+    move_folder,
+    remove,
+    remove_inside,
     remove_left,
     write_errors,
 )
@@ -70,18 +71,18 @@ def replacing_folder(out: Path) -> Iterator[Path]:
             if left.name.endswith(OLD) and not os.path.lexists(place) and is_left(left):
                 move_folder(left, place)
         remove_left(place, remove_own)
-        hidden, handle = make_beside(place, new_folder)
+        hidden = old = hidden_name(place)
         try:
-            yield hidden
-            old = _take_place(hidden, place, out)
+            with locked_folder(hidden):
+                yield hidden
+                refuse_obstacle(out)  # again, because the compile may have taken long
+                if not exchange(hidden, place):
+                    old = _swap(hidden, place)
         except BaseException:
             with contextlib.suppress(OSError):
                 remove_own(hidden)  # which may be the old one already
             raise
-        finally:
-            os.close(handle)
-        if old is not None:
-            _remove_old(old, out)
+        _remove_old(old, out)
 
 
 def obstacle(out: Path) -> Obstacle | None:
@@ -151,56 +152,36 @@ def remove_own(folder: Path) -> None:
     """Removes a folder that partc wrote: the files that its manifest lists, the manifest last, or, where a writer died before
     it wrote one, all of it. What else came into an artifact stays, and the folders around it.
     """
-    _remove(folder, listed_files(folder))
-
-
-def _remove(folder: Path, listed: frozenset[str] | None) -> None:
+    listed = listed_files(folder)
     if listed is None:
-        remove_hidden(folder)
-        return
-    remove_listed(folder, listed.__contains__, MANIFEST)
-
-
-def _take_place(hidden: Path, place: Path, out: Path) -> Path | None:
-    """Lets the new folder have its name; where the old one is now, None where there is none."""
-    refuse_obstacle(out)  # again, for the compile may have taken long
-    if not os.path.lexists(place):
-        move_folder(hidden, place)
-        return None
-    return hidden if exchange(hidden, place) else _swap(hidden, place)
+        remove(folder)
+    else:
+        remove_inside(folder, listed.__contains__, MANIFEST)
 
 
 def _remove_old(old: Path, out: Path) -> None:
     """Removes the old folder; where that fails the next writer does it."""
-    try:
-        listed = listed_files(old)
-        found = _strangers(old, listed or frozenset())
-        _remove(old, listed)
-    except OSError:
-        return
-    if found:
-        raise WriteError(f"{out}: is written; what came into the old folder meanwhile lies in {old}")
+    with contextlib.suppress(OSError):
+        strangers = _strangers(old, listed_files(old) or frozenset())
+        remove_own(old)
+        if strangers:
+            raise WriteError(f"{out}: is written; what came into the old folder meanwhile lies in {old}")
 
 
-def _swap(hidden: Path, place: Path) -> Path | None:
-    """Two renames, for a file system that has no exchange: the old folder's name, None where it is removed."""
-    old = new_beside(place, OLD)
-    handle = os.open(place, FOLDER)
-    try:
-        hold(handle)  # so that no other writer takes it for left behind
+def _swap(hidden: Path, place: Path) -> Path:
+    """Replaces a folder by two renames, where there is none or the file system has no exchange; returns the old folder's new name."""
+    old = hidden_name(place, OLD)
+    if os.path.lexists(place):
         try:
             move_folder(place, old)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
             remove_own(place)  # of a lower layer of an overlay, where folders cannot be renamed
-            move_folder(hidden, place)
-            return None
-        try:
-            move_folder(hidden, place)
-        except OSError:
+    try:
+        move_folder(hidden, place)
+    except OSError:
+        if old.exists():
             move_folder(old, place)
-            raise
-        return old
-    finally:
-        os.close(handle)
+        raise
+    return old

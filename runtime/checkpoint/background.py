@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files.regular import read_regular
-from ..files.removal import remove_file
+from ..files.replace import remove_file
 from ..files.writers import new_file
 from .save import Save, Share, on_all_ranks, outcome, succeeded
 

@@ -1,8 +1,8 @@
 """The lock of a folder of checkpoints: one job at a time writes there; who reads takes none.
 
 It is the operating system's lock (flock) on the file `.lock`, held by rank 0's process: it ends with the process, however that ends, and
-NFS carries it between hosts. The file's text says who holds it, for the message that another job gets. Whoever ends in order removes
-the file; what a killed job leaves of it is an unlocked file, which the next job takes.
+NFS carries it between hosts. The file's text says who holds it, for the message that another job gets. The file stays: whoever ends in
+order leaves it empty, a killed job leaves it unlocked, and the next job takes it.
 
 Where the file system has no locks, the text alone decides: a process of this host that is gone has left it behind; of another host that
 cannot be known, and the message says which file to remove.
@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..errors import CheckpointError, printable
-from ..files.removal import identity, remove_file
 
 try:
     import fcntl
@@ -60,32 +59,23 @@ class Lock:
             raise
 
     def _tried(self) -> int:
-        while True:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                handle = os.open(self._file, _OPEN, 0o666)
-            except OSError as error:
-                raise self._refused(error) from None
-            try:
-                if not stat.S_ISREG(os.fstat(handle).st_mode):
-                    raise CheckpointError(f"{self._file}: is not a regular file\n  help: remove it")
-                self._lock(handle)
-                # Whoever held it may have removed the file meanwhile: then another file has the name.
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.stat(self._file, follow_symlinks=False), os.fstat(handle)):
-                        os.ftruncate(handle, 0)
-                        since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-                        os.pwrite(
-                            handle, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0
-                        )
-                        return handle
-            except OSError as error:
-                os.close(handle)
-                raise self._refused(error) from None
-            except CheckpointError:
-                os.close(handle)
-                raise
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._file, _OPEN, 0o666)
+        except OSError as error:
+            fact = f"{self.folder}: no checkpoint can be written here: {error.strerror}"
+            raise CheckpointError(f"{fact}\n  help: give a folder that you may write to") from None
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise CheckpointError(f"{self._file}: is not a regular file\n  help: remove it")
+            self._lock(handle)
+        except CheckpointError:
             os.close(handle)
+            raise
+        since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)
+        return handle
 
     def _lock(self, handle: int) -> None:
         """Locks an open file; CheckpointError where another job has it."""
@@ -112,20 +102,12 @@ class Lock:
             f"  help: wait until it has ended, or give this one another folder{remedy}"
         )
 
-    def _refused(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder}: no checkpoint can be written here: {error.strerror}\n  help: give a folder that you may write to"
-        )
-
     def release(self) -> None:
-        """Gives the lock back, and removes its file."""
-        handle, self._handle = getattr(self, "_handle", -1), -1
-        if handle >= 0:
-            try:
-                with contextlib.suppress(OSError):
-                    remove_file(self._file, identity(handle))
-            finally:
-                os.close(handle)
+        """Gives the lock back; its file stays, and is empty."""
+        if getattr(self, "_handle", -1) >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, 0)
+            self.forget()
 
     def forget(self) -> None:
         """Closes the handle that a forked process inherits: it would hold the lock after this process has ended."""

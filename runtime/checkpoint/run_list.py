@@ -22,8 +22,7 @@ from typing import TypeAlias
 from ..errors import CheckpointError
 from ..files.counted import CHECKPOINT_LIST, read_json
 from ..files.regular import read_regular
-from ..files.removal import Identity, move_folder, remove_inside
-from ..files.replace import write_text
+from ..files.replace import move_folder, remove_inside, write_text
 from .index import INDEX, NONFINITE, OLD, REMOVED, hidden_folder, is_step_name, left_behind, read_index, step_folder
 
 WRITTEN = ".written.json"
@@ -131,13 +130,10 @@ def foreign_entries(path: Path) -> list[str]:
         )
 
 
-def discard(path: Path, made: Identity | None = None) -> None:
-    """Removes a hidden folder with the files that a save puts there; what else is in it stays, and the folder with it.
-
-    Nothing where a link has the name, or another folder than the one that was `made`.
-    """
+def discard(path: Path) -> None:
+    """Removes a hidden folder with the files that a save puts there; what else is in it stays, and the folder with it."""
     with contextlib.suppress(OSError):
-        remove_inside(path, _OF_SAVES.fullmatch, made)
+        remove_inside(path, _OF_SAVES.fullmatch)
 
 
 def clear(folder: Path) -> None:

@@ -23,7 +23,7 @@ from pydantic import JsonValue
 
 from ..artifact.release import release
 from ..errors import CheckpointError, PartcError
-from ..files.removal import Identity, make_folder, move_folder, own_folder, remove_inside
+from ..files.replace import make_folder, move_folder, remove_inside
 from ..files.writers import new_file
 from .index import (
     FORMAT,
@@ -64,7 +64,7 @@ class Save:
     retention: Retention = KEEP_ALL
     lock: Lock | None = None
     owned: dict[str, list[Owned]] = field(default_factory=dict)
-    _made: list[Identity] = field(default_factory=list)
+    _begun: bool = False
     _own: Lock | None = None
 
     @property
@@ -85,12 +85,14 @@ class Save:
                 self._own = Lock(self.folder)
             clear(self.folder)
             refuse_others(self.target)
-            self._made.append(make_folder(self.scratch))
+            make_folder(self.scratch)
+            self._begun = True
         return ""
 
     def find(self) -> str:
         """Takes the hidden folder as this rank sees it."""
-        self._made.append(own_folder(self.scratch))
+        make_folder(self.scratch, exist_ok=True)
+        self._begun = True
         return ""
 
     def write(self) -> str:
@@ -102,16 +104,16 @@ class Save:
         """Makes a checkpoint of what all ranks have written, on rank 0."""
         if self.rank == 0:
             index = _index(self.step, self.records, self.owned, self.meta, said)
-            _commit(self.scratch, self._made[0], self.target, index, self.retention)
+            _commit(self.scratch, self.target, index, self.retention)
         return ""
 
     def discard(self) -> None:
-        """Removes what this save made, and only that: the name may be that of a link, or of a folder of somebody else."""
-        for one in self._made[:1]:
+        """Removes what this save has written, if it could begin."""
+        if self._begun and self.rank == 0:
+            discard(self.scratch)
+        elif self._begun:
             with contextlib.suppress(OSError):
-                remove_inside(self.scratch, rank_tensors(self.rank).__eq__, one)
-            if self.rank == 0:
-                discard(self.scratch, one)
+                remove_inside(self.scratch, rank_tensors(self.rank).__eq__)
 
     def release(self) -> None:
         """Releases the lock that was taken for this save alone."""
@@ -274,7 +276,7 @@ def _index(
     )
 
 
-def _commit(scratch: Path, made: Identity, target: Path, index: CheckpointIndex, retention: Retention) -> None:
+def _commit(scratch: Path, target: Path, index: CheckpointIndex, retention: Retention) -> None:
     """Gives the written folder its name, and removes those of the run that are not to stay."""
     for name, record in index.files.items():
         size = (scratch / name).stat().st_size if (scratch / name).is_file() else None
@@ -296,7 +298,7 @@ def _commit(scratch: Path, made: Identity, target: Path, index: CheckpointIndex,
     if target.exists():
         move_folder(target, old)
     try:
-        move_folder(scratch, target, made)
+        move_folder(scratch, target)
     except OSError:
         if old.exists():
             move_folder(old, target)

@@ -5,6 +5,14 @@ cannot be shared, and news of failures. A wait for MPI tests for a moment and th
 time, up to a tenth of a millisecond and, once it has lasted long, up to a whole one, since MPI cannot wake it. Meanwhile a rank looks
 whether another one has failed, or has left: a rank says, when it leaves, in how many agreements, exchanges and steps of all ranks it has
 taken part, and who waits beyond those waits in vain. MPI counts in 32-bit integers, so that a longer message is split into several.
+
+Collectives over MPI among one list of ranks: a communicator of their own, and a barrier before calls that block.
+
+A collective is MPI's non-blocking one, tested like a message. Where every rank waits for it as soon as it has begun, and has a
+core of its own, it is MPI's blocking one, which is faster; but nothing interrupts a blocking call. So each rank first says that
+it has arrived, and enters only when all have: whoever is late, or never comes, is waited for outside, where stalls and failures
+are seen (`mpi_arrivals.py`). Between hosts a large one takes so long that a call that blocks gains nothing, and spins for all of it.
+Ranks that share a host and its memory have no need of this (`host/`).
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ import numpy as np
 from mpi4py import MPI
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Bytes, Dtype
 
-from ..artifact.format import ALL_GATHER, REDUCE_SCATTER
+from ..artifact.format import ALL_GATHER, BROADCAST, REDUCE_SCATTER
 from ..errors import RankError
 from ..files.regular import text_of_system
 from ..job.futex import Futex
@@ -35,10 +43,49 @@ from . import mpi_calls as calls
 from .host.plane import DataPlane, HostAgreements, HostRequest, RankList
 from .host.segment import Segment
 from .leaving import expected
-from .mpi_arrivals import BlockingCollective
-from .mpi_group import ProcessGroup
+from .mpi_arrivals import BlockingCollective, MpiBarrier
 from .mpi_watch import Watch
 from .transport import AGREEMENT, Agreements, CollectiveArgs, Request, Vector
+
+_LARGE = 1 << 20
+"""Bytes that are large between hosts: 10 Gbit/s move them in a millisecond."""
+
+
+class ProcessGroup:
+    """The ranks of one list with their communicator; making it and freeing it are collective among them.
+
+    `crosses`: whether they are on several hosts.
+    """
+
+    def __init__(
+        self,
+        world: MPI.Intracomm,
+        ranks: Sequence[int],
+        tag: int,
+        watch: Watch,
+        look: Callable[[], object],
+        crosses: bool,
+    ) -> None:
+        self.comm = calls.among(world, ranks, tag, watch)
+        self.watch = watch
+        self.look = look
+        self.crosses = crosses
+        self.arrivals = MpiBarrier(self.comm)
+        self._names = ", ".join(map(str, ranks))
+
+    def prepare(self, args: CollectiveArgs) -> Callable[[], Request]:
+        """What begins the collective."""
+        size = (args.target if args.op == BROADCAST else args.source).size  # the same on every rank
+        if not args.at_once or (self.crosses and size >= _LARGE):
+            return calls.call(self.comm, args, False)
+        what = f"{args.op} among ranks {self._names}, which have all come"
+        call = calls.call(self.comm, args, True)
+        return BlockingCollective(self.arrivals, call, self.watch, what, self.look).begin
+
+    def free(self) -> None:
+        """Give back the communicator."""
+        calls.free(self.comm, self.watch)
+
 
 VARIABLE = "PARTC_SHARED_MEMORY"
 _PIECE = 1 << 30

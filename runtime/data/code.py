@@ -22,7 +22,7 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from ..errors import UsageError
 from ..user_code import run_file, user_code
 from .sources.values import as_array
-from .streams.child_signals import handler, leave_to_the_reader
+from .streams.child_signals import WithoutTorch
 
 Batch: TypeAlias = dict[str, Array]
 
@@ -46,12 +46,11 @@ class Code:
         """The module of a file, run at the first call; UserCodeError where it failed."""
         path = path.resolve()
         if path not in self.ran:
-            before = handler()
-            try:
-                self.ran[path] = run_file(path)
-            except Exception as error:
-                self.ran[path] = error
-            leave_to_the_reader(before)
+            with WithoutTorch():
+                try:
+                    self.ran[path] = run_file(path)
+                except Exception as error:
+                    self.ran[path] = error
         found = self.ran[path]
         if isinstance(found, Exception):
             raise found

@@ -7,6 +7,7 @@ with loader:
         loader.position()                   of the next batch: what a checkpoint keeps, and `seek` takes
 
 Where the length of an epoch is not known, and some ranks read nothing, only those that read know its last batch: then `next` is collective.
+What the plan says of a stream is checked against what a stream can do, before anything is read.
 """
 
 from __future__ import annotations
@@ -21,15 +22,81 @@ from ..artifact.format import Port
 from ..errors import UsageError
 from ..user_code import UserCodeError
 from .batches import Batches, OrderedBatches, Read
-from .code import Batch, Code
+from .code import Batch, Code, Transform
 from .constants import constants
 from .dataset import open_data
 from .prefetch import PATIENCE, Prefetcher
+from .rank_inputs import RankInputs, uneven_batch, uneven_rest
 from .reader import Reader
 from .sampler import Order, Position
-from .sources.user_source import STREAMS, UserSource, user_source
+from .sources.naming import Naming, quoted
+from .sources.user_source import STREAMS, Kind, UserSource, user_source
+from .streams.batches import StreamBatches
 from .streams.child_signals import WithoutTorch
-from .streams.open import open_stream
+from .streams.loader_stream import LoaderStream
+from .streams.reader import StreamReader
+from .streams.record_stream import RecordStream
+from .streams.stream import Stream
+
+
+def open_stream(
+    found: UserSource,
+    spec: Spec,
+    ports: Sequence[Port],
+    rank: int,
+    batch: int | None,
+    seed: int,
+    drop_last: bool,
+    interleave: int,
+    code: Code,
+    lenient: bool = False,
+) -> StreamBatches:
+    """The batches that a rank reads of a `DataLoader` or an iterable; UsageError, the same on all ranks, with all that is wrong."""
+    problems = list(_need_an_index(found, spec, interleave))
+    transform = None
+    try:
+        transform = Transform.load(spec.transform, code) if spec.transform else None
+    except UsageError as error:
+        problems.append(f"transform: {error}")
+    inputs = RankInputs(ports, rank)
+    naming = Naming(spec.fields, () if spec.transform else tuple(port.name for port in ports))
+    reader = StreamReader(spec, found.where, inputs, naming, transform, seed)
+    if not problems:
+        stream: Stream
+        if found.kind is Kind.LOADER:
+            stream = LoaderStream(found, batch, seed, drop_last, reader.span if inputs.own else None)
+        elif batch is None:
+            raise UsageError(
+                "the global batch size is not known\n  help: use --batch, or `batch:` in the plan's `train:`"
+            )
+        else:
+            stream = RecordStream(found, batch)
+        problems += uneven_batch(inputs, stream.batch)
+        rest = stream.records % stream.batch if stream.records is not None and not drop_last else 0
+        for law, _ in uneven_rest(inputs, stream.batch, rest) if rest else ():
+            problems.append(
+                f"{stream.records} records in batches of {stream.batch} leave {rest} for the last batch, and {law}\n"
+                "  help: write drop_last: true, or choose a batch size that leaves none"
+            )
+    if problems:
+        raise UsageError("\n".join(f"{spec.where}: {problem}" for problem in problems))
+    return StreamBatches(stream, reader, drop_last, lenient)
+
+
+def _need_an_index(found: UserSource, spec: Spec, interleave: int) -> Iterator[str]:
+    """What is said of the data that only records with an index can have."""
+    what = f"{found.where}: its `source` is a {type(found.value).__name__}, whose records come in an order of their own"
+    options = [name for name, said in (("length", spec.length), ("interleave", interleave > 1)) if said]
+    if options:
+        yield (
+            f"{what}: {quoted(options)} cannot be had\n"
+            "  help: give an object with `__len__` and `__getitem__`, or order the records in the stream"
+        )
+    if spec.files:
+        yield f"{what}: {quoted(spec.files)} cannot be files beside it\n  help: give them as fields of its records"
+    if spec.pad and found.kind is Kind.LOADER:
+        yield f"{found.where}: `pad` is for records, and a DataLoader gives batches\n  help: fill them up in its `collate_fn`"
+
 
 DEPTH = 2
 STREAM_PATIENCE = 5.0

@@ -17,7 +17,7 @@ from ..artifact.format import Manifest, Port
 from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..devices.devices import Asked
-from ..job.turn import PROGRAM, Turn
+from ..job.turn import PROGRAM, Turn, one_call
 from ..program.sessions import Settings
 from .inputs import Whole
 from .program import CLOSED, OnError, Outputs, Program, refuse_recovery
@@ -52,8 +52,7 @@ class LocalProgram:
         self._main = self
         self._others: list[LocalProgram] = []
         """The other programs of the artifact that were loaded beside this one."""
-        with turn.taken(PROGRAM, "loading"):
-            self._all([partial(self._connect, program) for program in self._ranks])
+        self._all([partial(self._connect, program) for program in self._ranks])
 
     @property
     def ranks(self) -> list[Program]:
@@ -70,29 +69,29 @@ class LocalProgram:
         """The model's outputs."""
         return self.manifest.outputs
 
+    @one_call(PROGRAM, "a step")
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
         """Run one step on all ranks, with global inputs and outputs. After an InputError or a RankError it can be called again."""
-        with self.turn.taken(PROGRAM, "a step"):
-            given = {**(inputs or {}), **named}
-            for port in self.inputs:
-                if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
-                    given[port.name] = Whole(given[port.name])
-            found = self._all([partial(program, given) for program in self._ranks])
-            return {port.name: joined_output(port, found) for port in self.outputs if port.ranks}
+        given = {**(inputs or {}), **named}
+        for port in self.inputs:
+            if port.boxes is not None and port.name in given and not isinstance(given[port.name], Whole):
+                given[port.name] = Whole(given[port.name])
+        found = self._all([partial(program, given) for program in self._ranks])
+        return {port.name: joined_output(port, found) for port in self.outputs if port.ranks}
 
+    @one_call(PROGRAM, "a step")
     def step_of_all(self, inputs: Mapping[str, object]) -> list[Outputs]:
         """By rank what its `Program.step_of_all` gives of these inputs."""
-        with self.turn.taken(PROGRAM, "a step"):
-            return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
+        return self._all([partial(program.step_of_all, inputs) for program in self._ranks])
 
+    @one_call(PROGRAM, "loading")
     def beside(self, name: str) -> LocalProgram:
         """Another program of the artifact over the same state, such as `prefill` of one that makes tokens; it ends with this one."""
-        with self.turn.taken(PROGRAM, "loading"):
-            found = copy.copy(self)
-            found._ranks = self._all([partial(program.beside, name) for program in self._ranks])
-            found.manifest = found._ranks[0].manifest
-            self._others.append(found)
-            return found
+        found = copy.copy(self)
+        found._ranks = self._all([partial(program.beside, name) for program in self._ranks])
+        found.manifest = found._ranks[0].manifest
+        self._others.append(found)
+        return found
 
     def at_slots(self, slots: Sequence[int]) -> None:
         """As `Program.at_slots`, on all ranks."""
@@ -134,16 +133,18 @@ class LocalProgram:
 
     def close(self) -> None:
         """Give back sessions, buffers and threads, after the call under way."""
-        if self.turn.forked or self.turn.ended is not None:
-            return
-        with self.turn.taken(PROGRAM, "close()", ending=True):
-            self.turn.ended = CLOSED
-            self._threads.close()
-            for other in self._others:
-                for program in other._ranks:
-                    program.release()
-            for program in self._ranks:
-                program.close()
+        if not self.turn.over:
+            self._end()
+
+    @one_call(PROGRAM, "close()", ending=True)
+    def _end(self) -> None:
+        self.turn.ended = CLOSED
+        self._threads.close()
+        for other in self._others:
+            for program in other._ranks:
+                program.release()
+        for program in self._ranks:
+            program.close()
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,7 @@ from ..communication.transport import Agreements, Transport, Vector
 from ..devices.devices import Asked
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError, no_memory, out_of_memory
 from ..job.status_board import AGREEING, SLOT, open_board
-from ..job.turn import PROGRAM, Turn, one_at_a_time
+from ..job.turn import PROGRAM, Turn, one_call
 from ..lookups.lookup import Moved
 from ..program.sessions import Settings
 from .agreement import StepAgreement
@@ -101,12 +101,12 @@ class Program:
         """By op and path of each lookup in tables of several ranks what this rank has moved so far."""
         return {f"{one.call.op} {one.call.path}": one.moved for one in self._program.messages.lookups.values()}
 
-    @one_at_a_time(PROGRAM, local=True)
+    @one_call(PROGRAM, local=True)
     def record_times(self, number: int = 1, beside: Profiler | None = None) -> Profiler:
         """Measure every task of every step from the next one on, which has this number, until it is stopped; `beside` another program."""
         return self._schedules.measured_by(beside or Profiler(self.rank, number, bool(self._settings.profile)))
 
-    @one_at_a_time(PROGRAM, local=True)
+    @one_call(PROGRAM, local=True)
     def prepare(self, bindings: Bindings) -> None:
         """Makes the plan of a step of these sizes, without running it. Where freed memory is filled (`memory/freed.py`) it is proven,
         and RankError names two values that share bytes while both are needed.
@@ -123,6 +123,7 @@ class Program:
         """The model outputs that are delivered to this rank."""
         return [port for port in self.manifest.outputs if self.rank in port.ranks]
 
+    @one_call(PROGRAM, "a step")
     def __call__(self, inputs: Mapping[str, object] | None = None, /, **named: object) -> Outputs:
         """Run one step; give every rank the inputs that it reads (others are ignored), and get the outputs delivered to it.
 
@@ -131,14 +132,13 @@ class Program:
         InputError is raised on all ranks alike and harms nothing. RankError says which rank failed in which op; the program
         cannot be called again. Where it recovers, that is a StepError on all ranks alike, and it can.
         """
-        with self.turn.taken(PROGRAM, "a step"):
-            return self._run({**(inputs or {}), **named})
+        return self._run({**(inputs or {}), **named})
 
+    @one_call(PROGRAM, "a step")
     def step_of_all(self, inputs: Mapping[str, object]) -> Outputs:
         """A call that all ranks give the same inputs, whole ones also of those that a rank does not read: they agree without a message.
         What comes back lies where the step made it, until the next step of any program of the artifact."""
-        with self.turn.taken(PROGRAM, "a step"):
-            return self._run(inputs, of_all=True)
+        return self._run(inputs, of_all=True)
 
     def _run(self, inputs: Mapping[str, object], of_all: bool = False) -> Outputs:
         if self._broken is not None:
@@ -157,7 +157,7 @@ class Program:
                 self._fail(error)
             raise
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def announce(self, inputs: Mapping[str, object]) -> None:
         """Says what the step after the next one is given: the next one begins the agreement on it, and waits for no other rank.
 
@@ -187,7 +187,7 @@ class Program:
         """Whether it can be called: no step has failed, and it was not closed."""
         return self._broken is None
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def connect(self) -> None:
         """Make ready for the collectives of the artifact; all ranks call it, once, before the first step."""
         self._connect()
@@ -196,12 +196,12 @@ class Program:
         self.agreement.open()
         self._at_once = connected(self._program, self.manifest, self._transport)
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def all_gather_text(self, text: str) -> list[str]:
         """The text of every rank, in order of ranks; collective."""
         return self._transport.all_gather_text(text)
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def beside(self, name: str) -> Program:
         """Another program of the artifact over the same state and the same ranks, such as `evaluate` of a training; collective."""
         own = self._transport, replace(self._settings, profile=""), self._on_error, self.state
@@ -219,17 +219,15 @@ class Program:
 
     def release(self) -> None:
         """Give back sessions and buffers, and leave the ranks' connection to whom it belongs; after the call under way."""
-        self._end(self._give_back)
+        if not self.turn.over:
+            self._end()
 
-    def _end(self, give_back: Callable[[], object]) -> None:
-        """The last call; nothing in a fork, and where it was made before."""
-        if not self.turn.forked and self.turn.ended is None:
-            with self.turn.taken(PROGRAM, "close()", ending=True):
-                give_back()
-                self.turn.ended = self._broken or CLOSED
-
-    def _give_back(self) -> None:
-        self._broken = self._broken or CLOSED
+    @one_call(PROGRAM, "close()", ending=True)
+    def _end(self, transport: Transport | None = None) -> None:
+        if self._broken is None:
+            self._broken = CLOSED
+            if transport is not None:
+                transport.close()
         self._schedules.clear()
         self._program.runners.clear()
         if self._program.targets.workers is not None:
@@ -237,8 +235,9 @@ class Program:
             self._program.targets.workers = None
         self._program.replacement.updates.clear()
         self._settings.shared.clear()
+        self.turn.ended = self._broken
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def maxima(self, numbers: Vector) -> Vector:
         """The element-wise maxima of all ranks' whole numbers; collective."""
         return self._transport.all_reduce_max(numbers)
@@ -248,12 +247,12 @@ class Program:
         """The number of ranks."""
         return self._transport.size
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def agreements(self) -> Agreements:
         """Agreements of all ranks beside those of steps; collective."""
         return self._transport.agreements()
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; collective."""
         return bool(self._transport.all_reduce_max(np.array([flag], np.int64))[0])
@@ -268,7 +267,7 @@ class Program:
         """The text of an action that the status board shows."""
         return describe(self._program.steps, action)
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def recover(self) -> None:
         """Make the program callable again after a failure; all ranks must do so, and the transport must hold no old message."""
         self._broken = self._attempted = None
@@ -276,13 +275,8 @@ class Program:
 
     def close(self) -> None:
         """Give back sessions, buffers and communicators, after the call under way; collective."""
-        self._end(self._close)
-
-    def _close(self) -> None:
-        if self._broken is None:
-            self._broken = CLOSED
-            self._transport.close()
-        self._give_back()
+        if not self.turn.over:
+            self._end(self._transport)
 
     def __enter__(self) -> Self:
         return self
@@ -296,7 +290,7 @@ class Program:
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this one takes part in nothing more, since an error has left its block."""
-        if not self.turn.forked and self.turn.ended is None:
+        if not self.turn.over:
             self._broken = self._broken or "an error left its block"
             self._transport.leave(leaving_message(self.rank, error))
 

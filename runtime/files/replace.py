@@ -1,24 +1,26 @@
-"""Puts a new file in the place of an old one, whole or not at all: the one way in which partc writes what outlives it.
+"""Replaces, renames and removes files: the one module that does, so that nothing is lost that partc did not make.
 
     with replacing(Path("y.npz")) as out:
         out.write(...)
 
-A new file is made beside the old one, under a hidden name of its own, and takes its place by one rename. Until then the
-old one stays as it is, whatever happens: an error, a full disk, a kill. No link is followed: neither at the hidden name, which is
-made exclusively, nor at the name itself, which must be free or that of a regular file.
+A new file is written next to the old one under a hidden name, and takes its place by one rename. Until then the old one stays as it is,
+whatever happens: an error, a full disk, a kill. What is removed or renamed must itself be a file or a folder: a link stays, and so does
+what it leads to. The folders around are the user's own, and may be links.
 
-Whoever writes holds a lock on what is hidden, and a lock ends with its process. So the next writer knows what dead ones left
-behind, and removes it.
+A writer locks what is hidden, and a lock ends with its process: so the next writer removes what dead ones have left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
 import secrets
+import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,22 +28,21 @@ from typing import BinaryIO
 
 from ..errors import PartcError, UsageError
 from .regular import kind_of
-from .removal import FOLDER, identity, remove_file, remove_hidden, remove_tree, take_place
+from .writers import NO_LINK, new_file
 
 try:
     import fcntl
-except ImportError:  # a system without such locks: what dead writers leave behind stays
+except ImportError:  # a system without such locks: what dead writers leave stays
     fcntl = None  # type: ignore[assignment]
 
-_BESIDE = re.compile(r"\.(.+)\.partc-[0-9a-f]{16}(\.old)?", re.DOTALL)
 OLD = ".old"
-"""Ends the hidden name of what was whole and is giving way."""
+"""Ends the hidden name of something complete that is being replaced."""
+_HIDDEN = re.compile(r"\.(.+)\.partc-[0-9a-f]{16}(\.old)?", re.DOTALL)
 _RANDOM_BYTES = 8
 _NAME_BYTES = 200
-_TRIES = 16
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_HERE, _EXCHANGE = -100, 2
+"""The numbers of `AT_FDCWD` and `RENAME_EXCHANGE` on Linux."""
 
 
 class WriteError(PartcError):
@@ -56,75 +57,67 @@ def replacing(path: Path, settle: bool = True) -> Iterator[BinaryIO]:
     one of the two whole as well. UsageError where something else than a regular file is in the place, a link too; WriteError where
     the disk is full or the folder cannot be written.
     """
-    refuse_other(path)
-    with write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(path, remove_hidden)
-        hidden, handle = make_beside(path, lambda name: os.open(name, _CREATE, 0o666))
-        made = identity(handle)
-        try:
-            with open(handle, "w+b") as out:
-                yield out
-                out.flush()
-                if settle:
-                    os.fsync(handle)
-                take_place(hidden, path, made)  # while the file is open, and so locked
-        except BaseException:
-            with contextlib.suppress(OSError):
-                remove_file(hidden, made)
-            raise
+    with _hidden(path) as hidden, new_file(hidden) as out:
+        lock(out.fileno())
+        yield out
+        out.flush()
+        if settle:
+            os.fsync(out.fileno())
+        take_place(hidden, path)  # while the file is open, and so locked
 
 
 @contextmanager
 def replacing_together(path: Path) -> Iterator[Path]:
-    """A new folder beside `path`, whose files take their places beside `path` when the block has ended, that of its own name last.
+    """A new folder next to `path`, whose files take their places next to `path` when the block has ended, that of its own name last.
 
     For what writes by names, or several files that belong together: the old file of the name goes before any other is replaced, so
-    that at no time one of them is beside another's. Errors are those of `replacing`.
+    that at no time one of them is next to another's. Errors are those of `replacing`.
     """
+    with _hidden(path) as hidden, locked_folder(hidden):
+        yield hidden
+        others = sorted(file.name for file in hidden.iterdir() if file.name != path.name)
+        for name in others:
+            refuse_other(path.with_name(name))
+        for name in (*others, path.name):
+            with (hidden / name).open("r+b") as file:
+                os.fsync(file.fileno())
+        if others:
+            remove_file(path)
+        for name in (*others, path.name):
+            take_place(hidden / name, path.with_name(name))
+
+
+@contextmanager
+def _hidden(path: Path) -> Iterator[Path]:
+    """A hidden name for a new file or folder, which is removed after the block where it has not got another name."""
     refuse_other(path)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(path, remove_hidden)
-        hidden, handle = make_beside(path, new_folder)
+        remove_left(path)
+        hidden = hidden_name(path)
         try:
             yield hidden
-            others = sorted(one.name for one in hidden.iterdir() if one.name != path.name)
-            for name in others:
-                refuse_other(path.with_name(name))
-            for name in (*others, path.name):
-                with (hidden / name).open("r+b") as made:
-                    os.fsync(made.fileno())
-            if others:
-                remove_file(path)
-            for name in (*others, path.name):
-                take_place(hidden / name, path.with_name(name))
         finally:
             with contextlib.suppress(OSError):
-                remove_tree(hidden, identity(handle))
-            os.close(handle)
+                remove(hidden)
 
 
 def write_text(path: Path, text: str, settle: bool = True) -> None:
-    """Puts a text, as UTF-8, in the place of a file."""
+    """Replaces a file by a text in UTF-8."""
     with replacing(path, settle) as out:
         out.write(text.encode())
 
 
 def refuse_other(path: Path) -> None:
     """Raises UsageError where a link, a folder, a device or the like is in the place of a file."""
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        return  # there is none; or its folder cannot be looked into, which is told when it is written
-    if not stat.S_ISREG(mode):
-        fact = f"{path}: is {kind_of(path, mode)}, and is not replaced"
-        raise UsageError(f"{fact}\n  help: give the name of a file, or remove it")
+    with contextlib.suppress(OSError):  # a folder that cannot be looked into is reported when the file is written
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise UsageError(f"{path}: {_refusal(path)}\n  help: give the name of a file, or remove it")
 
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Tells what the operating system refuses of `path` within as one WriteError; what it refuses of other files stays."""
+    """Reports what the operating system refuses of `path` within as one WriteError; errors of other files stay."""
     try:
         yield
     except OSError as error:
@@ -137,73 +130,49 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def _concerns(name: str, path: Path) -> bool:
-    """Whether a name is that of `path`, of a folder around it, or of something hidden beside it or therein."""
+    """Whether a name is that of `path`, of a folder around it, or of something hidden next to it or therein."""
     place, whole = Path(os.path.abspath(name)), Path(os.path.abspath(path))
-    hidden = (one for one in (place, *place.parents) if _BESIDE.fullmatch(one.name))
-    return place in (whole, *whole.parents) or any(one.parent == whole.parent for one in hidden)
+    hidden = (part for part in (place, *place.parents) if _HIDDEN.fullmatch(part.name))
+    return place in (whole, *whole.parents) or any(part.parent == whole.parent for part in hidden)
 
 
-def make_beside(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
-    """Makes something under a new hidden name beside `path`, and locks it: its name and the handle that has the lock.
-
-    `make` gives the handle; FileExistsError where the name is taken.
-    """
-    for _ in range(_TRIES):
-        hidden = new_beside(path)
-        try:
-            handle = make(hidden)
-        except FileExistsError:
-            continue
-        if hold(handle) and os.fstat(handle).st_nlink:
-            return hidden, handle
-        os.close(handle)  # another writer took it for left behind, between the making and the lock
-    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-
-
-def new_folder(path: Path) -> int:
-    """Makes a folder, and opens it: the handle."""
-    os.mkdir(path)
-    return os.open(path, FOLDER)
-
-
-def new_beside(path: Path, end: str = "") -> Path:
-    """A hidden name beside `path` that nothing has yet."""
+def hidden_name(path: Path, end: str = "") -> Path:
+    """A hidden name next to `path` that nothing has yet."""
     return path.with_name(f".{_short(path)}.partc-{secrets.token_hex(_RANDOM_BYTES)}{end}")
-
-
-def left_beside(path: Path) -> list[Path]:
-    """What writers of `path` have made beside it, alive or dead."""
-    try:
-        entries = sorted(os.listdir(path.parent))
-    except OSError:
-        return []
-    return [
-        path.with_name(entry) for entry in entries if (name := _BESIDE.fullmatch(entry)) and name[1] == _short(path)
-    ]
-
-
-def remove_left(path: Path, remove: Callable[[Path], None]) -> None:
-    """Removes what dead writers of `path` left behind; what cannot be removed stays."""
-    for hidden in left_beside(path):
-        if is_left(hidden):
-            with contextlib.suppress(OSError):
-                remove(hidden)
 
 
 def _short(path: Path) -> str:
     return os.fsdecode(os.fsencode(path.name)[:_NAME_BYTES])
 
 
-def hold(handle: int) -> bool:
-    """Takes the lock of something open; False where another process has it. Where there are no locks, all have it."""
+def left_beside(path: Path) -> list[Path]:
+    """What writers of `path` have hidden next to it, alive or dead."""
     try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        entries = sorted(os.listdir(path.parent))
     except OSError:
-        return True
-    return True
+        return []
+    return [
+        path.with_name(entry) for entry in entries if (name := _HIDDEN.fullmatch(entry)) and name[1] == _short(path)
+    ]
+
+
+def lock(handle: int) -> None:
+    """Locks an open file or folder, where the system has locks."""
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """A block in which a new folder is locked."""
+    os.mkdir(path)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        lock(handle)
+        yield
+    finally:
+        os.close(handle)
 
 
 def is_left(hidden: Path) -> bool:
@@ -211,7 +180,7 @@ def is_left(hidden: Path) -> bool:
     if fcntl is None:
         return False
     try:
-        handle = os.open(hidden, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK)
+        handle = os.open(hidden, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)
     except OSError:
         return False
     try:
@@ -221,3 +190,92 @@ def is_left(hidden: Path) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+def make_folder(path: Path, exist_ok: bool = False) -> None:
+    """Makes a folder and those around it. FileExistsError says what has the name; with `exist_ok` a folder may, and no link to one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not (exist_ok and _is_folder(path)):
+            raise FileExistsError(errno.EEXIST, f"{_refusal(path)}; move it away", str(path)) from None
+
+
+def take_place(hidden: Path, place: Path) -> None:
+    """Gives a file that partc made its name, in the place of a regular file or of nothing; FileExistsError where something else is."""
+    if os.path.lexists(place) and not _is_file(place):
+        raise FileExistsError(errno.EEXIST, _refusal(place), str(place))
+    os.replace(hidden, place)
+
+
+def move_folder(old: Path, new: Path) -> None:
+    """Gives a folder another name, which nothing or an empty folder has; NotADirectoryError where it is a link."""
+    if not _is_folder(old):
+        raise NotADirectoryError(errno.ENOTDIR, f"{_refusal(old)}: it is not the folder that was made", str(old))
+    os.replace(old, new)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchanges the names of two folders in one step; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
+    names = (_HERE, os.fsencode(one), _HERE, os.fsencode(other))
+    return rename is not None and rename(*names, _EXCHANGE) == 0
+
+
+def remove_file(path: Path) -> bool:
+    """Removes a regular file; whether it did. A link or a folder stays, and another process may have removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        if _is_file(path):
+            os.unlink(path)
+            return True
+    return False
+
+
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with all that is in it, which partc made under a hidden name; links in it as links."""
+    if not remove_file(path) and _is_folder(path):
+        shutil.rmtree(path)
+
+
+def remove_left(path: Path, remove: Callable[[Path], None] = remove) -> None:
+    """Removes what dead writers of `path` left; what cannot be removed stays."""
+    for hidden in left_beside(path):
+        if is_left(hidden):
+            with contextlib.suppress(OSError):
+                remove(hidden)
+
+
+def remove_inside(folder: Path, listed: Callable[[str], object], last: str = "") -> None:
+    """Removes the files of a folder that are listed, the file `last` after all others, and the folders that are empty then.
+
+    `listed` gets a path within the folder. What else is there stays, and the folders around it. Nothing happens where the folder is a link.
+    """
+    if not _is_folder(folder):
+        return
+    for root, folders, files in os.walk(folder, topdown=False):
+        inside = Path(root).relative_to(folder)
+        for name in files:
+            if (path := (inside / name).as_posix()) != last and listed(path):
+                remove_file(Path(root) / name)
+        for name in folders:
+            with contextlib.suppress(OSError):  # not empty, or a link
+                os.rmdir(Path(root) / name)
+    with contextlib.suppress(OSError):  # not empty, or removed by another rank
+        if os.listdir(folder) == [last] and listed(last):
+            remove_file(folder / last)
+        os.rmdir(folder)
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _refusal(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return f"is {kind_of(path, os.lstat(path).st_mode)}, and is not replaced"
+    return "is gone"

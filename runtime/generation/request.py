@@ -35,7 +35,8 @@ class Request:
 
     `temperature` 0 takes the likeliest token; above it tokens are drawn with probabilities that it sharpens (below 1) or flattens, of the
     `top_k` likeliest alone (0: of all), and of the fewest whose probabilities together reach `top_p`. What is drawn follows from `seed` and
-    the number of the token alone. `stop`: tokens behind which the sequence ends, beside those of the artifact.
+    the number of the token alone. `stop`: tokens behind which the sequence ends, beside those of the artifact; with `ignore_end` those
+    alone.
     """
 
     prompt: Sequence[int] = ()
@@ -45,6 +46,7 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     stop: Sequence[int] = ()
+    ignore_end: bool = False
     encoder: Sequence[int] | Array | None = field(default=None, compare=False)
 
     def begun(self, record: GenerationRecord) -> Request:

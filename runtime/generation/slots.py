@@ -182,7 +182,7 @@ class Slots:
             one.tokens.append(token)
             if token >= self.record.vocabulary:
                 finish = "error"
-            elif token in self._stop or token in one.request.stop:
+            elif token in one.request.stop or (token in self._stop and not one.request.ignore_end):
                 finish = "stop"
             elif len(one.tokens) == one.request.max_tokens:
                 finish = "length"

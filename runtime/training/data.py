@@ -8,16 +8,36 @@ with load_trainer("build") as trainer, trainer.loader(DataLoader(digits, batch_s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from partc.runtime.artifact.training.data_spec import Spec
 
-from ..artifact.format import Port, TrainingRecord
+from ..artifact.format import Manifest, Port, TrainingRecord
 from ..data.loader import Loader, open_loader
 from ..errors import UsageError
+
+Item = TypeVar("Item")
+
+
+def of_batch(manifest: Manifest) -> Manifest:
+    """The manifest without the inputs that a step of training is given beside a batch."""
+    if manifest.training is None:
+        return manifest
+    own = {*manifest.training.scalars}
+    return manifest.model_copy(update={"inputs": [port for port in manifest.inputs if port.name not in own]})
+
+
+def with_next(batches: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
+    """Each batch with the one that follows it, which is read before the first is handled."""
+    source = iter(batches)
+    batch = next(source, None)
+    while batch is not None:
+        following = next(source, None)
+        yield batch, following
+        batch = following
 
 
 class Choices(TypedDict, total=False):

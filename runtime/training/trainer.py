@@ -18,6 +18,7 @@ import numpy as np
 from partc.runtime.artifact.training.lr_schedule import Rate
 from partc.runtime.artifact.training.metric_formula import Totals, formula
 from partc.runtime.artifact.training.scalars import scalars
+from partc.runtime.training.data import of_batch, with_next
 from pydantic import JsonValue
 
 from ..artifact.format import Manifest, Port, TrainingRecord
@@ -28,9 +29,8 @@ from ..errors import InputError, NonFiniteError, UsageError
 from ..execution.program import Outputs, Program
 from ..execution.symbol_bindings import Halted
 from ..execution.times.profiler import Profiler
-from ..job.turn import TRAINER, Turn, one_at_a_time
+from ..job.turn import TRAINER, Turn, one_call
 from ..user_code import user_code
-from .batch import of_batch, with_next
 from .checkpoints import Checkpoints
 from .data import Choices, loader_of
 from .ema import Averages
@@ -136,7 +136,7 @@ class Trainer:
         """Whose turn it is to call."""
         return self.program.turn
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def train(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
         """One step on this rank's shards of a batch; the loss and the metrics before the update, on rank 0.
 
@@ -155,14 +155,14 @@ class Trainer:
         made = {name: number(np.asarray(outputs[name], np.float64)) for name, number in formulas.items()}
         return {**outputs, **made}
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None = None) -> Outputs:
         """One step as `train` takes it, with what puts several steps together: denominators, and the sums that a metric is made of."""
         return self._advance(batch, following)
 
     def _advance(self, batch: Mapping[str, object], following: Mapping[str, object] | None) -> Outputs:
         applied = self.step - self.skipped
-        with self.turn.lent("the schedule"), user_code("the schedule", f"asking for the rate of step {applied}"):
+        with self.turn.running("the schedule"), user_code("the schedule", f"asking for the rate of step {applied}"):
             self.last_rate = float(self.rate(applied))
         hyper = {**self._hyper, "lr": self.last_rate}
         for name, value in scalars(self._numbers, applied, hyper).items():
@@ -222,7 +222,7 @@ class Trainer:
                 self._check_last_loss()
         return outputs
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def check_last_loss(self) -> None:
         """NonFiniteError on all ranks where the loss of the last step is not finite and training is to stop; collective.
 
@@ -245,7 +245,7 @@ class Trainer:
         self._stop = stopped(self.program, self.record.loss, untold, self.inputs, following or {})
         return self._stop
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def evaluate(self, batches: Iterable[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
         """The loss and the metrics over batches, on rank 0; the parameters stay as they are.
 
@@ -255,7 +255,7 @@ class Trainer:
         evaluation = self._evaluated()
         self._check_last_loss()
         totals = Totals(self.record, adding=True)
-        with self.turn.lent("the batches of an evaluation"):
+        with self.turn.running("the batches of an evaluation"):
             source = with_next(batches)
         for number, ((batch, size), following) in enumerate(self._lent(source)):
             program = evaluation.of(size)
@@ -267,7 +267,7 @@ class Trainer:
                 raise InputError(f"evaluation after step {self.step}, batch {number}: {error}") from None
         return totals.take()
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def record_evaluation(self) -> Profiler:
         """Measure every task of every batch of an evaluation, from the next one on. UsageError where the artifact has none."""
         return self._evaluated().record_times()
@@ -281,13 +281,13 @@ class Trainer:
     def _lent(self, batches: Iterator[Item]) -> Iterator[Item]:
         """The batches, which the user's code may make."""
         while True:
-            with self.turn.lent("the batches of an evaluation"):
+            with self.turn.running("the batches of an evaluation"):
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def save(
         self,
         folder: str | Path,
@@ -321,12 +321,12 @@ class Trainer:
         saving = self._checkpoints.saving
         return saving is not None and not saving.is_complete
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def finish_saving(self) -> None:
         """Waits for a checkpoint that is written in the background. CheckpointError on all ranks where it could not be."""
         self._checkpoints.finish()
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def claim(self, folder: str | Path) -> None:
         """Takes the lock of a folder for the checkpoints of this run, until the trainer is closed.
 
@@ -334,7 +334,7 @@ class Trainer:
         """
         self._checkpoints.claim(Path(folder))
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def load(self, path: str | Path, option: str = "", averaged: bool = False) -> Mapping[str, JsonValue]:
         """Goes on where a checkpoint was written, whatever plan wrote it; what was saved beside the tensors.
 
@@ -349,7 +349,7 @@ class Trainer:
         self.skipped = skipped if isinstance(skipped, int) else 0
         return index.meta
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def load_weights(
         self, path: str | Path, strict: bool = True, option: str = "", only: Callable[[str], bool] | None = None
     ) -> frozenset[str]:
@@ -363,21 +363,20 @@ class Trainer:
 
     def close(self) -> None:
         """Releases sessions and buffers, after the call under way; collective. NonFiniteError as `check_last_loss` raises it."""
-        if self.turn.forked or self.turn.ended is not None:
-            return
-        with self.turn.taken(TRAINER, "close()", ending=True):
-            try:
-                if self.program.usable:
-                    self._check_last_loss()
-                    self._checkpoints.finish()
-            finally:
-                self._release()
-                self.program.close()
+        if not self.turn.over:
+            self._end(finish=True)
 
-    def _release(self) -> None:
-        self._checkpoints.release()
-        if self._evaluation is not None:
-            self._evaluation.release()
+    @one_call(TRAINER, "close()", ending=True)
+    def _end(self, finish: bool) -> None:
+        try:
+            if finish and self.program.usable:
+                self._check_last_loss()
+                self._checkpoints.finish()
+        finally:
+            self._checkpoints.release()
+            if self._evaluation is not None:
+                self._evaluation.release()
+            self.program.close()
 
     def __enter__(self) -> Self:
         return self
@@ -389,7 +388,5 @@ class Trainer:
             self.close()
             return
         self.program.leave(error)
-        if not self.turn.forked and self.turn.ended is None:
-            with self.turn.taken(TRAINER, "close()", ending=True):
-                self._release()
-                self.program.close()
+        if not self.turn.over:
+            self._end(finish=False)

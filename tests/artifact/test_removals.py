@@ -1,27 +1,14 @@
-"""What partc removes and renames: in one module alone, what it made alone, and never through a link."""
+"""What partc removes and renames: in one module alone, what it made alone, and never a link."""
 
 import ast
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from partc.runtime.checkpoint.lock import LOCK, Lock
-from partc.runtime.files.removal import (
-    identity,
-    make_folder,
-    move_folder,
-    own_folder,
-    remove_file,
-    remove_hidden,
-    remove_inside,
-    remove_listed,
-    remove_tree,
-    take_place,
-)
+from partc.runtime.files.replace import make_folder, move_folder, remove, remove_file, remove_inside, take_place
 
 ROOT = Path(__file__).parents[2]
-HOME = "runtime/files/removal.py"
+HOME = "runtime/files/replace.py"
 ALONE = {
     "cli/launch/guard.py": "a process of its own, without partc: it removes the two folders of a job that partc told it of",
 }
@@ -112,31 +99,40 @@ def mine(tmp_path: Path) -> Iterator[Path]:
 def test_nothing_behind_a_link_is_removed(tmp_path: Path, mine: Path) -> None:
     link = tmp_path / ".step_00000003.saving"
     link.symlink_to(mine)
-    remove_inside(link, lambda name: True)
-    remove_tree(link)
-    remove_hidden(link)
-    remove_listed(link, lambda name: True, "notes.txt")
+    remove_inside(link, lambda name: True, "notes.txt")
+    remove(link)
     assert not remove_file(link)
     with pytest.raises(OSError, match="is a link to"):
         move_folder(link, tmp_path / "step_00000003")
-    with pytest.raises(OSError, match="is a link to"):
-        make_folder(link)
-    with pytest.raises(OSError, match="is a link to"):
-        own_folder(link)
+    for exist_ok in (False, True):
+        with pytest.raises(OSError, match="is a link to"):
+            make_folder(link, exist_ok)
     assert link.is_symlink()
 
 
 def test_a_link_inside_stays_and_so_does_what_it_leads_to(tmp_path: Path, mine: Path) -> None:
     folder = tmp_path / "made"
-    made = make_folder(folder)
+    make_folder(folder)
     (folder / "rank_0000.safetensors").symlink_to(mine / "rank_0000.safetensors")
     (folder / "inner").symlink_to(mine)
     (folder / "own").write_text("own")
-    remove_inside(folder, lambda name: True, made)
-    assert sorted(one.name for one in folder.iterdir()) == ["inner", "rank_0000.safetensors"]
-    remove_listed(folder, lambda name: True, "rank_0000.safetensors")
-    assert sorted(one.name for one in folder.iterdir()) == ["inner", "rank_0000.safetensors"]
-    remove_tree(folder, made)  # what partc made for itself goes with the links in it
+    for last in ("", "rank_0000.safetensors"):
+        remove_inside(folder, lambda name: True, last)
+        assert sorted(path.name for path in folder.iterdir()) == ["inner", "rank_0000.safetensors"]
+    remove(folder)  # what partc made for itself goes with the links in it
+    assert not folder.exists()
+
+
+def test_only_listed_files_are_removed_and_the_last_one_last(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    for name in ("manifest.json", "weights/a", "weights/mine", "ir/a"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    listed = ("manifest.json", "weights/a", "ir/a")
+    remove_inside(folder, listed.__contains__, "manifest.json")
+    assert sorted(path.name for path in folder.rglob("*")) == ["manifest.json", "mine", "weights"]
+    (folder / "weights" / "mine").unlink()
+    remove_inside(folder, listed.__contains__, "manifest.json")
     assert not folder.exists()
 
 
@@ -149,35 +145,12 @@ def test_what_another_process_removes_meanwhile_does_not_end_a_removal(tmp_path:
             (folder / name).unlink()
         return True
 
-    for removal in (
-        lambda made: remove_inside(folder, both, made),
-        lambda made: remove_listed(folder, lambda path: path in names and both(path), names[2]),
-    ):
-        folder.mkdir(exist_ok=True)
+    for last in ("", names[2]):
+        folder.mkdir()
         for name in names:
             (folder / name).write_text(name)
-        removal(identity(os.lstat(folder)))
+        remove_inside(folder, both, last)
         assert not folder.exists()
-
-
-def test_what_another_has_put_in_the_place_stays(tmp_path: Path, mine: Path) -> None:
-    file, folder = tmp_path / "file", tmp_path / "folder"
-    file.write_text("partc's")
-    made, made_folder = identity(os.lstat(file)), make_folder(folder)
-    file.rename(tmp_path / "kept")  # both live on, so that nothing else gets their identities
-    folder.rename(tmp_path / "kept too")
-    file.write_text("mine")
-    folder.mkdir()
-    (folder / "rank_0000.safetensors").write_text("mine")
-    assert not remove_file(file, made)
-    remove_hidden(file, made)
-    remove_inside(folder, lambda name: True, made_folder)
-    remove_tree(folder, made_folder)
-    with pytest.raises(OSError, match="not the folder that was made"):
-        move_folder(folder, tmp_path / "step_00000003", made_folder)
-    with pytest.raises(OSError, match="not the file that was written"):
-        take_place(file, tmp_path / "y.npz", made)
-    assert (file.read_text(), (folder / "rank_0000.safetensors").read_text()) == ("mine", "mine")
 
 
 def test_no_link_and_no_folder_is_replaced_by_a_file(tmp_path: Path, mine: Path) -> None:
@@ -196,16 +169,8 @@ def test_a_folder_behind_the_users_own_link_is_written_to(tmp_path: Path) -> Non
     (tmp_path / "disk").mkdir()
     runs = tmp_path / "runs"
     runs.symlink_to(tmp_path / "disk")
-    made = make_folder(runs / "scratch")
+    make_folder(runs / "scratch")
     (runs / "scratch" / "own").write_text("own")
-    move_folder(runs / "scratch", runs / "step", made)
-    remove_inside(runs / "step", lambda name: True, made)
+    move_folder(runs / "scratch", runs / "step")
+    remove_inside(runs / "step", lambda name: True)
     assert list((tmp_path / "disk").iterdir()) == []
-
-
-def test_a_lock_that_another_has_put_there_stays(tmp_path: Path) -> None:
-    lock = Lock(tmp_path)
-    (tmp_path / LOCK).rename(tmp_path / "away")
-    (tmp_path / LOCK).write_text("another's")
-    lock.release()
-    assert (tmp_path / LOCK).read_text() == "another's"

@@ -15,9 +15,10 @@ from partc.runtime.artifact.replace_folder import replacing_folder
 from partc.runtime.errors import UsageError
 from partc.runtime.files.replace import (
     WriteError,
+    hidden_name,
     left_beside,
-    make_beside,
-    new_folder,
+    lock,
+    locked_folder,
     replacing,
     replacing_together,
     write_text,
@@ -106,17 +107,16 @@ def test_a_full_disk_and_a_folder_that_is_none_are_one_error(tmp_path: Path, mon
 
 def test_what_dead_writers_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
     path, other = tmp_path / "y.txt", tmp_path / "x.y.txt"
-    dead = [make_beside(path, lambda name: os.open(name, os.O_CREAT | os.O_EXCL)) for _ in range(2)]
-    dead.append(make_beside(path, new_folder))
-    (dead[-1][0] / "file").write_text("half")
-    alive = make_beside(path, lambda name: os.open(name, os.O_CREAT | os.O_EXCL))
-    others = make_beside(other, lambda name: os.open(name, os.O_CREAT | os.O_EXCL))
-    for _, handle in [*dead, others]:
-        os.close(handle)
-    write_text(path, "new")
-    assert left_beside(path) == [alive[0]]
-    assert left_beside(other) == [others[0]]
-    os.close(alive[1])
+    for _ in range(2):
+        hidden_name(path).write_text("half")
+    with locked_folder(dead := hidden_name(path)):
+        (dead / "file").write_text("half")
+    (others := hidden_name(other)).write_text("half")
+    with (alive := hidden_name(path)).open("wb") as writer:
+        lock(writer.fileno())
+        write_text(path, "new")
+        assert left_beside(path) == [alive]
+        assert left_beside(other) == [others]
     write_text(path, "newer")
     assert left_beside(path) == []
 

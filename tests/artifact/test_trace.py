@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from mutation_kinds import KINDS, build
+from partc.cli.job.profile import clock_offset
 from partc.cli.main import invoke
 from partc.runtime.artifact.trace import BETWEEN, CATEGORIES, STEP, read_trace
-from partc.runtime.communication.clocks import clock_offset
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.errors import UsageError
 from partc.runtime.execution.rank_program import describe_action

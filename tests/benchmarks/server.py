@@ -140,7 +140,9 @@ def measure(name: str, folder: Path, clients: int, tokens: int, turns: int) -> N
 def streamed(port: int, clients: int, tokens: int) -> list[float]:
     """The seconds of each round: until the end of all streams, or with one token until its first byte."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": tokens, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
     found = []
     for _ in range(ROUNDS):
         time.sleep(0.05)
@@ -156,6 +158,7 @@ def streamed(port: int, clients: int, tokens: int) -> list[float]:
                     data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
                     key.data.extend(data)
                     if not data or (tokens == 1 and b"data: {" in key.data):
+                        assert key.data.startswith(b"HTTP/1.1 200 "), bytes(key.data[:500])
                         selector.unregister(key.fileobj)
                         key.fileobj.close()  # type: ignore[union-attr]
         found.append(time.perf_counter() - begin)

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from partc.runtime.job.open_mpi import settings
+from partc.runtime.communication.mpi_calls import settings
 from train_cases import CASES, data_parallel, write
 from transformer import HERE, ROOT, mpi_command
 from turns import Side, busy

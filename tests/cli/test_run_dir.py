@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from partc.cli.launch import guard
 from partc.cli.launch.run_dir import RunDir, sweep
+from partc.runtime.job.status_board import write_pid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks and /proc")
 
@@ -19,6 +21,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks and /proc
 def aged(folder: Path) -> Path:
     os.utime(folder, (time.time() - 3600,) * 2)
     return folder
+
+
+def raise_no_files(folder: Path) -> list[int]:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def test_folders_of_dead_owners_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +44,10 @@ def test_folders_of_dead_owners_are_removed_and_no_others(tmp_path: Path, monkey
         sweep(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted([run_dir.folder.name, *names[1:]])
         assert all(folder.is_dir() for folder in run_dir.folders())
+        write_pid(run_dir.folder, 1)
+        before = run_dir.pids()
+        monkeypatch.setattr("partc.cli.launch.run_dir.read_pids", raise_no_files)
+        assert run_dir.pids() == before == [0, os.getpid()]
     assert not any(folder.exists() for folder in run_dir.folders())
 
 

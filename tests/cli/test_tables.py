@@ -9,8 +9,8 @@ import pytest
 from artifact_text import write
 from partc.cli.commands import compile as compile_command
 from partc.cli.commands.compile import ranks_table
+from partc.cli.job.rank import timing
 from partc.cli.output.stats import moved
-from partc.cli.output.step_times import timing
 from partc.cli.output.table import Table
 from partc.compiler.comparison.compare import compare
 from partc.runtime.units import count, seconds, size_text

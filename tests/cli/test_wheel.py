@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     for name in ("compiler", "runtime", "cli"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("__init__.py", "py.typed", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     built = subprocess.run(
@@ -44,11 +45,10 @@ def test_the_wheel_has_all_modules_and_marks_their_types(installed: Path) -> Non
     want = {
         str(path.relative_to(ROOT)) for name in ("compiler", "runtime", "cli") for path in (ROOT / name).rglob("*.py")
     }
-    assert have == want
+    assert have == want | {"__init__.py"}
     page = [path.relative_to(ROOT) for path in (ROOT / "cli/report").rglob("*.*") if path.suffix not in (".py", ".pyc")]
     assert [str(path) for path in page if not (installed / "partc" / path).is_file()] == []
-    assert (installed / "partc/compiler/py.typed").is_file()
-    assert (installed / "partc/runtime/py.typed").is_file()
+    assert (installed / "partc/py.typed").is_file()
 
 
 def test_its_commands_run_without_the_tree(installed: Path, tmp_path: Path) -> None:
@@ -64,5 +64,7 @@ def test_its_commands_run_without_the_tree(installed: Path, tmp_path: Path) -> N
         return ended.stdout
 
     assert all(path.startswith(str(installed)) for path in python("-c", _WHERE).split())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert python("-c", "import partc; print(partc.__version__)").strip() == version
     partc = ("-c", "from partc.cli.main import main; main()")
     assert "equal" in python(*partc, "verify", "model.py", "--plan", "plan.yaml")

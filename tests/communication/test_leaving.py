@@ -16,7 +16,7 @@ import pytest
 from artifact_edit import chain
 from mpi_ranks_case import MPIEXEC, job
 from partc.cli.launch.signals import Signals
-from partc.cli.launch.stopped import Stopped
+from partc.cli.launch.supervise import Stopped
 from partc.runtime import load_trainer
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.communication.transport import Transport

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from partc.runtime.communication.host import rounds
-from partc.runtime.communication.host.single import SingleRound
+from partc.runtime.communication.host.plane import SingleRound
 from partc.runtime.job.parking import Parking
 from simulation.scheduler import Scheduler
 from simulation.wakes import Memory, SimulatedCell, SimulatedCount, SimulatedTurns, SimulatedWords, Values, run

@@ -1,5 +1,6 @@
 """What is known of a step of every sample before it runs: the size of each value, or how large those become that grow with a decoder's
-sequences, the bytes that ranks give the transport, and of a pipeline the time of its schedule. A plan is compiled once for all of these.
+sequences, the bytes that ranks give the transport, and of a pipeline the time of its schedule; and that the minimal runtime of the samples
+computes what partc's computes. A plan is compiled once for all of these.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from machines import curve, machine
+from minimal_ranks import minimal_runtime, run, same_as_partc
 from partc.cli.job.inputs import open_inputs
 from partc.cli.output.pipeline import pipeline_of
 from partc.cli.output.stats import typical_sizes
@@ -22,6 +24,7 @@ from partc.compiler.schedule.simulate import simulate
 from partc.runtime import load, load_trainer
 from partc.runtime.artifact.comm.lookup_ops import LOOKUPS
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.legal_sizes import is_legal
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tensors.dtypes import Bytes
 from partc.runtime.communication.in_process import LocalTransport, LocalWorld
@@ -105,6 +108,25 @@ def test_bytes_of_a_sample_are_counted(artifact: Artifact) -> None:
         assert all(0 < measured[rank] <= predicted[rank] for rank in measured), "distinct rows travel, at most all"
     else:
         assert predicted == measured
+
+
+def test_the_minimal_runtime_equals_partc(artifact: Artifact, plan: str) -> None:
+    """Two steps of small sizes. In float16 values depend on where sessions begin, and first steps of Adam on the sign of a gradient."""
+    manifest = artifact.manifest
+    scalars = {*manifest.training.scalars} if manifest.training is not None else set()
+    sizes = {
+        name: next(size for size in range(3, 999) if is_legal(size, law)) for name, law in manifest.symbols.items()
+    }
+    names = [port.name for port in manifest.inputs if port.name not in scalars]
+    steps = [open_inputs(manifest, [], seed, sizes).read(names) for seed in (7, 8)]
+    if lookups := sorted({one.op for one in manifest.collectives if one.op in LOOKUPS}):
+        with pytest.raises(minimal_runtime.Refused, match=f"not done here: {' and '.join(lookups)}"):
+            run(artifact.folder, manifest.ranks, steps)
+        return
+    is_half = plan == "gpt/train_offload"
+    same_as_partc(
+        artifact.folder, manifest.ranks, steps, rtol=1e-3 if is_half else 1e-6, of_state=0.1 if is_half else None
+    )
 
 
 @pytest.mark.parametrize("plan", PIPELINES, indirect=True)

@@ -83,7 +83,7 @@ def test_every_record_comes_once_and_is_filled_up(corpus: Path, kind: str, bucke
     assert bool(filled < 1.5 * LENGTHS.sum()) is bucketed
 
 
-@pytest.mark.parametrize(("kind", "reads"), [("Objects", 2 + 30), ("Told", 2)])
+@pytest.mark.parametrize(("kind", "reads"), [("Objects", 3 + 30), ("Told", 3)])
 def test_lengths_that_a_source_tells_are_not_read(tmp_path: Path, kind: str, reads: int) -> None:
     (tmp_path / "s.py").write_text(f"{SOURCES}\nsource = {kind}()\n")
     said = {"source": str(tmp_path / "s.py"), "length": "ids"}

@@ -1,20 +1,18 @@
-"""Calls of a program in one process that something meets at any instant: Ctrl-C, after which the next call is right, or a collection."""
+"""Ctrl-C at any instant of a call of a program in one process: the next call is right."""
 
 from __future__ import annotations
 
-import dis
+import random
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from artifact_text import write
-from partc.runtime.job import turn as turns
-from partc.runtime.job.turn import PROGRAM, TRAINER, Turn, one_at_a_time
+from partc.runtime.job.turn import PROGRAM, TRAINER, Turn, one_call
 from turns_case import PING_PONG
 
 INTERRUPTED = """
@@ -73,115 +71,37 @@ class Nested:
     def __init__(self) -> None:
         self.turn = Turn(waits=True)
 
-    @one_at_a_time(TRAINER)
+    @one_call(TRAINER)
     def outer(self) -> int:
-        with self.turn.lent("the schedule"):
+        with self.turn.running("the schedule"):
             self.doing = "asks"
         return self.inner() + 1
 
-    @one_at_a_time(PROGRAM)
+    @one_call(PROGRAM)
     def inner(self) -> int:
         return 1
 
 
-class Interrupt:
-    """KeyboardInterrupt at the `at`-th instant of turn.py where the interpreter looks for signals: a function's start, a call's end."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.before: dict[FrameType, str] = {}
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Interrupt | None:
-        if not frame.f_code.co_filename.endswith("turn.py"):
-            return None
-        frame.f_trace_opcodes = True
-        looks = event == "call" or (event == "opcode" and self.before.get(frame, "").startswith(("CALL", "JUMP_BACK")))
-        if event == "opcode":
-            self.before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if looks:
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def test_ctrl_c_at_each_instant_of_taking_and_giving_back() -> None:
-    """The next call is made, whoever makes it."""
-    thing, interrupted = Nested(), 0
-    while True:
-        before = sys.gettrace()
-        sys.settrace(Interrupt(interrupted))
-        try:
-            found = thing.outer()
-        except KeyboardInterrupt:
-            found = 0
-        finally:
-            sys.settrace(before)
-        if found == 2:
-            break
-        assert not thing.turn.busy
-        if interrupted % 2:
-            assert (thing.inner(), thing.outer()) == (1, 2)
-        else:
-            others: list[int] = []
-            thread = threading.Thread(target=lambda others=others: others.append(thing.outer()))
-            thread.start()
-            thread.join(60)
-            assert others == [2]
-        interrupted += 1
-    assert interrupted > 30
-
-
-COLLECTING = """
-import gc, threading, time
-from partc.runtime.job import turn as turns
-from partc.runtime.job.turn import PROGRAM, Turn
-turn, kept = Turn(waits=True), []
-
-def work():
-    for _ in range(60):
-        kept.append([[]])
-        turn.busy
-        with turn.taken(PROGRAM, "a step"):
-            kept.append([[]])
-            time.sleep(0.0002)
-
-gc.callbacks.append(lambda *_: time.sleep(0.0001))
-gc.set_threshold(1, 1, 1)
-threads = [threading.Thread(target=work) for _ in range(4)]
-[one.start() for one in threads]
-[one.join() for one in threads]
-"""
-
-
-def test_a_collection_while_threads_wait_stops_none() -> None:
-    """Something runs at each collection, such as a finalizer, and another thread is let run."""
-    assert subprocess.run([sys.executable, "-c", COLLECTING], timeout=60, check=False).returncode == 0
-
-
-def test_a_look_that_ends_at_a_generator_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator that a call has resumed leaves the stack between two steps of who looks: the frames below cannot be reached from it."""
-    turn, entered, leave = Turn(waits=True), threading.Event(), threading.Event()
-
-    def call() -> None:
-        with turn.taken(TRAINER, "a call"):
-            entered.set()
-            leave.wait(60)
-
-    def numbers() -> Iterator[int]:
-        yield 1
-
-    suspended = numbers()
-    next(suspended)
-    seen = iter([suspended.gi_frame, suspended.gi_frame])
-    look = turns._stack_of
-    monkeypatch.setattr(turns, "_stack_of", lambda thread: next(seen, None) or look(thread))
-    thread = threading.Thread(target=call)
-    thread.start()
-    entered.wait(60)
-    assert turn.busy
-    assert next(seen, None) is None
-    leave.set()
-    thread.join()
-    assert not turn.busy
+def test_ctrl_c_at_many_instants_of_taking_and_giving_back() -> None:
+    """2,000 signals within tens of microseconds of a row of short calls: the next call is made, also by another thread."""
+    thing, chance, interrupted = Nested(), random.Random(2), 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for instant in range(2000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 6e-5))
+                while True:
+                    assert thing.outer() == 2
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert not thing.turn.busy
+            assert thing.outer() == 2
+            if instant % 50 == 0:
+                results: list[int] = []
+                other = threading.Thread(target=lambda results=results: results.append(thing.outer()), daemon=True)
+                other.start()
+                other.join(20)
+                assert results == [2]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 2000

@@ -73,14 +73,51 @@ async def slow_bodies(port: int, random: Random) -> None:
         await send(ends, b" ", 1000, 0.5)
 
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\nUpgrade: "
+TRAILERS = (
+    (CHUNKED + b"0\r\n", b"a:\r\n"), (CHUNKED + b"0\r\na: ", b"b"), (CHUNKED + b"0\r\na: b\r\n", b" folded\r\n"),
+    (CHUNKED + b"1\r\n \r\n0\r\n", b"long-" * 100 + b":\r\n"),
+)  # fmt: skip
+CHUNKS = (
+    (CHUNKED, b"1\r\n \r\n"), (CHUNKED, b"1;a\r\n \r\n"), (CHUNKED + b"1;", b"a" * 5000), (CHUNKED + b"1;a=\"", b"\\\\"),
+    (CHUNKED, b"1;" + b"a" * 900 + b"\r\n \r\n"), (CHUNKED, b"0" * 100), (CHUNKED + b"fffffffffffffffe\r\n", b" " * 100),
+)  # fmt: skip
+HEADS = (
+    (b"GET /", b"a" * 100), (b"GET /?", b"%00"), (b"G", b"G"), (GET, b"a:\r\n"), (GET + b"a: ", b"b"), (GET + b"a: b\r\n", b" folded\r\n"),
+    (GET + b"Cookie: ", b"a=b; "), (b"", b"\r\n"), (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0\0\0\4\0\0\0\0\0"), (b"\x16\3\1", b"\2\0"),
+    (GET + UPGRADE + b"websocket\r\n\r\n", b"\x81\x7e\x40\0" + b"a" * 100), (GET + UPGRADE + b"h2c\r\n\r\n", GET + b"\r\n"),
+    (POST + UPGRADE + b"h2c\r\nContent-Length: 999999\r\n\r\n", b" "), (b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"a" * 100),
+    (POST + b"Expect: 100-continue\r\nContent-Length: 999999\r\n\r\n", b""), (POST + b"Content-Length: 99999999999999\r\n\r\n", b" "),
+    (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", b"1\r\n \r\n"),
+    (POST + b"Content-Encoding: gzip\r\nContent-Length: 999999\r\n\r\n", b"\0"),
+)  # fmt: skip
+"""Begins of requests, and what follows them without end."""
+
+
 async def trailers(port: int, random: Random) -> None:
+    await endless(port, *random.choice(TRAILERS))
+
+
+async def chunks(port: int, random: Random) -> None:
+    await endless(port, *random.choice(CHUNKS))
+
+
+async def heads(port: int, random: Random) -> None:
+    await endless(port, *random.choice(HEADS))
+
+
+async def endless(port: int, begin: bytes, rest: bytes) -> None:
+    """Sends the begin of a request, and 20 MB of what follows, or for a second nothing."""
     ends = await dial(port)
-    body = random.choice((b"0\r\n", b"1;" + b"a" * 5000, b"1\r\n \r\n"))
     with contextlib.closing(ends[1]):
-        await send(
-            ends, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + body
-        )
-        await send(ends, (b"a:\r\n" if body[:1] == b"0" else body) * 1000, 5000)
+        await send(ends, begin)
+        if not rest:
+            await asyncio.sleep(1)
+        else:
+            await send(ends, rest * (1 + 4000 // len(rest)), 5000)
 
 
 async def pipelined(port: int, random: Random) -> None:
@@ -152,9 +189,9 @@ async def unread_streams(port: int, random: Random) -> None:
 
 
 ATTACKS: dict[Callable[[int, Random], Awaitable[None]], tuple[int, float]] = {
-    headers: (2, 0.1), half_requests: (1, 0.1), slow_heads: (40, 0.1), slow_bodies: (40, 0.1), trailers: (2, 0.1), pipelined: (3, 0.1),
-    texts: (1, 0.2), bodies: (2, 0.2), templates: (6, 0.1), rebinding: (2, 0.02), garbage: (2, 0.02), resets: (2, 0.02),
-    unread_streams: (1, 0.5),
+    headers: (2, 0.1), half_requests: (1, 0.1), slow_heads: (40, 0.1), slow_bodies: (40, 0.1), trailers: (2, 0.1),
+    chunks: (2, 0.1), heads: (4, 0.05), pipelined: (3, 0.1), texts: (1, 0.2),
+    bodies: (2, 0.2), templates: (6, 0.1), rebinding: (2, 0.02), garbage: (2, 0.02), resets: (2, 0.02), unread_streams: (1, 0.5),
 }  # fmt: skip
 """By attack how many clients make it at once, and how long each waits before the next time."""
 NAMES = [attack.__name__ for attack in ATTACKS]

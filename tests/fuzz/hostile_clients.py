@@ -5,18 +5,22 @@ none waits for long, while the server's memory, files and output stay small.
     python tests/fuzz/hostile_clients.py --seconds 4 --only all --in-process
 
 The server has 64 files and 1.5 GB of address space a process (`--files`, `--memory`), the attackers are a process of lower priority. Prints
-for each attack the honest answers, the longest time from a request to its first event or between two events, and the server's memory.
+for each attack the honest answers, the longest waits (for a connection, for the head of an answer, from there to the first event, which a
+request without a slot waits for, and from event to event), and the server's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from threading import Event, Thread
@@ -44,8 +48,10 @@ class Honest:
 
     def __init__(self, client: Client, answers: dict[tuple[int, ...], list[int]]) -> None:
         self._client, self._answers = client, answers
-        self._ends = Event()
+        self.ends = Event()
         self.waits = list[float]()
+        self.longest = dict.fromkeys(("connect", "head", "slot", "token"), 0.0)
+        """The longest wait for a connection, for the head of the answer, for the first event, and for each further one."""
         self.count, self.wrong = 0, list[str]()
         self._threads = [Thread(target=self._ask, args=(number,)) for number in range(HONEST)]
 
@@ -55,69 +61,91 @@ class Honest:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ends.set()
+        self.ends.set()
         for thread in self._threads:
             thread.join(60)
 
     def _ask(self, number: int) -> None:
         random = Random(number)
-        while not self._ends.is_set():
+        while not self.ends.is_set():
             prompt, wanted = random.choice([*self._answers.items()])
-            tokens, before = list[int](), time.monotonic()
+            tokens = list[int]()
             try:
-                with self._client.streaming("/v1/completions", {"prompt": prompt, "max_tokens": len(wanted)}) as events:
-                    for kind, data in events:
-                        now = time.monotonic()
-                        self.waits.append(now - before)
-                        before = now
-                        if kind == "error":
-                            raise AssertionError(data)
-                        tokens += [] if data == "[DONE]" else json.loads(data)["choices"][0]["token_ids"]
+                with closing(http.client.HTTPConnection("127.0.0.1", self._client.port, timeout=60)) as connection:
+                    before = time.monotonic()
+                    connection.connect()
+                    before = self._waited("connect", before)
+                    body = {"prompt": prompt, "max_tokens": len(wanted), "stream": True}
+                    connection.request("POST", "/v1/completions", json.dumps(body))
+                    response = connection.getresponse()
+                    assert response.status == 200, response.read()
+                    before, kind = self._waited("head", before), "slot"
+                    for line in response:
+                        if line.startswith(b"data: {"):
+                            before, kind = self._waited(kind, before), "token"
+                            tokens += json.loads(line[6:])["choices"][0]["token_ids"]
                 assert tokens == wanted, f"{tokens}, not {wanted}"
-            except (OSError, AssertionError, ValueError) as error:
+            except (OSError, AssertionError, ValueError, LookupError, http.client.HTTPException) as error:
                 self.wrong.append(f"after {time.monotonic() - before:.1f} s: {type(error).__name__}: {error}"[:300])
             self.count += 1
             time.sleep(random.random() * 0.1)
 
+    def _waited(self, kind: str, since: float) -> float:
+        """Notes a wait; the time now."""
+        now = time.monotonic()
+        self.longest[kind] = max(self.longest[kind], now - since)
+        self.waits.append(now - since)
+        return now
 
-def status_of(pid: int, name: str) -> int:
-    """A number of a process's status file, KiB as bytes."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
+
+def mebibytes(pid: int) -> tuple[float, float]:
+    """A process's resident memory and address space in MiB; zeros of a process that has ended, which has neither."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    resident, size = (int(lines.get(name, "0").split()[0]) / 1024 for name in ("VmRSS", "VmSize"))
+    return resident, size
 
 
 def measure(
     name: str, server: MpiServer, answers: dict[tuple[int, ...], list[int]], seconds: float, late: float
 ) -> bool:
     """Whether the honest clients get what they get alone, next to one attack or all, and the server stays small."""
-    pid, before = server.process.pid, status_of(server.process.pid, "VmRSS")
+    pid = server.process.pid
+    before, largest, second_half, space, files = mebibytes(pid)[0], 0.0, 0.0, 0.0, 0
     names = {"all": NAMES, "none": []}.get(name, [name])
     program = ("nice", "-n", "10", sys.executable, "-c", "import attacks; attacks.main()")
     command = [*program, str(server.port), str(seconds), ",".join(names)]
-    largest = second_half = files = 0
     with (
         Honest(server, answers) as honest,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as attackers,
     ):
         begin = time.monotonic()
-        while attackers.poll() is None:
-            largest = max(largest, status_of(pid, "VmRSS"))
+        while attackers.poll() is None and server.process.poll() is None:
+            now, size = mebibytes(pid)
+            largest, space = max(largest, now), max(space, size)
             if time.monotonic() - begin < seconds / 2:
-                second_half = status_of(pid, "VmRSS")
-            files = max(files, len(os.listdir(f"/proc/{pid}/fd")))
+                second_half = now
+            with contextlib.suppress(OSError):  # it has ended
+                files = max(files, len(os.listdir(f"/proc/{pid}/fd")))
             time.sleep(0.1)
+        if server.process.poll() is not None:
+            attackers.kill()
+            honest.ends.set()
         assert attackers.stdout is not None
         attacks = attackers.stdout.read().strip()
-    after = status_of(pid, "VmRSS")
     waits = sorted(honest.waits) or [float("inf")]
-    before, largest, after, grown = (size / (1 << 20) for size in (before, largest, after, after - second_half))
+    ended = server.process.poll() is not None
+    after = 0.0 if ended else mebibytes(pid)[0]
+    kinds = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in honest.longest.items())
     print(
         f"{name:14} {attacks or 0:>7} attacks  {honest.count:5} answers {len(honest.wrong):3} wrong  "
-        f"waits: median {waits[len(waits) // 2] * 1e3:4.0f} ms, longest {waits[-1]:5.2f} s  "
-        f"memory {before:.0f} -> {largest:.0f} -> {after:.0f} MiB, {grown:+.1f} in the second half  {files} files",
+        f"waits: median {waits[len(waits) // 2] * 1e3:4.0f} ms, longest {waits[-1]:5.2f} s ({kinds})  "
+        f"memory {before:.0f} -> {largest:.0f} -> {after:.0f} MiB, {after - second_half:+.1f} in the second half, "
+        f"of {space:,.0f} MiB of addresses  {files} files",
         flush=True,
     )
     print(*honest.wrong[:5], sep="\n", end="\n" if honest.wrong else "")
+    if ended:
+        return False
     healthy = server.get("/health")[0] == 200
     in_time = waits[-1] <= late or not late
     return (
@@ -153,16 +181,21 @@ def main() -> int:
         prompts = [tuple(random.randrange(VOCABULARY) for _ in range(size)) for size in (1, 2, 7, 30)]
         answers = {prompt: alone.tokens([*prompt], 60) for prompt in prompts}
         options = ("--tokenizer", str(write_tokenizer(folder, template=TEMPLATE)), *["--in-process"] * args.in_process)
-        limits = ("bash", "-c", f'ulimit -v {args.memory}; ulimit -n {args.files}; exec "$@"', "bash")
-        with MpiServer(folder=folder / "build", options=options, before=limits) as server:
+        limits = f'ulimit -v {args.memory}; ulimit -n {args.files}; exec "$@" 2> "$0"'
+        before = ("bash", "-c", limits, str(folder / "stderr"))
+        with MpiServer(folder=folder / "build", options=options, before=before) as server:
             good = True
             for name in args.only.split(",") if args.only else ["none", *NAMES, "all"]:
                 seconds = args.seconds if name == "all" else args.seconds / 20
                 good = measure(name, server, answers, seconds, args.late) and good
+                if server.process.poll() is not None:
+                    print("the server has ended")
+                    good = False
+                    break
             server.process.terminate()
-            code, text = server.ended(60)
-    lines = text.splitlines()
-    print(f"exit code {code}, {len(lines)} lines written", *lines[:8], sep="\n  ")
+            code = server.process.wait(60)
+        lines = (folder / "stderr").read_text().splitlines()
+    print(f"exit code {code}, {len(lines)} lines written", *lines, sep="\n  ")
     print("held" if good and code == 0 and len(lines) <= LINES else "not held")
     return 0 if good and code == 0 and len(lines) <= LINES else 1
 

@@ -3,7 +3,7 @@
     python tests/fuzz/torch_extremes.py             all functions
     python tests/fuzz/torch_extremes.py --only amax log1p
 
-Functions that differ are in the table of `samples/guide/torch_numbers.md`, or in its last sentence, where they have no translation, and
+Functions that differ are in the table of `samples/guide/models.md`, or in its last sentence, where they have no translation, and
 what is there differs: another outcome is a fault.
 
 Inputs are zeros of both signs, denormals, numbers around 1e-6, ordinary ones, 30 to 100, 1e19 to 3e38, infinities and NaN.
@@ -29,7 +29,7 @@ from partc.compiler.directives.recorder import Recorder
 from partc.compiler.frontend.inputs import DimNames
 from partc.compiler.frontend.torch.torch_module import export
 
-GUIDE = Path(__file__).parents[2] / "samples/guide/torch_numbers.md"
+GUIDE = Path(__file__).parents[2] / "samples/guide/models.md"
 CLOSE, SMALLEST = 1e-5, float(np.finfo(np.float32).tiny)
 INF, NAN = float("inf"), float("nan")
 ROWS: dict[str, list[float]] = {

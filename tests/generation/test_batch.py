@@ -15,8 +15,8 @@ from onnx import numpy_helper
 from partc.compiler.pipeline import compile_model
 from partc.runtime import ContinuousBatch, Generator, InputError, RankError, Request, load, load_local_generator
 from partc.runtime.communication.in_process import LocalAgreements, LocalWorld
-from partc.runtime.generation.commands import WORDS, Command
-from partc.runtime.generation.commands import begin as begin_command
+from partc.runtime.generation.batch import WORDS, Command
+from partc.runtime.generation.batch import begin as begin_command
 
 SPOILT = 9
 """The token whose embedding is not a number in the spoilt model."""

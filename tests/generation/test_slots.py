@@ -17,6 +17,8 @@ from partc.runtime.generation.request import Request
 from partc.runtime.generation.slots import Slots
 
 VOCABULARY = 50
+END = 3
+"""The token that ends the decoder's text."""
 
 
 def record(slots: int, chunk: int, padded: bool = True, runs: int = 1) -> GenerationRecord:
@@ -31,6 +33,7 @@ def record(slots: int, chunk: int, padded: bool = True, runs: int = 1) -> Genera
         chunk=chunk,
         runs=runs,
         padded=padded,
+        stop=[END],
     )
 
 
@@ -47,10 +50,15 @@ def following(tokens: list[int]) -> int:
     return sum((k + 1) * token for k, token in enumerate(tokens)) % VOCABULARY
 
 
+def ends_of(request: Request) -> set[int]:
+    """The tokens that end a request."""
+    return {*request.stop} if request.ignore_end else {END, *request.stop}
+
+
 def alone(request: Request) -> list[int]:
     """What the decoder makes of a request by itself."""
     tokens, made = [*request.prompt], list[int]()
-    while len(made) < request.max_tokens and not (made and made[-1] in request.stop):
+    while len(made) < request.max_tokens and not (made and made[-1] in ends_of(request)):
         made.append(following(tokens))
         tokens.append(made[-1])
     return made
@@ -61,6 +69,7 @@ request = st.builds(
     prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
     max_tokens=st.integers(1, 30),
     stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
+    ignore_end=st.booleans(),
 )
 
 
@@ -95,7 +104,7 @@ def test_every_request_gets_its_tokens_whoever_runs_beside_it(
             finish[token.request] = token.finish
     assert made == [alone(one) for one in requests]
     assert finish == [
-        "stop" if tokens[-1] in one.stop else "length" for tokens, one in zip(made, requests, strict=True)
+        "stop" if tokens[-1] in ends_of(one) else "length" for tokens, one in zip(made, requests, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.in_process import LocalWorld
 from partc.runtime.errors import StepError
-from partc.runtime.lookups.distinct import distinct
+from partc.runtime.lookups.lookup import distinct
 from run_collectives import run_reference_of_all, same, whole
 
 ROWS, ROW = 12, (2, 3)

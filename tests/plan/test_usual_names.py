@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.onnx_file import from_proto
-from partc.compiler.training.loss_and_metrics import add_metric
+from partc.compiler.training.add_training import add_metric
 from plan_values import loss, metric
 
 NUMBERS = {"prediction": "y", "target": "t"}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from partc.cli.difference.facts import facts_of
 from partc.cli.main import invoke
-from partc.cli.report.mesh import axes_of
+from partc.cli.report.document import axes_of
 from partc.cli.report.page import SCRIPTS, STYLES, json_text
 from partc.compiler.pipeline import compile_model
 from partc.runtime.artifact.manifest import open_artifact

@@ -22,8 +22,8 @@ from guide_pages import INDEX, ROOT, SAMPLES, Command, blocks, commands, course
 from partc.cli.launch.launcher import Kind, find_launcher
 from partc.cli.machine import measure
 from partc.cli.main import invoke
-from partc.compiler.directives.context import INSTEAD
 from partc.compiler.frontend import load
+from partc.compiler.frontend.python import INSTEAD
 from partc.compiler.ops.registry import entries
 from partc.compiler.pipeline import compile_model
 from partc.compiler.plan.dataset import KEYS

@@ -26,13 +26,12 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from partc.compiler.errors import Problem
-from partc.compiler.schedule.cells import WrongCell
 from partc.compiler.schedule.costs import Costs, unit_costs
-from partc.compiler.schedule.messages import readers
+from partc.compiler.schedule.grid import readers
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.simulate import simulate
 from partc.compiler.schedule.stages import Stages
-from partc.compiler.schedule.validity import problems
+from partc.compiler.schedule.validity import WrongCell, problems
 from partc.runtime.artifact.tasks.task import Task
 
 _LAW = "ranks take part in messages in one order: a Send may wait until its receiver has come to the Receive"

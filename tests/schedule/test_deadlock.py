@@ -9,7 +9,7 @@ import pytest
 from event_rows import Action, Message, Role, actions, blocked, most_unread, roles, validate_actions
 from homes import loop, one_each, vee
 from partc.compiler.schedule.costs import Costs, StageCost
-from partc.compiler.schedule.messages import message_counts, readers
+from partc.compiler.schedule.grid import message_counts, readers
 from partc.compiler.schedule.schedule import Schedule
 from partc.compiler.schedule.stages import Edge, graph
 from partc.compiler.schedulers.gpipe import gpipe

@@ -29,7 +29,10 @@ from partc.runtime import ContinuousBatch, load_local_generator, open_artifact
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.?"
 """The texts of the tokens of a decoder of 64, one each."""
-TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}{{ message.content | trim }}{% endfor %}{{ extra }}"
+    "{% if add_generation_prompt %}A{% endif %}"
+)
 Answer = tuple[int, dict[str, Any]]
 
 

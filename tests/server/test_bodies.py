@@ -63,7 +63,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader("m", RECORD, open_tokenizer(str(path)), find_chat_template(str(path)))
 
 
-def read(reader: Reader, data: bytes) -> list[Completion]:
+def read(reader: Reader, data: bytes) -> list[list[Completion]]:
     """The requests that a body makes as either kind; those that refuse it have a status, a text and a body."""
     found, refused = [], list[RefusedError]()
     for how in (reader.completion, reader.chat):
@@ -81,7 +81,7 @@ def read(reader: Reader, data: bytes) -> list[Completion]:
 def test_any_document_is_met_or_refused(reader: Reader, odd: dict[str, object], fitting: dict[str, object]) -> None:
     for document in (odd, {**odd, **fitting}, fitting):
         for found in read(reader, json.dumps(document).encode()):
-            assert [*faults_of(found.request, RECORD)] == []
+            assert all([*faults_of(one.request, RECORD)] == [] for one in found)
 
 
 @given(st.binary(max_size=60))
@@ -131,7 +131,7 @@ def test_true_is_no_number_and_one_no_switch(reader: Reader) -> None:
     ]:
         assert read(reader, json.dumps({"prompt": [1], name: value}).encode()) == [], name
         assert read(reader, json.dumps({**chat, name: value}).encode()) == [], name
-    for name, value in (("n", 1), ("n", 1.0), ("presence_penalty", 0.0), ("logprobs", False), ("logprobs", 0)):
+    for name, value in (("n", 1), ("presence_penalty", 0.0), ("logprobs", False), ("logprobs", 0)):
         assert len(read(reader, json.dumps({"prompt": [1], name: value}).encode())) == 1, name
 
 

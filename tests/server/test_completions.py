@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import http.client
 import json
 import os
 import signal
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from decoders import VOCABULARY, Unsharded, decoder
 from partc.cli.job import serving
 from partc.cli.job.job import Job
 from partc.cli.main import invoke
+from partc.cli.server.connections import Connection, State, _readable
 from partc.cli.server.front import Front
 from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
@@ -87,6 +91,157 @@ def test_what_clients_of_the_api_send_by_themselves_is_taken(server: LocalServer
     assert (status, refused["error"]["code"]) == (404, "model_not_found")
 
 
+def test_tokens_that_end_an_answer(build: Path, server: LocalServer, tokens: list[int]) -> None:
+    found = server.complete(PROMPT, max_tokens=40, stop_token_ids=[tokens[6], 63])
+    at = tokens.index(tokens[6])
+    assert (found["token_ids"], found["text"], found["finish_reason"]) == (
+        tokens[: at + 1],
+        text_of(tokens[:at]),
+        "stop",
+    )
+    manifest = json.loads((build / "manifest.json").read_text())
+    assert manifest["generation"]["stop"] == []
+    reader = server.front._reader
+    reader = dataclasses.replace(reader, ending=(tokens[6],))
+    for ignores, stop in ((False, [tokens[6], 5]), (True, [5])):
+        body = {"prompt": PROMPT, "stop_token_ids": [5], "ignore_eos": ignores}
+        request = reader.completion(json.dumps(body).encode())[0].request
+        assert (request.stop, request.ignore_end) == (stop, ignores)
+    status, refused = server.post(COMPLETIONS, {"prompt": PROMPT, "stop_token_ids": [64]})
+    assert (status, refused["error"]["message"]) == (400, "64 is not a token; tokens are 0 to 63")
+
+
+def test_a_conversation_is_continued_within_its_last_message(server: LocalServer) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo "}]
+    wanted = server.complete("uhiayo", max_tokens=9)["text"]
+    status, found = server.post(CHAT, {"messages": messages, "max_tokens": 9, "continue_final_message": True})
+    assert (status, found["choices"][0]["message"]["content"]) == (200, wanted)
+    status, found = server.post(CHAT, {"messages": messages[:1], "max_tokens": 9, "add_generation_prompt": False})
+    assert found["choices"][0]["message"]["content"] == server.complete("uhi", max_tokens=9)["text"]
+    for wrong in (messages[:1], [{"role": "assistant", "content": " "}]):
+        status, refused = server.post(CHAT, {"messages": wrong, "continue_final_message": True})
+        assert (status, refused["error"]["param"]) == (400, "continue_final_message"), refused
+
+
+def test_a_template_gets_the_values_of_a_request(server: LocalServer) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    wanted = server.complete("uhizzA", max_tokens=9)["text"]
+    status, found = server.post(CHAT, {**body, "chat_template_kwargs": {"extra": "zz", "thinks": True}})
+    assert (status, found["choices"][0]["message"]["content"]) == (200, wanted)
+    for wrong, fact in (
+        ([], "is not a mapping"),
+        ({"tools": [1]}, 'has no true, false, number or text as "tools"'),
+        ({"messages": "a"}, 'has the name "messages", which the server sets'),
+        ({str(at): 1 for at in range(65)}, "has 65 names; at most 64"),
+    ):
+        status, refused = server.post(CHAT, {**body, "chat_template_kwargs": wrong})
+        assert (status, refused["error"]["param"]) == (400, "chat_template_kwargs")
+        assert fact in refused["error"]["message"]
+
+
+def test_several_prompts_and_choices_are_one_answer(build: Path, tokens: list[int]) -> None:
+    other = [7, 7]
+    with LocalServer(build, queue=6) as server:
+        alone = server.complete(other, max_tokens=9)["token_ids"]
+        body = {"prompt": [PROMPT, other], "n": 2, "max_tokens": 9}
+        status, found = server.post(COMPLETIONS, body)
+        assert [one["index"] for one in found["choices"]] == [0, 1, 2, 3]
+        assert [one["token_ids"] for one in found["choices"]] == [tokens[:9]] * 2 + [alone] * 2
+        assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 36, "total_tokens": 43}
+        drawn = {"prompt": PROMPT, "n": 3, "max_tokens": 9, "temperature": 2.0, "seed": 2**64 - 1}
+        choices = server.post(COMPLETIONS, drawn)[1]["choices"]
+        for choice, seed in zip(choices, (2**64 - 1, 0, 1), strict=True):
+            assert choice["token_ids"] == server.complete(PROMPT, max_tokens=9, temperature=2.0, seed=seed)["token_ids"]
+        with server.streaming(COMPLETIONS, {**body, "stream_options": {"include_usage": True}}) as events:
+            *documents, end = [data for _, data in events]
+        parts: list[list[int]] = [[], [], [], []]
+        *documents, counts = map(json.loads, documents)
+        for document in documents:
+            assert document["id"] == documents[0]["id"]
+            for choice in document["choices"]:
+                parts[choice["index"]] += choice["token_ids"]
+        assert (parts, end, counts["usage"]) == ([tokens[:9]] * 2 + [alone] * 2, "[DONE]", found["usage"])
+        with server.streaming(COMPLETIONS, {"prompt": [PROMPT, other], "n": 3, "max_tokens": 120}) as events:
+            next(events)
+            status, refused = server.post(COMPLETIONS, body)
+            assert (status, refused["error"]["code"]) == (429, "queue_full")
+        until(lambda: not server.front._engine._open)  # type: ignore[union-attr]
+        for wrong, fact in (
+            ({"n": 9}, "9 choices are more than the 8 requests that may run or wait"),
+            ({"n": 129}, "'n' is wrong"),
+            ({"n": 65}, "2 prompts with 65 choices each; at most 128 choices together"),
+            ({"prompt": [[1]] * 129}, "'prompt' has 129 prompts; at most 128"),
+            ({"prompt": [[1], [64]]}, "64 is not a token"),
+            ({"prompt": [[1], 2]}, "'prompt' is a text, or a list of token ids"),
+        ):
+            status, refused = server.post(COMPLETIONS, {"prompt": [[1], [2]] if wrong.get("n") == 65 else [1], **wrong})
+            assert status == 400
+            assert fact in refused["error"]["message"], refused
+
+
+def test_texts_and_tokens_are_each_other(server: LocalServer) -> None:
+    found = server.post("/tokenize", {"prompt": text_of(PROMPT), "model": "model.onnx"})
+    assert found == (200, {"count": 5, "max_model_len": 128, "tokens": PROMPT})
+    assert server.post("/detokenize", {"tokens": PROMPT}) == (200, {"prompt": text_of(PROMPT)})
+    status, found = server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
+    assert (status, text_of(found["tokens"])) == (200, "uhiA")
+    for path, body, fact in (
+        ("/tokenize", {}, "the body has either a prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "either a prompt or messages"),
+        ("/tokenize", {"prompt": "a" * 129}, "the text has 129 letters, more than 128 tokens have"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "the model 'other' is not here"),
+        ("/detokenize", {"tokens": [64]}, "64 is not a token; tokens are 0 to 63"),
+        ("/detokenize", {"tokens": [1] * 129}, "there are 129 tokens, more than 128"),
+        ("/detokenize", {"tokens": "a"}, "'tokens' is wrong"),
+    ):
+        status, refused = server.post(path, body)
+        assert status in (400, 404)
+        assert fact in refused["error"]["message"]
+
+
+def test_a_key_a_name_and_the_pages_of_others(build: Path, tokens: list[int]) -> None:
+    page, key = {"Origin": "https://chat.example"}, {"Authorization": "Bearer secret"}
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 3, "model": "mine"}).encode()
+    with LocalServer(build, name="mine", api_key="secret", origins=("https://chat.example",)) as server:
+        for wrong in (
+            {},
+            {"Authorization": "Bearer secre"},
+            {"Authorization": "secret"},
+            {"Authorization": "Bearer \xff"},
+        ):
+            status, headers, refused = server.request("POST", COMPLETIONS, body, **page, **wrong)
+            assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example")
+            assert json.loads(refused)["error"]["code"] == "invalid_api_key"
+        assert [server.get(path)[0] for path in ("/health", "/v1/models")] == [200, 401]
+        status, headers, found = server.request("POST", COMPLETIONS, body, **page, **key)
+        assert (status, headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        assert (json.loads(found)["model"], json.loads(found)["choices"][0]["token_ids"]) == ("mine", tokens[:3])
+        asks = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,x-stainless-os",
+        }
+        status, headers, _ = server.request("OPTIONS", COMPLETIONS, **page, **asks)
+        assert (status, headers["access-control-allow-headers"]) == (200, "authorization,x-stainless-os")
+        other = {"Origin": "https://evil.example"}
+        assert server.request("OPTIONS", COMPLETIONS, **other, **asks)[0] == 400
+        status, headers, _ = server.request("POST", COMPLETIONS, body, **other, **key)
+        assert (status, "access-control-allow-origin" in headers) == (403, False)
+
+
+def test_options_of_a_server_that_cannot_be_met(
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("a b\n")
+    for options, fact in (
+        (["--api-key", ""], "the key is empty"),
+        (["--api-key", f"@{tmp_path / 'key'}"], "letters other than those of ASCII without spaces"),
+        (["--api-key", f"@{tmp_path / 'other'}"], "other: "),
+        (["--cors", "chat.example"], "'chat.example' is not an origin"),
+    ):
+        assert invoke(["serve", str(build), *options]) == 2
+        assert fact in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_stream_has_the_same_text_in_shards(server: LocalServer, tokens: list[int]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 40, "stream_options": {"include_usage": True}}
     with server.streaming(COMPLETIONS, body) as events:
@@ -133,7 +288,6 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         ({"prompt": PROMPT, "best": 1}, 400, "'best' is not a field that this server knows"),
         ({"prompt": PROMPT, "model": "other"}, 404, "'other' is not here"),
         ({"prompt": PROMPT, "logprobs": 3}, 400, "'logprobs' is 3"),
-        ({"prompt": PROMPT, "n": 2}, 400, "'n' is 2"),
         ({"prompt": PROMPT, "echo": True}, 400, "'echo' is true"),
         ({"prompt": []}, 400, "no token"),
         ({"prompt": ""}, 400, "no token"),
@@ -141,8 +295,6 @@ def test_an_answer_ends_at_a_text_that_begins_in_one_token_and_ends_in_another(
         ({"prompt": [1, VOCABULARY]}, 400, f"{VOCABULARY} is not a token"),
         ({"prompt": [1, -1]}, 400, "-1 is not a token"),
         ({"prompt": [True]}, 400, "'prompt' is a text, or a list of token ids"),
-        ({"prompt": ["a", "b"]}, 400, "'prompt' has 2 prompts; send a request for each"),
-        ({"prompt": [PROMPT, PROMPT]}, 400, "'prompt' has 2 prompts"),
         ({"prompt": PROMPT, "store": True}, 400, "'store' is true"),
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "asks for 0 tokens"),
         ({"prompt": PROMPT, "max_tokens": 124}, 400, "129"),
@@ -180,6 +332,46 @@ def test_what_cannot_be_met_is_refused_before_a_rank_hears_of_it(
         after['partc_requests_total{finish="refused"}'] == before.get('partc_requests_total{finish="refused"}', 0) + 1
     )
     assert after["partc_step_seconds_count"] == before["partc_step_seconds_count"]
+
+
+def test_a_refusal_takes_no_thread(server: LocalServer) -> None:
+    """Threads that have ended keep their part of the address space: forty took 800 MiB of it."""
+    assert server.request("POST", COMPLETIONS, b"{}")[0] == 400
+    assert server.request("GET", "/nowhere")[0] == 404
+    assert server.request("POST", COMPLETIONS, b"{}", **{"Content-Encoding": "gzip"})[0] == 415
+    assert not [thread.name for thread in threading.enumerate() if "AnyIO" in thread.name]
+
+
+def test_a_connection_takes_no_more_than_the_guide_says(server: LocalServer) -> None:
+    """Each in the state in which it takes most: with a whole body, of which each letter is a chunk, and the longest head and trailers."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    headers, long = b"".join(b"%x:%b\r\n" % (at, b"v" * 50) for at in range(120)), b"X:" + b"a" * 16_000
+    requests = [
+        head + b"\r\n" + b"1\r\n \r\n" * 169_000,
+        head + headers + b"\r\nf423f\r\n" + b" " * 999_999 + b"\r\n0\r\n" + headers,
+        head + headers + b"\r\nf423f\r\n" + b" " * 999_999 + b"\r\n0\r\n" + long,
+        head + long,
+    ]
+
+    def have_read_all() -> bool:
+        """Whether the connections have nothing to read."""
+        found = [one for one in gc.get_objects() if isinstance(one, Connection) and one.state is not State.CLOSING]
+        return (
+            len(found) == 8 and not any(one.is_read for one in found) and not _readable(one.fileno() for one in found)
+        )
+
+    gc.collect()
+    with ExitStack() as stack:
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(2):
+            for request in requests:
+                end = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+                end.sendall(request)
+        until(have_read_all)
+        after, peak = tracemalloc.get_traced_memory()
+        assert 3 * 1_000_000 < after - before < peak - before < 6 * 1_400_000 + 2 * 64_000
 
 
 def test_a_client_that_leaves_within_its_body_is_refused(

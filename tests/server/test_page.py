@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import onnx
 import pytest
@@ -17,12 +18,17 @@ PROGRAM = chromium()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     onnx.save(decoder(), folder / "model.onnx")
     (folder / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 2, length: 250, chunk: 4}\n")
     compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
-    with LocalServer(folder / "build", write_tokenizer(folder)) as found:
+    return folder / "build"
+
+
+@pytest.fixture(scope="module")
+def server(build: Path) -> Iterator[LocalServer]:
+    with LocalServer(build, write_tokenizer(build.parent)) as found:
         yield found
 
 
@@ -64,6 +70,21 @@ def test_the_page_shows_an_answer_as_it_comes(server: LocalServer) -> None:
         until(lambda: server.batch.slots.used == 0)
         browser.fill("#prompt", "#")
         browser.click("#go")
-        browser.wait("document.querySelector('#state').classList.contains('wrong')")
+        browser.wait("document.querySelector('#state')?.classList.contains('wrong')")
         assert "no token" in browser.evaluate(state)
         assert browser.errors == []
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium here, in which the page is tried")
+def test_the_page_asks_for_the_key(build: Path) -> None:
+    assert PROGRAM is not None
+    with LocalServer(build, api_key="secret") as server, Browser(PROGRAM) as browser:
+        browser.open(server.front.address, "document.querySelector('#state')?.classList.contains('wrong')")
+        for key, is_wrong in (("other", "true"), ("secret", "false")):
+            browser.fill("#key", key)
+            browser.evaluate("document.querySelector('#key').dispatchEvent(new Event('change'))")
+            browser.wait(f"document.querySelector('#state').classList.contains('wrong') === {is_wrong}")
+        browser.wait("document.body.dataset.ready !== undefined")
+        browser.fill("#prompt", "1, 2")
+        browser.click("#go")
+        browser.wait("document.querySelector('#state').textContent.includes('made')")

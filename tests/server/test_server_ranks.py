@@ -18,8 +18,11 @@ import onnx
 import pytest
 from decoders import Unsharded, decoder
 from partc.cli.job.job import Job
+from partc.cli.launch import serve as launch_serve
+from partc.cli.launch.launcher import Hosts, find_launcher
 from partc.cli.launch.serve import _ServerJob
 from partc.cli.main import invoke
+from partc.cli.server.settings import ServerSettings
 from partc.compiler.pipeline import compile_model
 from partc.runtime.job.status_board import states
 from server_case import LETTERS, MpiServer, until, write_tokenizer
@@ -116,6 +119,18 @@ def test_what_is_wrong_is_reported_before_a_rank_begins(
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as where it is not installed
     assert invoke(["serve", str(build), "--port", "0"]) == 2
     assert 'needs the package uvicorn\n  help: pip install "partc[serve]"' in capsys.readouterr().err
+
+
+def test_no_command_of_a_rank_has_the_key_of_the_server(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All users of a machine see the commands of its processes."""
+    commands = list[list[str]]()
+    monkeypatch.setattr(launch_serve, "supervise", lambda command, *rest: commands.append(command) or 0)
+    front: Any = SimpleNamespace(listen=lambda path: None)
+    job = Job(folder="", serving=ServerSettings(api_key="a-secret", name="a-name"))
+    nothing: Any = None
+    assert _ServerJob(job, front, nothing).run(find_launcher(2), 2, Hosts(), ()) == 0
+    assert "a-name" in str(commands)
+    assert "a-secret" not in str(commands)
 
 
 def test_a_rank_that_is_stopped_for_long_is_killed_and_so_described() -> None:

@@ -35,7 +35,7 @@ class Ranks:
 
 
 def streamed(
-    *happens: Callable[[Engine], object], chat: bool = False, counts: bool = False
+    *happens: Callable[[Engine], object], chat: bool = False, counts: bool = False, always: bool = False
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """The bodies that a stream writes while this happens, each once the stream has nothing more to write, and what the ranks are told."""
 
@@ -43,8 +43,10 @@ def streamed(
         engine, ranks, written, left = Engine(2, 0, Metrics()), Ranks(), list[str](), asyncio.Event()
         engine.state, engine._writer = State.READY, ranks  # type: ignore[assignment]
         request = Request([1, 2], max_tokens=9)
-        completion = Completion(request, (), streams=True, counts=counts, timeout=None, chat=chat)
-        answer = Answer(completion, "m", engine.submit(request, 60.0), Letters(None, ()))
+        completion = Completion(
+            0, False, request, (), streams=True, counts=counts, counts_always=always, timeout=None, chat=chat
+        )
+        answer = Answer(completion, "m", engine.submit(request, 60.0), Letters(None, ()), 0)
 
         async def receive() -> dict[str, Any]:
             await left.wait()
@@ -56,7 +58,7 @@ def streamed(
                 ends.append(not message["more_body"])
 
         ends: list[bool] = []
-        stream = asyncio.create_task(EventStream(answer, engine)({"type": "http"}, receive, send))
+        stream = asyncio.create_task(EventStream([answer], engine)({"type": "http"}, receive, send))
         for one in happens:
             await asyncio.sleep(0)  # the stream waits again
             one(engine)
@@ -99,6 +101,12 @@ def test_the_last_write_has_the_counts() -> None:
     written, _ = streamed(made(5, 6, finish="stop"), counts=True)
     usage = json.loads(written[-1].split("\n\n")[1].removeprefix("data: "))["usage"]
     assert (len(written), usage["completion_tokens"]) == (1, 2)
+
+
+def test_each_event_has_the_counts_where_they_are_asked_for() -> None:
+    written, _ = streamed(made(5), made(6, 7), made(8, finish="stop"), counts=True, always=True)
+    events = [event.removeprefix("data: ") for body in written for event in body.split("\n\n") if event]
+    assert [json.loads(event)["usage"]["completion_tokens"] for event in events[:-1]] == [1, 3, 4, 4]
 
 
 def test_the_first_event_of_a_conversation_alone_has_the_role() -> None:

@@ -26,8 +26,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from partc.runtime.communication.host import messages
 from partc.runtime.communication.host.messages import Channel, HostMessages
+from partc.runtime.communication.host.plane import collective_of
 from partc.runtime.communication.host.rounds import ROOMS, Collective, HostGroup, Rounds, closing
-from partc.runtime.communication.host.single import collective_of
 from partc.runtime.errors import RankError
 from partc.runtime.job.parking import Parking, Turns
 from simulation.scheduler import Choices, Killed, Scheduler

@@ -44,8 +44,7 @@ from partc.compiler.matching import output_ranks
 from partc.compiler.sharding.values.max_flow import ALWAYS, FlowNetwork
 from partc.compiler.sharding.values.operands import input_layout_of, proven_divisors, replicated_on
 from partc.compiler.sharding.values.picked_rows import picked_rows
-from partc.compiler.sharding.values.value_versions import ValueVersions
-from partc.compiler.sharding.values.versions import deliver, reduce_definition
+from partc.compiler.sharding.values.versions import ValueVersions, deliver, reduce_definition
 
 _Side: TypeAlias = set[NodeOnGroup | ir.Value | str]
 _FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)

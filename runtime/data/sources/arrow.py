@@ -13,7 +13,7 @@ With a transform of its own (`set_transform`) a dataset is read through it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,45 +21,30 @@ from partc.runtime.artifact.tensors.dtypes import Array
 
 from ...errors import UsageError
 from ...user_code import user_code
-from ..fields import Field, Index, Ragged
-from .declared import as_declared, declared, lengths_by_reading
+from ..fields import Index, Ragged
+from .indexed import IndexedSource, Values
 from .naming import Naming, Unfit
 from .values import field_values
 
 
-class ArrowSource:
+class ArrowSource(IndexedSource):
     """The columns of a dataset as fields. `ragged` names those that are ragged even where a few records have one length."""
 
     def __init__(self, dataset: Any, where: str, naming: Naming, ragged: Collection[str] = ()) -> None:
-        self._where, self._naming, self._ragged = where, naming, ragged
+        self._naming, self._ragged = naming, ragged
         shown = dataset.format
         columns = [str(name) for name in shown["columns"] or dataset.column_names]
         self._custom = dataset if shown["type"] == "custom" else None
         self._arrow = dataset if self._custom else dataset.with_format("arrow", columns=columns)
         self._decoded = dataset if self._custom else dataset.with_format("numpy", columns=columns)
-        self._records = len(dataset)
         try:
             keys = naming.of({name: name for name in columns}, "a record") if self._custom is None else {}
         except Unfit as error:
             raise UsageError(f"{where}: {error}") from None
         self._keys = {name: str(key) for name, key in keys.items()}
-        self.fields: dict[str, Field] = {}
-        if self._records:
-            indices = np.unique(np.array([0, min(1, self._records - 1), self._records - 1]))
-            self.fields = declared(self._read(indices, None), ragged, where)
+        super().__init__(where, len(dataset), ragged)
 
-    def __len__(self) -> int:
-        return self._records
-
-    def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
-        """The named fields of these records."""
-        return as_declared(self._read(indices, names), self.fields, self._where)
-
-    def lengths(self, names: Sequence[str]) -> dict[str, Index]:
-        """The lengths of all records, by ragged field."""
-        return lengths_by_reading(self.take, self._records, names)
-
-    def _read(self, indices: Index, names: Collection[str] | None) -> dict[str, Array | Ragged]:
+    def _read(self, indices: Index, names: Collection[str] | None) -> Values:
         with user_code(self._where, f"reading {len(indices)} records of its dataset"):
             if self._custom is not None:
                 return self._of_transform(self._custom[indices.tolist()], names)
@@ -78,12 +63,9 @@ class ArrowSource:
                 found |= {name: field_values(decoded[key]) for name, key in left.items()}
             return {name: found[name] for name in wanted}
 
-    def _of_transform(self, given: object, names: Collection[str] | None) -> dict[str, Array | Ragged]:
+    def _of_transform(self, given: object, names: Collection[str] | None) -> Values:
         assert isinstance(given, Mapping)
-        try:
-            fields = self._naming.of(given, "a batch")
-        except Unfit as error:
-            raise UsageError(f"{self._where}: {error}") from None
+        fields = self._naming.of(given, "a batch")
         return {name: field_values(fields[name]) for name in names or fields}
 
     def _column(self, column: Any, name: str) -> Array | Ragged | None:

@@ -21,8 +21,8 @@ from partc.runtime.artifact.tensors.dtypes import Array
 
 from ...errors import UsageError
 from ...user_code import UserCodeError, user_code
-from ..fields import Field, Index, Ragged
-from .declared import as_declared, declared, lengths_by_reading, numbered
+from ..fields import Index, Ragged
+from .indexed import IndexedSource, Values, numbered
 from .naming import Naming, Unfit
 from .values import field_values, stacked
 
@@ -35,7 +35,7 @@ class _Records(Protocol):
     def __getitem__(self, indices: Index | int) -> object: ...
 
 
-class CodeSource:
+class CodeSource(IndexedSource):
     """Records of a user's object. `ragged` names fields that are ragged even where a few records have one length."""
 
     def __init__(
@@ -47,51 +47,36 @@ class CodeSource:
         one_by_one: bool = False,
     ) -> None:
         self._where, self._naming, self._object = where, naming or Naming(), cast(_Records, found)
-        with user_code(where, "asking for the number of records"):
-            self._records = len(self._object)
-        self._single = one_by_one
+        self._single: bool | None = one_by_one or None
+        """Whether records are read one by one; None before the first."""
         self._of_list = getattr(found, "__getitems__", None) if one_by_one else None
-        self.fields: dict[str, Field] = {}
-        if self._records:
-            self.fields = declared(self._probe(), ragged, where)
-
-    def __len__(self) -> int:
-        return self._records
-
-    def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
-        """The named fields of these records."""
-        try:
-            found = self._read(indices, names)
-        except Unfit as error:
-            raise UsageError(f"{self._where}: {error}, {numbered(indices)}") from None
-        return as_declared(found, self.fields, self._where)
+        with user_code(where, "asking for the number of records"):
+            records = len(self._object)
+        super().__init__(where, records, ragged)
 
     def lengths(self, names: Sequence[str]) -> dict[str, Index]:
-        """The lengths of all records, by ragged field."""
+        """The lengths of all records, by ragged field: what the object says of them, the others by reading."""
         with user_code(self._where, "asking for the lengths of its fields"):
             told = getattr(self._object, "lengths", {})
             found = {name: np.asarray(told[name], np.int64) for name in names if name in told}
         left = [name for name in names if name not in found]
-        return found | lengths_by_reading(self.take, self._records, left)
+        return found | super().lengths(left)
 
-    def _probe(self) -> dict[str, Array | Ragged]:
-        """Two records, read by an array of indices or else one by one, which is kept in mind."""
-        # two, because int() and many more take an array of one element for a number
-        indices = np.array([0, self._records - 1])
-        if self._single:
-            try:
-                return self._read(indices, None)
-            except Unfit as error:
-                raise UsageError(f"{self._where}: {error}") from None
+    def _read(self, indices: Index, names: Collection[str] | None) -> Values:
+        """The first records are read by an array of indices or else one by one, and later ones alike."""
+        if self._single is not None:
+            return self._by_index(indices, names) if self._single else self._by_array(indices, names)
+        # several, because int() and many more take an array of one element for a number
         try:
-            return self._read(indices, None)
+            values, self._single = self._by_array(indices, names), False
+            return values
         except (Unfit, UserCodeError) as error:
             if isinstance(error, UserCodeError) and not isinstance(error.__cause__, Exception):
                 raise
             by_array = error
-        self._single = True
         try:
-            return self._read(indices, None)
+            values, self._single = self._by_index(indices, names), True
+            return values
         except (Unfit, UserCodeError) as error:
             raise UsageError(
                 f"{self._where}: its `source` cannot be read\n"
@@ -99,11 +84,11 @@ class CodeSource:
                 "  help: `__getitem__` takes an array of indices and returns a dict of arrays, one row for each"
             ) from error
 
-    def _read(self, indices: Index, names: Collection[str] | None) -> dict[str, Array | Ragged]:
-        """The fields of these records, as the object takes indices; `Unfit` where it gives something else."""
-        if not self._single:
-            with user_code(self._where, f"reading {numbered(indices)}"):
-                return self._collated(self._object[indices], len(indices), names)
+    def _by_array(self, indices: Index, names: Collection[str] | None) -> Values:
+        with user_code(self._where, f"reading {numbered(indices)}"):
+            return self._collated(self._object[indices], len(indices), names)
+
+    def _by_index(self, indices: Index, names: Collection[str] | None) -> Values:
         if self._of_list is not None:
             with user_code(self._where, f"reading {numbered(indices)}"):
                 return self._collated(list(self._of_list(indices.tolist())), len(indices), names)

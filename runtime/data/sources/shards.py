@@ -7,28 +7,79 @@
 
 The headers of all members are read once, at the start, by the standard library's `tarfile`; then samples are read by their places: in any
 order, and each rank its own. Files are not compressed.
+
+The values of the members of a sample, by the extension of their names.
+
+| extension | value |
+|---|---|
+| .npy | the array |
+| .cls, .id, .index | a whole number |
+| .json | numbers, and lists of such |
+| .txt, .text | text |
+| .png, .jpg, .jpeg | uint8, height x width, or x channels where there are several; Pillow decodes them |
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array
 
 from ...errors import UsageError
 from ...files.regular import open_regular
-from ..fields import Field, Index, Ragged
-from ..npy import BROKEN, reason
-from .declared import as_declared, declared, lengths_by_reading, numbered
-from .decoders import DECODERS, check_decoder
+from ..fields import Index, Ragged
+from ..npy import BROKEN, array_of, reason
+from .indexed import IndexedSource, Values, numbered
 from .naming import Naming, Unfit, quoted
 from .values import stacked
+
+
+def _number(data: bytes) -> int:
+    return int(data.decode().strip())
+
+
+def _json(data: bytes) -> Array:
+    array = np.asarray(json.loads(data))
+    if array.dtype.kind not in "biuf":
+        raise ValueError("it is not a number, nor a list of such")
+    return array
+
+
+def _image(data: bytes) -> Array:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB") if image.mode in ("P", "CMYK", "YCbCr") else image)
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "npy": array_of,
+    **dict.fromkeys(("cls", "id", "index"), _number),
+    "json": _json,
+    **dict.fromkeys(("txt", "text"), bytes.decode),
+    **dict.fromkeys(("png", "jpg", "jpeg"), _image),
+}
+
+
+def check_decoder(extension: str, where: str) -> None:
+    """UsageError where a decoder needs a package that is not installed."""
+    if DECODERS[extension] is _image:
+        try:
+            import PIL.Image  # noqa: F401
+        except ImportError:
+            raise UsageError(
+                f"{where}: its samples have .{extension}, which Pillow decodes, and it is not installed\n  help: pip install pillow"
+            ) from None
+
 
 _SUFFIX = ".tar"
 _BLOCK = 512
@@ -45,11 +96,10 @@ class _Shard:
     problems: list[str] = field(default_factory=list)
 
 
-class ShardSource:
+class ShardSource(IndexedSource):
     """The samples of some tar files as records, file after file. `ragged` names fields that are ragged even where a few have one length."""
 
     def __init__(self, given: object, where: str, naming: Naming, ragged: Collection[str] = ()) -> None:
-        self._where = where
         shards = [_opened(path) for path in shard_paths(given, where)]
         first = next((shard for shard in shards if shard.samples), None)
         problems = [problem for shard in shards for problem in shard.problems]
@@ -65,35 +115,13 @@ class ShardSource:
             member: np.array([place for shard in shards for place in shard.places.get(member, [])], np.int64)
             for member in members
         }
-        self._keys = self._named(members, naming)
+        self._keys = _named(members, naming, where)
         for member in self._keys.values():
             check_decoder(_extension(member), where)
-        self.fields: dict[str, Field] = {}
-        if len(self):
-            indices = np.unique(np.array([0, min(1, len(self) - 1), len(self) - 1]))
-            self.fields = declared(self._read(indices, list(self._keys)), ragged, where)
+        super().__init__(where, int(self._ends[-1]) if len(self._ends) else 0, ragged)
 
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def take(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
-        """The named fields of these samples."""
-        return as_declared(self._read(indices, names), self.fields, self._where)
-
-    def lengths(self, names: Sequence[str]) -> dict[str, Index]:
-        """The lengths of all samples, by ragged field."""
-        return lengths_by_reading(self.take, len(self), names)
-
-    def _named(self, members: Sequence[str], naming: Naming) -> dict[str, str]:
-        """By field the ending of its members, `x.npy`; members with an extension that has no decoder are left out."""
-        known = [member for member in members if _extension(member) in DECODERS]
-        names = {member.rpartition(".")[0] or member: member for member in known}
-        try:
-            return {name: str(member) for name, member in naming.of(names, "a sample").items()}
-        except Unfit as error:
-            raise UsageError(f"{self._where}: {error}") from None
-
-    def _read(self, indices: Index, names: Collection[str]) -> dict[str, Array | Ragged]:
+    def _read(self, indices: Index, names: Collection[str] | None) -> Values:
+        names = names or [*self._keys]
         homes = np.searchsorted(self._ends, indices, side="right")
         values: dict[str, list[object]] = {name: [None] * len(indices) for name in names}
         for home in np.unique(homes):
@@ -120,6 +148,16 @@ class ShardSource:
             return DECODERS[_extension(member)](data)
         except BROKEN as error:
             raise UsageError(f"{path}: .{member} of sample {index} cannot be read: {reason(error)}") from None
+
+
+def _named(members: Sequence[str], naming: Naming, where: str) -> dict[str, str]:
+    """By field the ending of its members, `x.npy`; members with an extension that has no decoder are left out."""
+    known = [member for member in members if _extension(member) in DECODERS]
+    names = {member.rpartition(".")[0] or member: member for member in known}
+    try:
+        return {name: str(member) for name, member in naming.of(names, "a sample").items()}
+    except Unfit as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def shard_paths(given: object, where: str) -> list[Path]:

@@ -15,7 +15,7 @@ from partc.compiler.ir.local_form import over_values
 from partc.compiler.ir.programs import Compute, Value
 from partc.compiler.ops.node import likeness
 from partc.compiler.rewrite.simplify import simplify
-from partc.compiler.training.loss_and_metrics import add_loss
+from partc.compiler.training.add_training import add_loss
 from plan_values import loss
 
 RANDOM = np.random.default_rng(17)

@@ -19,7 +19,7 @@ from partc.compiler.dims.facts import Facts
 from partc.compiler.ops.notation import replicated_rule
 from partc.compiler.ops.registry import Entry, entries, fresh_rule, rule_of, standard_ops
 from partc.compiler.ops.rule import OWN, Local, Rule
-from partc.compiler.rewrite.decompose import BENT, decompose
+from partc.compiler.rewrite.opset import BENT, decompose
 from rule_case import feeds_of, run
 from rule_prover import Case, case, equal, local_of, node_of, text_of, unclaimed, violations
 from rules_case import CASES, HERE, MODULES

@@ -17,7 +17,7 @@ from partc.cli.main import invoke
 from partc.compiler.errors import CompileError
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
-from partc.compiler.training.loss_and_metrics import add_metric
+from partc.compiler.training.add_training import add_metric
 from partc.runtime import InputError, Trainer
 from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.artifact.training.metric_formula import Undefined, roc_auc

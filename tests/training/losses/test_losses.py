@@ -16,7 +16,7 @@ from gradient_case import evaluate
 from losses_case import model
 from partc.compiler.autodiff.engine import Backward, differentiate_nodes
 from partc.compiler.errors import CompileError
-from partc.compiler.training.loss_and_metrics import add_loss, add_metric
+from partc.compiler.training.add_training import add_loss, add_metric
 from plan_values import loss, metric
 
 Array = np.ndarray[Any, np.dtype[Any]]

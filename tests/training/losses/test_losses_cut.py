@@ -14,7 +14,7 @@ from dealt import dealt
 from equivalence import model, same_as_whole
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.plan.training.losses import Loss
-from partc.compiler.training.loss_and_metrics import add_loss, add_metric
+from partc.compiler.training.add_training import add_loss, add_metric
 from plan_values import loss, metric
 
 RANDOM = np.random.default_rng(13)
