@@ -13,6 +13,7 @@ from pathlib import Path
 from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.compiler.frontend import load
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.checker.structures import check_model
 from partc.runtime.errors import PartcError, out_of_memory
@@ -51,5 +52,6 @@ def unsound(path: Path) -> str:
         return " ".join(f"{type(error).__name__}: {error}".split())
     if found:
         return f"{found[0].node}: {found[0].fact}" if found[0].node else found[0].fact
+    compute_in_float32(model, bfloat16=True)
     refused = can_load(model.SerializeToString(), str(path.parent.resolve()), optimized=False)
     return f"onnxruntime {version()} does not load it: {refused}" if refused else ""

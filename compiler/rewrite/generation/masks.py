@@ -22,6 +22,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.rewrite.generation.positions import COUNT, Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 
 MOST = 8192
 _AWAY, _NEAR = -1e4, -100.0
@@ -119,11 +120,9 @@ def _evaluator(
     opsets = [helper.make_opsetid("", graph.opset_imports.get("", 24))]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
-    session = onnxruntime.InferenceSession(
-        helper.make_model(body, ir_version=10, opset_imports=opsets).SerializeToString(),
-        options,
-        providers=["CPUExecutionProvider"],
-    )
+    model = helper.make_model(body, ir_version=10, opset_imports=opsets)
+    compute_in_float32(model, bfloat16=True)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = {one.name for one in session.get_inputs()}
 
     def run(some: Sequence[int], width: int) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ metrics are others where the number of microbatches is.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
 from partc.runtime.artifact.format import (
@@ -29,6 +29,7 @@ from partc.runtime.artifact.format import (
     PIECE,
     PULL,
     PUSH,
+    RANK_CONSTANT,
     RECV,
     RULE,
     SEND,
@@ -38,7 +39,6 @@ from partc.runtime.artifact.format import (
     TASK,
 )
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
-from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.training.training_record import TrainingRecord
 from partc.runtime.checker.across.gradients import Gradient, check_gradients
 from partc.runtime.checker.graph.declared import declared_types
@@ -146,54 +146,67 @@ def _path(node: NodeProto) -> str:
 
 
 def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Origin]:
-    """By value its origin, as far as a file tells it."""
-    found: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
+    """Maps each value of a file to its origin, as far as the file tells it; a message is a value, too."""
+    known: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
     for tensor in model.graph.initializer:
         stored = tensor.external_data or any(entry.key == PIECE for entry in tensor.metadata_props)
-        found[tensor.name] = (
-            (tensor.name.partition("@[")[0],) if stored else _numbers(tensor)
-        )  # `w@[2, 1]` is w in a layout
-    found |= tensors
+        # `w@[2, 1]` is w in a layout
+        known[tensor.name] = (tensor.name.partition("@[")[0],) if stored else _numbers(tensor)
+    known |= tensors
     for node in model.graph.node:
-        if is_rank_constant(node):
-            found[node.output[0]] = (CONSTANT, integer_of(node, DTYPE, 0), *node.output)
-        elif node.domain == DOMAIN and node.op_type in (SEND, RECV):
-            for source in node.input:
-                found[f"{_VALUE} {integer_of(node, TAG, -1)}"] = found.get(source, (_VALUE, source))
-            found |= {result: (_VALUE, f"{_VALUE} {integer_of(node, TAG, -1)}") for result in node.output}
-        elif node.domain == DOMAIN:
-            for source, result in zip(node.input, node.output, strict=False):
-                origin = found.get(source, (_VALUE, source))
-                unknown = origin[0] is CONSTANT or node.op_type in (
-                    PULL,
-                    PUSH,
-                )  # zeros of a rank in a sum; rows of a table
-                found[result] = (_VALUE, result) if unknown else origin
-        elif node.op_type in (
-            "ConstantOfShape",
-            "Shape",
-            "Size",
-        ):  # zeros of a rank without a part in a collective; sizes of shards
-            found[node.output[0]] = (_VALUE, node.output[0])
-        elif node.op_type in ("Identity", "Expand") and not node.domain:
-            found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))
-        elif node.op_type in ("Shape", "Size") and not node.domain:
-            found[node.output[0]] = (_VALUE, node.output[0])  # ranks may ask other values for one size
-        elif node.op_type == "Constant" and not node.domain:
-            texts = (one.t if one.HasField("t") else one for one in node.attribute)
-            found[node.output[0]] = next(map(_numbers, texts), (CONSTANT, 0))
-        else:
-            made: list[Origin] = [(_name(node), at, _path(node)) for at in range(len(node.output))]
-            if node.op_type in _RESHARDS and not any(entry.key == RULE for entry in node.metadata_props):
-                read = {name: found.get(name, (_VALUE, name)) for name in node.input}
-                given = {origin for origin in read.values() if origin[0] is not CONSTANT}
-                parts = [name for name, origin in read.items() if origin[0] is not CONSTANT]
-                whole = node.op_type != "Concat" or len(parts) == len(node.input)  # else it is sizes that make a shape
-                made = [*given] * len(node.output) if len(given) == 1 and whole else made
-                if node.op_type == "Split" and made[0][0] is _INPUT:  # into microbatches
-                    made = [(*made[0], at) for at in range(len(node.output))]
-            found |= zip(node.output, made, strict=True)
-    return found
+        read = [known.get(name, (_VALUE, name)) for name in node.input]
+        results = node.output if node.op_type != SEND else [_message(node)]
+        rule = _RULES.get((node.domain, node.op_type), _passed if node.domain == DOMAIN else _computed)
+        known |= zip(results, rule(node, read), strict=False)
+    return known
+
+
+def _message(node: NodeProto) -> str:
+    return f"{_VALUE} {integer_of(node, TAG, -1)}"
+
+
+def _passed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    """Each operand's own; zeros of a rank in a sum have none."""
+    pairs = zip(read, node.output, strict=False)
+    return [origin if origin[0] is not CONSTANT else (_VALUE, result) for origin, result in pairs]
+
+
+def _computed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    return [(_name(node), at, _path(node)) for at in range(len(node.output))]
+
+
+def _unknown(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    return [(_VALUE, result) for result in node.output]
+
+
+def _moved(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    """The only operand's that is not a constant, of a reshard; a Concat with constants makes a shape."""
+    parts = {name: origin for name, origin in zip(node.input, read, strict=True) if origin[0] is not CONSTANT}
+    shape = node.op_type == "Concat" and len(parts) != len(node.input)
+    if any(entry.key == RULE for entry in node.metadata_props) or len({*parts.values()}) != 1 or shape:
+        return _computed(node, read)
+    origin = next(iter(parts.values()))
+    microbatches = node.op_type == "Split" and origin[0] is _INPUT
+    return [(*origin, at) if microbatches else origin for at in range(len(node.output))]
+
+
+def _literal(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    texts = (one.t if one.HasField("t") else one for one in node.attribute)
+    return [next(map(_numbers, texts), (CONSTANT, 0))]
+
+
+_RULES: Mapping[tuple[str, str], Callable[[NodeProto, Sequence[Origin]], Sequence[Origin]]] = {
+    (DOMAIN, RANK_CONSTANT): lambda node, read: [(CONSTANT, integer_of(node, DTYPE, 0), *node.output)],
+    (DOMAIN, SEND): lambda node, read: read,
+    (DOMAIN, RECV): lambda node, read: [(_VALUE, _message(node))],
+    **dict.fromkeys(((DOMAIN, PULL), (DOMAIN, PUSH)), _unknown),  # rows of a table
+    # zeros of a rank without a part in a collective; sizes of shards, for which ranks may ask other values
+    **dict.fromkeys((("", "ConstantOfShape"), ("", "Shape"), ("", "Size")), _unknown),
+    **dict.fromkeys((("", "Identity"), ("", "Expand")), lambda node, read: read[:1]),
+    ("", "Constant"): _literal,
+    **{("", op): _moved for op in _RESHARDS},
+}
+"""By op how the origins of its results follow from those of its operands; of other communication each result is its operand."""
 
 
 def _numbers(constant: TensorProto | AttributeProto) -> Origin:
