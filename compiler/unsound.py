@@ -40,10 +40,8 @@ def unsound(path: Path) -> str:
     """What onnx's checker or onnxruntime say against a model; '' where they take it."""
     built = None if path.suffix == ".onnx" else load(path).model
     try:
-        if built is None:
-            model = read_model(path)
-        else:
-            model = without_weights(built)  # those of a folder may be in files of any place
+        # weights of a folder may be in files of any place
+        model = read_model(path) if built is None else without_weights(built)
         found = check_model(path.name, model, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
     except Exception as error:  # of a model that cannot even be looked at
         if out_of_memory(error):

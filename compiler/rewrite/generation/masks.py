@@ -44,24 +44,29 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
     nodes = _makers(graph, mask, _given(positions))
     if nodes is None:
         return Sight.UNKNOWN
-    run, width = _evaluator(graph, nodes, mask, positions), form.tokens
-    every, causal = range(0, form.rules.length, width), True
-    for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
-        found = run(some, width)
-        if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
-            found = found[:, :, 0]
-        found = found.reshape(*[1] * (4 - found.ndim), *found.shape)  # the same of every head, and of every sequence
-        found = ~found if hides and found.dtype == np.bool_ else found
-        seen = found if found.dtype == np.bool_ else found > _NEAR
-        entries, tokens = np.arange(max(some) + width), np.arange(width)
-        wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
-        fits = seen.ndim == 4 and seen.shape[-1] == len(entries) and seen.shape[2] in (1, width)
-        if not fits or seen.shape[0] not in (1, form.rows):
-            return Sight.UNKNOWN
-        if (seen & ~wanted).any():
-            return Sight.LATER
-        exact = found.dtype == np.bool_ or ((found == 0) | (found <= _AWAY)).all()
-        causal = causal and bool(exact) and bool((seen == wanted).all())
+    run, causal = _evaluator(graph, nodes, mask, positions), True
+    # of a prompt that is read token by token the model, too, sees more than one
+    widths = (form.tokens, 2) if form.rules.chunk == 1 else (form.tokens,)
+    for width in widths:
+        every = range(0, form.rules.length, width)
+        for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
+            found = run(some, width)
+            if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
+                found = found[:, :, 0]
+            found = found.reshape(
+                *[1] * (4 - found.ndim), *found.shape
+            )  # the same of every head, and of every sequence
+            found = ~found if hides and found.dtype == np.bool_ else found
+            seen = found if found.dtype == np.bool_ else found > _NEAR
+            entries, tokens = np.arange(max(some) + width), np.arange(width)
+            wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
+            fits = seen.ndim == 4 and seen.shape[-1] == len(entries) and seen.shape[2] in (1, width)
+            if not fits or seen.shape[0] not in (1, form.rows):
+                return Sight.UNKNOWN
+            if (seen & ~wanted).any():
+                return Sight.LATER
+            exact = found.dtype == np.bool_ or ((found == 0) | (found <= _AWAY)).all()
+            causal = causal and bool(exact) and bool((seen == wanted).all())
     return Sight.CAUSAL if causal else Sight.UNKNOWN
 
 

@@ -10,8 +10,9 @@ operands of one origin:
     input            its name
 
 What follows from sizes may differ where the sizes of the node's operands and results do: constants of integers, such as the target of a
-Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of
-metrics are others where the number of microbatches is.
+Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are compared among programs of one number
+of microbatches. A program that trains makes some values otherwise (a mask, a norm); yet an operand that is a node's in one program is
+that node's in each that has both it and the other one.
 
     LayerNormalization(%h, %w, %b) {epsilon: 1e-05} in rank_0000.onnx, {epsilon: 1e-02} in rank_0001.onnx     one of them is wrong
 """
@@ -19,7 +20,7 @@ metrics are others where the number of microbatches is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
 from partc.runtime.artifact.format import (
@@ -59,6 +60,7 @@ _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
 """Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
 _COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 """Ops that of all shape arithmetic are the same on all ranks, as that of a mask: their operands may be computed in other ways."""
+_CUT, _SPAN = re.compile(r"^(.*)\[([\d:, ]+)\]$"), re.compile(r"(\d+):(\d+)")
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
 _VALUE, _INPUT = "value", "input"
 _MOST_HOPS = 8
@@ -79,6 +81,10 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     gradients = dict[Hashable, Gradient]()
     for file, ranks in manifest.by_file(subject.models).items():
         yield from _other_weights(subject, file, ranks[0])
+    yield from _missing_shards(files)
+    for model in files.values():
+        for node in model.graph.node:
+            subject.known.programs.setdefault((_name(node), _path(node)), set()).add(manifest.name)
     for file, model in files.items():
         seen = set[tuple[str, str]]()
         nodes = list[NamedNode]()
@@ -90,10 +96,11 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
             seen.add(key)
             sizes = metadata_of(node, RULE) == SHAPE_ARITHMETIC
             operands = tuple(_resolved(origins[file], sent, name) for name in node.input) if not sizes else ()
-            own = NamedNode(file, manifest.name, microbatches, node, operands, types)
+            own = NamedNode(file, manifest.name, node, operands, types)
             nodes.append(own)
-            first = subject.known.nodes.setdefault(key, own)
-            if first is not own and key not in told and (fact := _difference(first, own, subject.training)):
+            batches = microbatches if _is_of_loss(node, subject.training) else 0
+            first = subject.known.nodes.setdefault((*key, batches), own)
+            if first is not own and key not in told and (fact := _difference(first, own, subject)):
                 told.add(key)
                 yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
         if not told:
@@ -114,6 +121,31 @@ def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation
             yield Violation(
                 file, f"'{text}' has other numbers than in another file", f"weight '{tensor.name}'", help=_AGAIN
             )
+
+
+def _missing_shards(files: Mapping[str, ModelProto]) -> Iterator[Violation]:
+    """Weights that are cut, of which no rank has some part."""
+    boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
+    for model in files.values():
+        for tensor in model.graph.initializer:
+            if cut := _CUT.search(metadata_of(tensor, PIECE)):
+                box = tuple((int(begin), int(end)) for begin, end in _SPAN.findall(cut[2]))
+                boxes.setdefault(cut[1], set()).add(box)
+    for name, parts in boxes.items():
+        if len(parts) == 1 or any(map(_has_gap, zip(*parts, strict=False))):
+            texts = (", ".join(f"{begin}:{end}" for begin, end in part) for part in sorted(parts))
+            fact = f"all ranks have [{'], ['.join(texts)}] of it, and another part is on no rank"
+            yield Violation(next(iter(files)), fact, f"weight '{name}'", help=_AGAIN)
+
+
+def _has_gap(spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether spans leave out an element between 0 and the end of the last one."""
+    reached = 0
+    for begin, end in sorted(spans):
+        if begin > reached:
+            return True
+        reached = max(reached, end)
+    return False
 
 
 def _is_of_one_rank(node: NodeProto) -> bool:
@@ -228,25 +260,25 @@ def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str
     return origin
 
 
-def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> str:
+def _difference(first: NamedNode, own: NamedNode, subject: Subject) -> str:
     """In what a node is another one than the first of its name; '' where nothing, or what follows from sizes or microbatches."""
+    training = subject.training
     if (first.node.domain, first.node.op_type) != (own.node.domain, own.node.op_type):
         if first.program != own.program and {first.node.op_type, own.node.op_type} <= _MASKS:
             return ""  # a training draws a mask where an evaluation hands values on
-        return f"it is {first.node.op_type} in {first.file}" if not _counts_batches(first, own, training) else ""
+        return f"it is {first.node.op_type} in {first.file}"
     names = {name for name, _ in first.attributes.items() ^ own.attributes.items()}
     names -= _MODES if first.program != own.program else set()
     names -= _REWRITTEN if training is not None and first.program != own.program else set()
     names -= _COUNTS if names and _sizes(first) != _sizes(own) else set()
-    if names and not _counts_batches(first, own, training):
+    if names:
         return f"its attribute {min(names)} differs from that in {first.file}"
     if metadata_of(own.node, PHASE) == _UPDATE:
         return ""  # that copies stay equal is proven by their numbers, and a sum over a target's gradients is called after it
-    rewritten = training is not None and first.program != own.program
     for at, (one, two) in enumerate(zip(first.operands, own.operands, strict=False)):
-        if rewritten and not (_is_tensor(one) and _is_tensor(two)):
-            continue  # a program that trains, or has microbatches, makes values otherwise
-        if not _same(one, two, first, own) and not _counts_batches(first, own, training):
+        if first.program != own.program and not _are_comparable(one, two, {first.program, own.program}, subject):
+            continue
+        if not _same(one, two, first, own):
             return f"its operand '{own.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"
     return ""
 
@@ -272,12 +304,23 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     return f"{one[2]}.".startswith(f"{two[2]}.") or f"{two[2]}.".startswith(f"{one[2]}.")
 
 
-def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> bool:
-    """Whether nodes of two programs are of a loss or a metric, of which one may be of microbatches."""
-    if training is None or first.program == own.program:
-        return False
-    names = (training.loss, *training.metrics, *training.denominators.values())
-    return any(f"{source_path(own.node)}.".startswith(f"{name}.") for name in names)
+def _is_of_loss(node: NodeProto, training: TrainingRecord | None) -> bool:
+    """Whether a node is of a loss or a metric, which count the microbatches."""
+    names = () if training is None else (training.loss, *training.metrics, *training.denominators.values())
+    return any(f"{source_path(node)}.".startswith(f"{name}.") for name in names)
+
+
+def _are_comparable(one: Origin, two: Origin, programs: set[str], subject: Subject) -> bool:
+    """Whether operands in two programs are known to be one: results of nodes that both programs have, and tensors.
+
+    A program that trains makes some values otherwise, and attention is fused where a step has no more tokens than a mask lets see.
+    """
+    nodes = [
+        (str(origin[0]), str(origin[2])) for origin in (one, two) if len(origin) == 3 and isinstance(origin[2], str)
+    ]
+    if len(nodes) == 2:
+        return all(programs <= subject.known.programs.get(node, set()) for node in nodes)
+    return subject.training is None or (_is_tensor(one) and _is_tensor(two))
 
 
 def _is_tensor(origin: Origin) -> bool:
