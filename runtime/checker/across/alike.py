@@ -82,9 +82,8 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     for file, ranks in manifest.by_file(subject.models).items():
         yield from _other_weights(subject, file, ranks[0])
     yield from _missing_shards(files)
-    for model in files.values():
-        for node in model.graph.node:
-            subject.known.programs.setdefault((_name(node), _path(node)), set()).add(manifest.name)
+    for origin in (origin for known in origins.values() for origin in known.values()):
+        subject.known.programs.setdefault(origin, set()).add(manifest.name)
     for file, model in files.items():
         seen = set[tuple[str, str]]()
         nodes = list[NamedNode]()
@@ -315,11 +314,8 @@ def _are_comparable(one: Origin, two: Origin, programs: set[str], subject: Subje
 
     A program that trains makes some values otherwise, and attention is fused where a step has no more tokens than a mask lets see.
     """
-    nodes = [
-        (str(origin[0]), str(origin[2])) for origin in (one, two) if len(origin) == 3 and isinstance(origin[2], str)
-    ]
-    if len(nodes) == 2:
-        return all(programs <= subject.known.programs.get(node, set()) for node in nodes)
+    if all(len(origin) == 3 and isinstance(origin[2], str) for origin in (one, two)):
+        return all(programs <= subject.known.programs.get(origin, set()) for origin in (one, two))
     return subject.training is None or (_is_tensor(one) and _is_tensor(two))
 
 
