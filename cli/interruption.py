@@ -2,7 +2,8 @@
 
 A handler raises `Stopped` in the main thread, so that files and processes are cleaned up on the way out. If the process has not ended
 `_PATIENCE` seconds later, because the main thread is in a call of a library, or the exception was lost, or at a second signal, a thread
-ends it. Parts of a command that end in another way (a training saves first) put handlers of their own in place while they run.
+ends it. Parts of a command that end in another way (a training saves first) put handlers of their own in place while they run; they call
+`must_end` for a signal that asks for the end, from which on the same time is left.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1                     128 + the signal's number
     SIGTERM, SIGUSR1, before a training's first step     75: nothing is lost, start it again
@@ -49,6 +50,10 @@ class _State:
     listens = False
     number = 0
     """The signal that has come."""
+    noted = 0
+    """The signal for which `must_end` was called."""
+    wake = -1
+    """The end of the pipe that `_watch` reads."""
     resent = 0
     """How often it was sent again by `_again`."""
     training = False
@@ -102,6 +107,7 @@ def listen(arguments: list[str]) -> None:
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        _state.wake = write
         with contextlib.suppress(RuntimeError):  # the system allows no thread
             before = _thread.stack_size(_STACK)
             _thread.start_new_thread(_watch, (read,))
@@ -128,6 +134,14 @@ def ignore() -> None:
 def takes_steps(step: Callable[[], int]) -> None:
     """Records that a training in this process begins its steps, of which `step` returns the last: a stop loses work."""
     _state.training, _state.step = False, step
+
+
+def must_end(number: int) -> None:
+    """Lets `_watch` end this process in `_PATIENCE` seconds, by a signal that another handler than this module's has noted."""
+    if _state.wake >= 0 and not _state.noted:
+        _state.noted = number
+        with contextlib.suppress(OSError):
+            os.write(_state.wake, b"\0")
 
 
 def stopped(number: int, step: int = 0, lost: str = "") -> Stopped:
@@ -196,19 +210,21 @@ def _watch(read: int) -> None:
     first, until = 0, 0.0
     while not first or select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
         for number in os.read(read, 64):
-            if _state.resent:
+            if number and _state.resent:
                 _state.resent -= 1
                 continue
-            if _is_trace(number) or not (_state.number or _is_note(signal.getsignal(number))):
+            if number and (_is_trace(number) or not (_state.number or _is_note(signal.getsignal(number)))):
                 continue
             if first:
                 _end_now(first)
-            first, until = number, time.monotonic() + _PATIENCE
+            first, until = number or _state.noted, time.monotonic() + _PATIENCE
     _end_now(first)
 
 
 def _end_now(number: int) -> None:
-    os._exit(_print(stopped(number)))
+    # which steps other processes have taken is not known here
+    of_others = Stopped(number, f"stopped by {signal.Signals(number).name}", 128 + number)
+    os._exit(_print(of_others if _state.noted else stopped(number)))
 
 
 def _print(error: Stopped) -> int:

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from partc.compiler.emit.prove import without_weights
 from partc.compiler.errors import CompileError, OwnFaultError, Problem
 from partc.compiler.frontend import load
 from partc.runtime.artifact.format import Manifest
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.graph.onnx_graph import read_model
 from partc.runtime.checker.structures import check_model
 from partc.runtime.errors import PartcError, out_of_memory
@@ -38,12 +40,8 @@ def unsound(path: Path) -> str:
     """What onnx's checker or onnxruntime say against a model; '' where they take it."""
     built = None if path.suffix == ".onnx" else load(path).model
     try:
-        if built is None:
-            model = read_model(path)
-        else:
-            import onnx_ir
-
-            model = onnx_ir.serde.serialize_model(built)
+        # weights of a folder may be in files of any place
+        model = read_model(path) if built is None else without_weights(built)
         found = check_model(path.name, model, Manifest.model_construct(symbols={}))  # type: ignore[call-arg]
     except Exception as error:  # of a model that cannot even be looked at
         if out_of_memory(error):
@@ -51,5 +49,6 @@ def unsound(path: Path) -> str:
         return " ".join(f"{type(error).__name__}: {error}".split())
     if found:
         return f"{found[0].node}: {found[0].fact}" if found[0].node else found[0].fact
+    compute_in_float32(model, bfloat16=True)
     refused = can_load(model.SerializeToString(), str(path.parent.resolve()), optimized=False)
     return f"onnxruntime {version()} does not load it: {refused}" if refused else ""

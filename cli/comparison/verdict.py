@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partc.compiler.comparison.compare import Compared
 from partc.runtime.artifact.tensors.dtypes import Array
@@ -59,6 +59,32 @@ class Verdict:
     def passed(self) -> bool:
         """Whether all is equal."""
         return all(row.passed for row in self.rows)
+
+
+def unsharded_session(path: Path, optimized: bool = True) -> Any:
+    """The model of a file in onnxruntime; without its optimizations no kernel stands for several nodes. PartcError says why it has none.
+
+    Nodes of bfloat16, for which onnxruntime has no kernels on CPUs, compute in float32, as ranks do.
+    """
+    import onnx
+    import onnxruntime
+    from partc.runtime.artifact.graph.half_kernels import compute_in_float32
+    from partc.runtime.errors import PartcError
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    model = onnx.load(path, load_external_data=False)
+    given: Path | bytes = path
+    if compute_in_float32(model, bfloat16=True):
+        folder = str(path.parent.resolve())
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        given = model.SerializeToString()
+    try:
+        return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
 
 
 def of_torch_named(rows: Sequence[Compared], of_torch: Collection[str]) -> list[Compared]:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
-from partc.cli.comparison.verdict import Case, Verdict, of_torch_named
+from partc.cli.comparison.verdict import Case, Verdict, of_torch_named, unsharded_session
 from partc.runtime.artifact.generation import GenerationRecord
 from partc.runtime.artifact.tensors.dtypes import Array, dense
-from partc.runtime.errors import PartcError
 from partc.runtime.units import count as count_text
 
 if TYPE_CHECKING:
@@ -143,25 +142,14 @@ def _with_float_products(case: Case) -> Path | None:
     return path
 
 
-def _session(path: Path) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    try:
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise PartcError(f"{path}: onnxruntime cannot load the unsharded model: {error}") from error
-
-
 class _Unsharded:
     """The model itself, a sequence at a time."""
 
     def __init__(self, case: Case, record: GenerationRecord) -> None:
         self._torch = case.torch_model
-        self._session: Any = _session(case.unsharded()) if self._torch is None else None
+        self._session: Any = unsharded_session(case.unsharded()) if self._torch is None else None
         in_float = _with_float_products(case) if self._torch is None else None
-        self._in_float: Any = None if in_float is None else _session(in_float)
+        self._in_float: Any = None if in_float is None else unsharded_session(in_float)
         self._record = record
         self._caches = {
             str(past.name): str(present.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from partc.cli.comparison.verdict import Case, Verdict, measured, of_torch_named
+from partc.cli.comparison.verdict import Case, Verdict, measured, of_torch_named, unsharded_session
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.units import first_of
 
@@ -95,22 +95,14 @@ def _run_over_mpi(case: Case, inputs: Mapping[str, Array]) -> dict[str, Array]:
 def run_unsharded(
     path: Path, manifest: Manifest, values: Mapping[str, Value], optimized: bool = True
 ) -> dict[str, Any]:
-    """The outputs of the model in one onnxruntime session; without its optimizations no kernel stands for several nodes."""
-    import onnxruntime
+    """The outputs of the model in one session, as `unsharded_session` makes it."""
     from partc.runtime.errors import PartcError
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    if not optimized:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     names = [port.name for port in manifest.outputs]
+    session = unsharded_session(path, optimized)
+    taken = {port.name for port in session.get_inputs()}
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        taken = {port.name for port in session.get_inputs()}
-        return dict(
-            zip(
-                names, session.run(names, {name: value for name, value in values.items() if name in taken}), strict=True
-            )
-        )
+        feeds = {name: value for name, value in values.items() if name in taken}
+        return dict(zip(names, session.run(names, feeds), strict=True))
     except Exception as error:
         raise PartcError(f"{path}: onnxruntime cannot run the unsharded model: {error}") from error

@@ -1,4 +1,7 @@
-"""Records the signals that ask a process to end, so that the job can end in order, the launcher first."""
+"""Records the signals that ask a process to end, so that the job can end in order, the launcher first.
+
+None raises an exception, which would leave a launcher that is being started to itself.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import signal
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
-from partc.cli.interruption import refuse_stopped
+from partc.cli.interruption import must_end, refuse_stopped
 
-_ASKING = ("SIGINT", "SIGTERM", "SIGHUP")
+_ASKING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Signals:
@@ -67,3 +70,4 @@ class Signals:
             self._asked.add(number)
         else:
             self.noted.append(number)
+            must_end(number)

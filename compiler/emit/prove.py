@@ -32,7 +32,7 @@ def prove(folder: Path, model: ir.Model, name: str) -> list[str]:
     refused = [(one, text) for one in programs if (text := refusal(one.model, can_load, one.folder, one.rest))]
     if not violations and not refused:
         return []
-    whole = _unsharded(model)
+    whole = without_weights(model)
     told = _violated(violations, whole, name) if violations else []
     if refused:
         raise _refused(refused, whole, name)
@@ -64,11 +64,14 @@ def _violated(violations: Sequence[Violation], whole: onnx.ModelProto, name: str
     return [f"{name}: {one.fact}{f' ({one.node})' if one.node else ''}" for one in own]
 
 
-def _unsharded(model: ir.Model) -> onnx.ModelProto:
-    """The model with its large weights as inputs."""
+def without_weights(model: ir.Model) -> onnx.ModelProto:
+    """The model with its large weights as inputs, and the others inside of it."""
     light = model.clone()
     for name, value in list(light.graph.initializers.items()):
-        if value.const_value is not None and value.const_value.nbytes > _INLINE_BYTES:
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes <= _INLINE_BYTES:
+            value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+        elif tensor is not None and tensor.nbytes > _INLINE_BYTES:
             value.const_value = None
             light.graph.initializers.pop(name)
             if value not in light.graph.inputs:

@@ -14,7 +14,7 @@ nodes come to stand next to each other there (it takes out each Identity between
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,17 +26,19 @@ from partc.compiler.ir.value_info import ValueInfo
 from partc.runtime.artifact.format import CUDA
 from partc.runtime.artifact.graph.half_kernels import has_kernel
 
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
 
 def fit_kernels(
-    program: RankProgram, opset: int, values: dict[ir.Value, ValueInfo], targets: Mapping[ir.Node, str]
+    program: RankProgram,
+    halves: Collection[ir.DataType],
+    opset: int,
+    values: dict[ir.Value, ValueInfo],
+    targets: Mapping[ir.Node, str],
 ) -> RankProgram:
-    """The program with Casts around nodes that have no kernel; what they make is listed in `values`.
+    """The program with Casts around nodes that have no kernel in types of 16 bits, the `halves`; what they make is listed in `values`.
 
     `targets` are those of the model's nodes: a node on cuda has kernels; one on the device of the job may run on a CPU.
     """
-    work = _Fitting(program, opset, values, targets)
+    work = _Fitting(program, halves, opset, values, targets)
     steps = [one for step in program.steps for one in work.step(step)]
     return replace(program, steps=tuple(steps)) if work.changed else program
 
@@ -72,6 +74,7 @@ def _rank(value: Value) -> int | None:
 @dataclass
 class _Fitting:
     program: RankProgram
+    halves: Collection[ir.DataType]
     opset: int
     values: dict[ir.Value, ValueInfo]
     targets: Mapping[ir.Node, str]
@@ -93,7 +96,7 @@ class _Fitting:
         for value, kind in _inferred(step, self.known, self.opset):
             self.known.setdefault(value, kind)
         read, made = sorted({one for one in step.inputs if one is not None}, key=str), step.makes
-        halves = [one for one in (*read, *made) if self.known.get(one) in _HALVES]
+        halves = [one for one in (*read, *made) if self.known.get(one) in self.halves]
         if not halves or bodies(node) or CUDA in (step.target, self.targets.get(step.source)):
             return [step]
         reduction = str(node.attributes.get_string("reduction", "none"))

@@ -77,7 +77,7 @@ _Simplified: TypeAlias = tuple[tuple[Compute | Comm, ...], frozenset[Value]]
 """The steps that are left of some, and the values that these read."""
 _Kept: TypeAlias = dict[tuple[State, ...], tuple[State, ...]]
 """What ranks keep from step to step: equal tuples are one object."""
-_HALVES = ("tensor(float16)", "tensor(bfloat16)")
+_HALVES = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 
 
 def lower(program: Localized) -> Lowered:
@@ -154,10 +154,13 @@ def _finished(
         tuple(one.scalars),
         frozenset(one.appended),
     )
-    fits = program.plan.precision is not None or training is not None
-    if not fits or {info.type for info in values.values()}.isdisjoint(_HALVES):
+    # onnxruntime writes Casts of float16 itself, which do where a plan asks for no precision
+    halves = _HALVES if program.plan.precision is not None or training is not None else _HALVES[:1]
+    types = {info.type for info in values.values()}
+    kinds = [kind for kind in halves if f"tensor({kind.name.lower()})" in types]
+    if not kinds:
         return found
-    return fit_kernels(found, program.model.graph.opset_imports.get("", 1), values, program.targets)
+    return fit_kernels(found, kinds, program.model.graph.opset_imports.get("", 1), values, program.targets)
 
 
 def _idle(program: Localized, idle: list[int]) -> Iterator[str]:

@@ -51,8 +51,6 @@ class NamedNode:
 
     file: str
     program: str
-    microbatches: int
-    """The number of microbatches of its program; 0 where it has none."""
     node: NodeProto
     operands: tuple[Origin, ...]
     types: Mapping[str, object]
@@ -84,10 +82,11 @@ def _content(attribute: AttributeProto) -> Hashable:
 
 @dataclass
 class Known:
-    """What programs of an artifact have: nodes by name and source, by rank and weight its shard's text, and by such a text its numbers in
-    rank files."""
+    """What programs of an artifact have: nodes by name and source, those of a loss also by the number of microbatches, the programs with a
+    value of an origin, by rank and weight its shard's text, and by such a text its numbers in rank files."""
 
-    nodes: dict[tuple[str, str], NamedNode] = field(default_factory=dict)
+    nodes: dict[tuple[str, str, int], NamedNode] = field(default_factory=dict)
+    programs: dict[Origin, set[str]] = field(default_factory=dict)
     shards: dict[tuple[int, str], str] = field(default_factory=dict)
     numbers: dict[str, bytes] = field(default_factory=dict)
 

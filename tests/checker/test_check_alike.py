@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from decoders import decoder as decoder_of
+from equivalence import compiled
 from mutated import change_file, rewrite_raw, texts
 from onnx import ModelProto, NodeProto, helper
 from semantic_mutants import build
@@ -126,6 +129,48 @@ def test_layers_that_are_equal_have_equal_gradients(
     assert "both are gradients of one function" in texts(tmp_path / "build")
 
 
+def test_a_part_of_a_weight_that_no_rank_has(decoder: Path, tmp_path: Path) -> None:
+    shutil.copytree(decoder, tmp_path / "build")
+    for one, two in (DECODE, PREFILL):
+        other = onnx.load(decoder / one, load_external_data=False)
+
+        def take(model: ModelProto, other: ModelProto = other) -> None:
+            own, given = ({each.name: each for each in one.graph.initializer} for one in (model, other))
+            own["layers.1.q.weight"].CopyFrom(given["layers.1.q.weight"])
+
+        change_file(tmp_path / "build", two, take)
+    fact = "weight 'layers.1.q.weight': all ranks have [0:32, 0:16] of it, and another part is on no rank"
+    assert fact in texts(tmp_path / "build")
+
+
+def another_source(model: ModelProto) -> None:
+    node(model, "layers.1.mlp.out.Add").input[0] = "layers.1.norm1.LayerNormalization"
+
+
+def another_loss(model: ModelProto) -> None:
+    for one in in_tasks(model, "loss.losses"):
+        one.op_type = "Add"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "fact"),
+    [
+        (
+            "evaluate_rank_0001.onnx",
+            another_source,
+            "and 'layers.1.norm1.LayerNormalization' in evaluate_rank_0001.onnx",
+        ),
+        ("evaluate_streamed_rank_0001.onnx", another_loss, "'loss.losses.0' (loss.losses"),
+    ],
+)
+def test_an_evaluation_computes_as_the_training(
+    training: Path, tmp_path: Path, file: str, change: Callable[[ModelProto], None], fact: str
+) -> None:
+    shutil.copytree(training, tmp_path / "build")
+    change_file(tmp_path / "build", file, change)
+    assert fact in texts(tmp_path / "build")
+
+
 def test_tokens_that_each_rank_finds_in_its_shard_are_told(decoder: Path, tmp_path: Path) -> None:
     """The reduction by which ranks agree on the first of the likeliest tokens is away in all programs, and in the manifest."""
     shutil.copytree(decoder, tmp_path / "build")
@@ -134,6 +179,18 @@ def test_tokens_that_each_rank_finds_in_its_shard_are_told(decoder: Path, tmp_pa
     rewrite_raw(tmp_path / "build", lambda data: forget(data, "next_token"))
     fact = "all ranks have 'next_token' whole, and it is made of 'logits', of which each has another shard"
     assert fact in texts(tmp_path / "build")
+
+
+def test_attention_may_be_fused_in_a_program(tmp_path: Path) -> None:
+    """A window that one token does not leave is causal in the program of one token, and not in that of a chunk."""
+    plan = "ranks: 1\ngenerate: {slots: 1, length: 16, chunk: 12}\n"
+    compiled(decoder_of(layers=1, fused=True, window=17), plan, tmp_path / "build", check=False)
+    assert {"Attention", "GroupQueryAttention"} <= {
+        one.op_type
+        for file in ("rank_0000.onnx", "prefill_rank_0000.onnx")
+        for one in onnx.load(tmp_path / "build" / file, load_external_data=False).graph.node
+    }
+    assert texts(tmp_path / "build") == ""
 
 
 SIZED = """<ir_version: 10, opset_import: ["" : 21]>

@@ -390,3 +390,31 @@ def test_a_launcher_that_refuses_root_is_told_with_the_remedy(capfd: pytest.Capt
         code = supervise(command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals())
     assert code == 1
     assert "help: Open MPI refuses to run as root: use partc run -- --allow-run-as-root" in capfd.readouterr().err
+
+
+WAITS = """
+import time
+from partc.cli import interruption
+from partc.cli.launch.signals import Signals
+interruption._PATIENCE = 0.2
+interruption.listen(["run"])
+with Signals():
+    print(flush=True)
+    while True:
+        time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_launch_that_waits_for_something_else_ends_by_a_signal(name: str) -> None:
+    """A handler that notes a signal raises nothing: where nothing looks at its notes, a thread ends the process."""
+    command = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(getattr(signal, name))
+        try:
+            _, said = process.communicate(timeout=WITHIN)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (128 + getattr(signal, name), f"stopped by {name}\n")

@@ -205,6 +205,9 @@ def test_positions_that_change_with_the_length_bound_it(tmp_path: Path) -> None:
     assert longest(whole) == (16, "longrope")
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
     assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL, **dynamic))) == (24, "dynamic")
+    with torch.device("meta"):  # where no number decides about frequencies
+        inputs, _ = flatten_cache(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **dynamic)), "llama")
+    assert "past_0_key" in inputs
     assert longest(transformers.LlamaModel(transformers.LlamaConfig(**SMALL))) is None
     text = "import transformers\ntokens = Symbol(max=20)\ninputs = {'input_ids': Input(['batch', tokens], 'int64')}\n"
     made = f"transformers.Phi3ForCausalLM.from_pretrained({str(tmp_path / 'phi3')!r})"

@@ -19,6 +19,7 @@ from partc.compiler.frontend import load
 from partc.compiler.frontend.source import Source
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
+from partc.compiler.unsound import unsound
 
 torch = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip(
@@ -45,6 +46,11 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (root / "blobs").iterdir():
         os.symlink(file, root / "mixtral" / file.name)
     return root / "mixtral"
+
+
+def test_a_folder_is_sound_wherever_its_weights_are(mixtral: Path) -> None:
+    """What a pass cannot do with it is not blamed on it."""
+    assert unsound(mixtral) == ""
 
 
 @pytest.fixture(scope="module")

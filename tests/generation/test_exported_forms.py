@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -22,6 +23,7 @@ from partc.compiler.frontend.exported import write_declared
 from partc.compiler.ir.declared import Declared, Decoding
 from partc.compiler.pipeline import analyse
 from partc.runtime import Request, load_local_generator
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 from partc.runtime.artifact.manifest import open_artifact
 
 WORDS, HEADS, KV, SIZE, WIDTH = 14, 4, 2, 16, 10
@@ -122,13 +124,17 @@ decoder (int64[{batch}, tokens] ids, {inputs} float[{batch}, {KV}, past, {SIZE}]
     weights |= {"interleaved_to": np.array([1, 1, -1, SIZE]), "flat_to": np.array([-1, SIZE])}
     weights |= {"frequencies": (0.5 ** np.arange(SIZE // 2)).astype(np.float32)}
     weights |= {"axes_012": np.array([0, 1, 2]), "axes_013": np.array([0, 1, 3]), "axes_13": np.array([1, 3])}
+    slopes = (0.5 ** np.arange(1, HEADS + 1)).astype(ml_dtypes.bfloat16).reshape(1, HEADS, 1, 1)
+    weights |= {"slopes": slopes} if "slopes" in attention else {}
     proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     return proto
 
 
 def reference(proto: onnx.ModelProto) -> list[list[int]]:
     """The likeliest tokens of the file itself, token by token, with a past that grows."""
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    model = onnx.ModelProto.FromString(proto.SerializeToString())
+    compute_in_float32(model, bfloat16=True)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     names, found = {port.name for port in session.get_inputs()}, []
     for prompt in PROMPTS:
         past, made, given = [np.zeros((1, KV, 0, SIZE), np.float32)] * 2, list[int](), [*prompt]
@@ -209,9 +215,22 @@ INTERLEAVED = (
 """
 )
 """An angle for each pair of elements, as GLM, Cohere and Helium have them, where the exporter has fixed the batch of positions at 1."""
+ALIBI = (
+    MASK
+    + APPENDED
+    + """
+  distances = Cast <to = 16> (row)
+  low = Mul (slopes, distances)
+  bias = Cast <to = 1> (low)
+  biased = Where (mask, bias, never)
+  mixed = Attention (q, present_k, present_v, biased)
+"""
+)
+"""Biases of distances in bfloat16, as Falcon has them: onnxruntime has no kernel for their product."""
 FORMS = {
     "interleaved positions": decoder(INTERLEAVED.format(shape="interleaved_to")),
     "appended by Concat": decoder(ATTENTION),
+    "alibi in bfloat16": decoder(ALIBI),
     "attention of single ops": decoder(DECOMPOSED, opset=18),
     "Attention with a past": decoder(MASK + PAST.format(attributes="", mask="mask")),
     "causal Attention with a past": decoder(PAST.format(attributes="<is_causal = 1, scale = 0.3>", mask="")),

@@ -370,11 +370,12 @@ def test_wrong_plans_are_named(keys: str, fact: str, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("mask", "window"), [("all", 0), ("prefix", 0), ("prefix", 5), ("far", 0)])
 def test_a_mask_of_later_tokens_is_refused(mask: str, window: int, fused: bool, tmp_path: Path) -> None:
-    """Of a prompt in chunks the tokens are others than of all at once."""
+    """Of a prompt in chunks, or token by token, the tokens are others than of all at once."""
     onnx.save(with_mask(decoder(rows=False, fused=fused, window=window), mask), tmp_path / "model.onnx")
-    (tmp_path / "plan.yaml").write_text("ranks: 1\ngenerate: {slots: 1, length: 64, chunk: 8}\n")
-    with pytest.raises(CompileError, match=r"layers\.0\.attention.*a token sees later ones"):
-        compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    for chunk in (8, 1):
+        (tmp_path / "plan.yaml").write_text(f"ranks: 1\ngenerate: {{slots: 1, length: 64, chunk: {chunk}}}\n")
+        with pytest.raises(CompileError, match=r"layers\.0\.attention.*a token sees later ones"):
+            compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
 
 
 def test_after_the_end_no_token_is_made(compiled: Compiled) -> None:

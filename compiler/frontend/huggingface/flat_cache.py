@@ -27,6 +27,7 @@ from partc.compiler.errors import CompileError, Problem
 from partc.compiler.frontend.huggingface import settings
 from partc.compiler.frontend.huggingface.configuration import attribute, no_padding
 from partc.compiler.frontend.huggingface.ports import has_encoder, usual_inputs
+from partc.compiler.frontend.huggingface.rotary import short_frequencies
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +155,8 @@ def _shapes(module: Any, step: _Step, where: str) -> tuple[list[list[tuple[int, 
         if name != ENCODER_MASK  # numbers of a mask decide how it is read
     }
     try:
-        with torch.no_grad(), quiet(), settings.unfused_attention(module), no_padding(module.config):
+        unfused, short = settings.unfused_attention(module), short_frequencies(module)
+        with torch.no_grad(), quiet(), unfused, short, no_padding(module.config):
             _, grown, *crossing = step.run(given, [])
         found = [[tuple(tensor.shape) for tensor in (layer.keys, layer.values)] for layer in grown]
     except Exception as error:  # what a model of another kind of cache raises

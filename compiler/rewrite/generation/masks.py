@@ -22,6 +22,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from partc.compiler.rewrite.generation.positions import COUNT, Positions
 from partc.compiler.rewrite.generation.step_form import StepForm
+from partc.runtime.artifact.graph.half_kernels import compute_in_float32
 
 MOST = 8192
 _AWAY, _NEAR = -1e4, -100.0
@@ -43,24 +44,29 @@ def sight_of(graph: ir.Graph, mask: ir.Value, positions: Positions, form: StepFo
     nodes = _makers(graph, mask, _given(positions))
     if nodes is None:
         return Sight.UNKNOWN
-    run, width = _evaluator(graph, nodes, mask, positions), form.tokens
-    every, causal = range(0, form.rules.length, width), True
-    for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
-        found = run(some, width)
-        if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
-            found = found[:, :, 0]
-        found = found.reshape(*[1] * (4 - found.ndim), *found.shape)  # the same of every head, and of every sequence
-        found = ~found if hides and found.dtype == np.bool_ else found
-        seen = found if found.dtype == np.bool_ else found > _NEAR
-        entries, tokens = np.arange(max(some) + width), np.arange(width)
-        wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
-        fits = seen.ndim == 4 and seen.shape[-1] == len(entries) and seen.shape[2] in (1, width)
-        if not fits or seen.shape[0] not in (1, form.rows):
-            return Sight.UNKNOWN
-        if (seen & ~wanted).any():
-            return Sight.LATER
-        exact = found.dtype == np.bool_ or ((found == 0) | (found <= _AWAY)).all()
-        causal = causal and bool(exact) and bool((seen == wanted).all())
+    run, causal = _evaluator(graph, nodes, mask, positions), True
+    # of a prompt that is read token by token the model, too, sees more than one
+    widths = (form.tokens, 2) if form.rules.chunk == 1 else (form.tokens,)
+    for width in widths:
+        every = range(0, form.rules.length, width)
+        for some in _batches(every[:: -(len(every) // MOST + 1)], form.rows):
+            found = run(some, width)
+            if found.ndim == 5 and found.shape[2] == 1:  # queries in groups of a head of keys
+                found = found[:, :, 0]
+            found = found.reshape(
+                *[1] * (4 - found.ndim), *found.shape
+            )  # the same of every head, and of every sequence
+            found = ~found if hides and found.dtype == np.bool_ else found
+            seen = found if found.dtype == np.bool_ else found > _NEAR
+            entries, tokens = np.arange(max(some) + width), np.arange(width)
+            wanted = entries[None, None, None] <= np.asarray(some)[:, None, None, None] + tokens[None, None, :, None]
+            fits = seen.ndim == 4 and seen.shape[-1] == len(entries) and seen.shape[2] in (1, width)
+            if not fits or seen.shape[0] not in (1, form.rows):
+                return Sight.UNKNOWN
+            if (seen & ~wanted).any():
+                return Sight.LATER
+            exact = found.dtype == np.bool_ or ((found == 0) | (found <= _AWAY)).all()
+            causal = causal and bool(exact) and bool((seen == wanted).all())
     return Sight.CAUSAL if causal else Sight.UNKNOWN
 
 
@@ -119,11 +125,9 @@ def _evaluator(
     opsets = [helper.make_opsetid("", graph.opset_imports.get("", 24))]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
-    session = onnxruntime.InferenceSession(
-        helper.make_model(body, ir_version=10, opset_imports=opsets).SerializeToString(),
-        options,
-        providers=["CPUExecutionProvider"],
-    )
+    model = helper.make_model(body, ir_version=10, opset_imports=opsets)
+    compute_in_float32(model, bfloat16=True)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = {one.name for one in session.get_inputs()}
 
     def run(some: Sequence[int], width: int) -> npt.NDArray[Any]:

@@ -3,7 +3,8 @@
     %h = MatMul(%x, %w)     ->     %h.unrounded = MatMul(%x.read, %w.read);  %h = Cast(%h.unrounded)
 
 The compiler writes such Casts for what may run on a CPU. A node that the plan gives to a GPU computes in 16 bits there; where a job runs
-that target on the CPU, its sessions get the Casts when they are made.
+that target on the CPU, its sessions get the Casts when they are made. So does a session of the user's model or of a part of it, whose
+nodes of bfloat16 onnxruntime does not load.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from partc.runtime.artifact.graph.targets import target_of
 from partc.runtime.spellings import first_free
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16
 """Element types, as ONNX numbers them."""
@@ -44,13 +45,16 @@ def has_kernel(op_type: str, reduction: str, kind: int) -> bool:
     return op_type in _KERNELS[kind] and reduction == "none"
 
 
-def compute_in_float32(model: ModelProto) -> None:
-    """Writes Casts around the nodes of the target cuda that have no kernel of 16 bits on a CPU, in a model for onnxruntime."""
+def compute_in_float32(model: ModelProto, bfloat16: bool = False) -> bool:
+    """Writes Casts around the nodes of the target cuda that have no kernel of 16 bits on a CPU, in a model for onnxruntime: whether any.
+
+    With `bfloat16` around all nodes of this type: onnxruntime itself writes those of float16.
+    """
     from onnx import helper, shape_inference
 
     graph = model.graph
-    if not any(target_of(node) == CUDA for node in graph.node):
-        return
+    if not any(target_of(node) == CUDA for node in graph.node) and not (bfloat16 and _has_bfloat16(graph)):
+        return False
     inferred = shape_inference.infer_shapes(model).graph
     values = (*inferred.input, *inferred.value_info, *inferred.output)
     kinds = {one.name: one.type.tensor_type.elem_type for one in values}
@@ -59,11 +63,12 @@ def compute_in_float32(model: ModelProto) -> None:
     read: dict[str, str] = {}
     written: list[NodeProto] = []
     for node in graph.node:
-        halves = {name for name in (*node.input, *node.output) if kinds.get(name) in HALVES}
+        cast = HALVES if target_of(node) == CUDA else (BFLOAT16,) if bfloat16 else ()
+        halves = {name for name in (*node.input, *node.output) if kinds.get(name) in cast}
         plain = not node.domain and not any(attribute.HasField("g") for attribute in node.attribute)
         reduction = text_of(node, "reduction", "none")
         lacking = any(not has_kernel(node.op_type, reduction, kinds[name]) for name in halves)
-        if target_of(node) != CUDA or not plain or not lacking:
+        if not plain or not lacking:
             written.append(node)
             continue
         for k, name in enumerate(node.input):
@@ -79,8 +84,19 @@ def compute_in_float32(model: ModelProto) -> None:
                 after.append(helper.make_node("Cast", [node.output[k]], [name], to=kinds[name]))
         written += [node, *after]
     nodes = [type(node).FromString(node.SerializeToString()) for node in written]
+    changed = len(nodes) > len(graph.node)
     del graph.node[:]
     graph.node.extend(nodes)
+    return changed
+
+
+def _has_bfloat16(graph: GraphProto) -> bool:
+    """Whether a value of a graph may be bfloat16: an input, a constant, or what a Cast makes."""
+    return (
+        any(port.type.tensor_type.elem_type == BFLOAT16 for port in graph.input)
+        or any(tensor.data_type == BFLOAT16 for tensor in graph.initializer)
+        or any(BFLOAT16 in (one.i, one.t.data_type) for node in graph.node for one in node.attribute)
+    )
 
 
 def _new(name: str, names: set[str]) -> str:

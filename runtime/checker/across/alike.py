@@ -10,8 +10,9 @@ operands of one origin:
     input            its name
 
 What follows from sizes may differ where the sizes of the node's operands and results do: constants of integers, such as the target of a
-Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of
-metrics are others where the number of microbatches is.
+Reshape, and attributes that count heads, groups or elements. The nodes of a loss and of metrics are compared among programs of one number
+of microbatches. A program that trains makes some values otherwise (a mask, a norm); yet an operand that is a node's in one program is
+that node's in each that has both it and the other one.
 
     LayerNormalization(%h, %w, %b) {epsilon: 1e-05} in rank_0000.onnx, {epsilon: 1e-02} in rank_0001.onnx     one of them is wrong
 """
@@ -19,7 +20,7 @@ metrics are others where the number of microbatches is.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto
 from partc.runtime.artifact.format import (
@@ -29,6 +30,7 @@ from partc.runtime.artifact.format import (
     PIECE,
     PULL,
     PUSH,
+    RANK_CONSTANT,
     RECV,
     RULE,
     SEND,
@@ -38,7 +40,6 @@ from partc.runtime.artifact.format import (
     TASK,
 )
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of, source_path
-from partc.runtime.artifact.graph.rank_constants import is_rank_constant
 from partc.runtime.artifact.training.training_record import TrainingRecord
 from partc.runtime.checker.across.gradients import Gradient, check_gradients
 from partc.runtime.checker.graph.declared import declared_types
@@ -59,6 +60,7 @@ _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
 """Ops by which a reshard on one rank moves elements; such a node is not the model's, so no rule of the plan is its."""
 _COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 """Ops that of all shape arithmetic are the same on all ranks, as that of a mask: their operands may be computed in other ways."""
+_CUT, _SPAN = re.compile(r"^(.*)\[([\d:, ]+)\]$"), re.compile(r"(\d+):(\d+)")
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
 _VALUE, _INPUT = "value", "input"
 _MOST_HOPS = 8
@@ -79,6 +81,9 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
     gradients = dict[Hashable, Gradient]()
     for file, ranks in manifest.by_file(subject.models).items():
         yield from _other_weights(subject, file, ranks[0])
+    yield from _missing_shards(files)
+    for origin in (origin for known in origins.values() for origin in known.values()):
+        subject.known.programs.setdefault(origin, set()).add(manifest.name)
     for file, model in files.items():
         seen = set[tuple[str, str]]()
         nodes = list[NamedNode]()
@@ -90,10 +95,11 @@ def check_alike(subject: Subject) -> Iterator[Violation]:
             seen.add(key)
             sizes = metadata_of(node, RULE) == SHAPE_ARITHMETIC
             operands = tuple(_resolved(origins[file], sent, name) for name in node.input) if not sizes else ()
-            own = NamedNode(file, manifest.name, microbatches, node, operands, types)
+            own = NamedNode(file, manifest.name, node, operands, types)
             nodes.append(own)
-            first = subject.known.nodes.setdefault(key, own)
-            if first is not own and key not in told and (fact := _difference(first, own, subject.training)):
+            batches = microbatches if _is_of_loss(node, subject.training) else 0
+            first = subject.known.nodes.setdefault((*key, batches), own)
+            if first is not own and key not in told and (fact := _difference(first, own, subject)):
                 told.add(key)
                 yield Violation(file, fact, node_title(node), path_of(node), _AGAIN)
         if not told:
@@ -114,6 +120,31 @@ def _other_weights(subject: Subject, file: str, rank: int) -> Iterator[Violation
             yield Violation(
                 file, f"'{text}' has other numbers than in another file", f"weight '{tensor.name}'", help=_AGAIN
             )
+
+
+def _missing_shards(files: Mapping[str, ModelProto]) -> Iterator[Violation]:
+    """Weights that are cut, of which no rank has some part."""
+    boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
+    for model in files.values():
+        for tensor in model.graph.initializer:
+            if cut := _CUT.search(metadata_of(tensor, PIECE)):
+                box = tuple((int(begin), int(end)) for begin, end in _SPAN.findall(cut[2]))
+                boxes.setdefault(cut[1], set()).add(box)
+    for name, parts in boxes.items():
+        if len(parts) == 1 or any(map(_has_gap, zip(*parts, strict=False))):
+            texts = (", ".join(f"{begin}:{end}" for begin, end in part) for part in sorted(parts))
+            fact = f"all ranks have [{'], ['.join(texts)}] of it, and another part is on no rank"
+            yield Violation(next(iter(files)), fact, f"weight '{name}'", help=_AGAIN)
+
+
+def _has_gap(spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether spans leave out an element between 0 and the end of the last one."""
+    reached = 0
+    for begin, end in sorted(spans):
+        if begin > reached:
+            return True
+        reached = max(reached, end)
+    return False
 
 
 def _is_of_one_rank(node: NodeProto) -> bool:
@@ -146,54 +177,67 @@ def _path(node: NodeProto) -> str:
 
 
 def _origins(model: ModelProto, tensors: Mapping[str, Origin]) -> dict[str, Origin]:
-    """By value its origin, as far as a file tells it."""
-    found: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
+    """Maps each value of a file to its origin, as far as the file tells it; a message is a value, too."""
+    known: dict[str, Origin] = {port.name: (_INPUT, port.name) for port in model.graph.input}
     for tensor in model.graph.initializer:
         stored = tensor.external_data or any(entry.key == PIECE for entry in tensor.metadata_props)
-        found[tensor.name] = (
-            (tensor.name.partition("@[")[0],) if stored else _numbers(tensor)
-        )  # `w@[2, 1]` is w in a layout
-    found |= tensors
+        # `w@[2, 1]` is w in a layout
+        known[tensor.name] = (tensor.name.partition("@[")[0],) if stored else _numbers(tensor)
+    known |= tensors
     for node in model.graph.node:
-        if is_rank_constant(node):
-            found[node.output[0]] = (CONSTANT, integer_of(node, DTYPE, 0), *node.output)
-        elif node.domain == DOMAIN and node.op_type in (SEND, RECV):
-            for source in node.input:
-                found[f"{_VALUE} {integer_of(node, TAG, -1)}"] = found.get(source, (_VALUE, source))
-            found |= {result: (_VALUE, f"{_VALUE} {integer_of(node, TAG, -1)}") for result in node.output}
-        elif node.domain == DOMAIN:
-            for source, result in zip(node.input, node.output, strict=False):
-                origin = found.get(source, (_VALUE, source))
-                unknown = origin[0] is CONSTANT or node.op_type in (
-                    PULL,
-                    PUSH,
-                )  # zeros of a rank in a sum; rows of a table
-                found[result] = (_VALUE, result) if unknown else origin
-        elif node.op_type in (
-            "ConstantOfShape",
-            "Shape",
-            "Size",
-        ):  # zeros of a rank without a part in a collective; sizes of shards
-            found[node.output[0]] = (_VALUE, node.output[0])
-        elif node.op_type in ("Identity", "Expand") and not node.domain:
-            found[node.output[0]] = found.get(node.input[0], (_VALUE, node.input[0]))
-        elif node.op_type in ("Shape", "Size") and not node.domain:
-            found[node.output[0]] = (_VALUE, node.output[0])  # ranks may ask other values for one size
-        elif node.op_type == "Constant" and not node.domain:
-            texts = (one.t if one.HasField("t") else one for one in node.attribute)
-            found[node.output[0]] = next(map(_numbers, texts), (CONSTANT, 0))
-        else:
-            made: list[Origin] = [(_name(node), at, _path(node)) for at in range(len(node.output))]
-            if node.op_type in _RESHARDS and not any(entry.key == RULE for entry in node.metadata_props):
-                read = {name: found.get(name, (_VALUE, name)) for name in node.input}
-                given = {origin for origin in read.values() if origin[0] is not CONSTANT}
-                parts = [name for name, origin in read.items() if origin[0] is not CONSTANT]
-                whole = node.op_type != "Concat" or len(parts) == len(node.input)  # else it is sizes that make a shape
-                made = [*given] * len(node.output) if len(given) == 1 and whole else made
-                if node.op_type == "Split" and made[0][0] is _INPUT:  # into microbatches
-                    made = [(*made[0], at) for at in range(len(node.output))]
-            found |= zip(node.output, made, strict=True)
-    return found
+        read = [known.get(name, (_VALUE, name)) for name in node.input]
+        results = node.output if node.op_type != SEND else [_message(node)]
+        rule = _RULES.get((node.domain, node.op_type), _passed if node.domain == DOMAIN else _computed)
+        known |= zip(results, rule(node, read), strict=False)
+    return known
+
+
+def _message(node: NodeProto) -> str:
+    return f"{_VALUE} {integer_of(node, TAG, -1)}"
+
+
+def _passed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    """Each operand's own; zeros of a rank in a sum have none."""
+    pairs = zip(read, node.output, strict=False)
+    return [origin if origin[0] is not CONSTANT else (_VALUE, result) for origin, result in pairs]
+
+
+def _computed(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    return [(_name(node), at, _path(node)) for at in range(len(node.output))]
+
+
+def _unknown(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    return [(_VALUE, result) for result in node.output]
+
+
+def _moved(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    """The only operand's that is not a constant, of a reshard; a Concat with constants makes a shape."""
+    parts = {name: origin for name, origin in zip(node.input, read, strict=True) if origin[0] is not CONSTANT}
+    shape = node.op_type == "Concat" and len(parts) != len(node.input)
+    if any(entry.key == RULE for entry in node.metadata_props) or len({*parts.values()}) != 1 or shape:
+        return _computed(node, read)
+    origin = next(iter(parts.values()))
+    microbatches = node.op_type == "Split" and origin[0] is _INPUT
+    return [(*origin, at) if microbatches else origin for at in range(len(node.output))]
+
+
+def _literal(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    texts = (one.t if one.HasField("t") else one for one in node.attribute)
+    return [next(map(_numbers, texts), (CONSTANT, 0))]
+
+
+_RULES: Mapping[tuple[str, str], Callable[[NodeProto, Sequence[Origin]], Sequence[Origin]]] = {
+    (DOMAIN, RANK_CONSTANT): lambda node, read: [(CONSTANT, integer_of(node, DTYPE, 0), *node.output)],
+    (DOMAIN, SEND): lambda node, read: read,
+    (DOMAIN, RECV): lambda node, read: [(_VALUE, _message(node))],
+    **dict.fromkeys(((DOMAIN, PULL), (DOMAIN, PUSH)), _unknown),  # rows of a table
+    # zeros of a rank without a part in a collective; sizes of shards, for which ranks may ask other values
+    **dict.fromkeys((("", "ConstantOfShape"), ("", "Shape"), ("", "Size")), _unknown),
+    **dict.fromkeys((("", "Identity"), ("", "Expand")), lambda node, read: read[:1]),
+    ("", "Constant"): _literal,
+    **{("", op): _moved for op in _RESHARDS},
+}
+"""By op how the origins of its results follow from those of its operands; of other communication each result is its operand."""
 
 
 def _numbers(constant: TensorProto | AttributeProto) -> Origin:
@@ -215,25 +259,25 @@ def _resolved(known: Mapping[str, Origin], sent: Mapping[str, Origin], name: str
     return origin
 
 
-def _difference(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> str:
+def _difference(first: NamedNode, own: NamedNode, subject: Subject) -> str:
     """In what a node is another one than the first of its name; '' where nothing, or what follows from sizes or microbatches."""
+    training = subject.training
     if (first.node.domain, first.node.op_type) != (own.node.domain, own.node.op_type):
         if first.program != own.program and {first.node.op_type, own.node.op_type} <= _MASKS:
             return ""  # a training draws a mask where an evaluation hands values on
-        return f"it is {first.node.op_type} in {first.file}" if not _counts_batches(first, own, training) else ""
+        return f"it is {first.node.op_type} in {first.file}"
     names = {name for name, _ in first.attributes.items() ^ own.attributes.items()}
     names -= _MODES if first.program != own.program else set()
     names -= _REWRITTEN if training is not None and first.program != own.program else set()
     names -= _COUNTS if names and _sizes(first) != _sizes(own) else set()
-    if names and not _counts_batches(first, own, training):
+    if names:
         return f"its attribute {min(names)} differs from that in {first.file}"
     if metadata_of(own.node, PHASE) == _UPDATE:
         return ""  # that copies stay equal is proven by their numbers, and a sum over a target's gradients is called after it
-    rewritten = training is not None and first.program != own.program
     for at, (one, two) in enumerate(zip(first.operands, own.operands, strict=False)):
-        if rewritten and not (_is_tensor(one) and _is_tensor(two)):
-            continue  # a program that trains, or has microbatches, makes values otherwise
-        if not _same(one, two, first, own) and not _counts_batches(first, own, training):
+        if first.program != own.program and not _are_comparable(one, two, {first.program, own.program}, subject):
+            continue
+        if not _same(one, two, first, own):
             return f"its operand '{own.node.input[at]}' is {_text(two)}, and {_text(one)} in {first.file}"
     return ""
 
@@ -259,12 +303,20 @@ def _same(one: Origin, two: Origin, first: NamedNode, own: NamedNode) -> bool:
     return f"{one[2]}.".startswith(f"{two[2]}.") or f"{two[2]}.".startswith(f"{one[2]}.")
 
 
-def _counts_batches(first: NamedNode, own: NamedNode, training: TrainingRecord | None) -> bool:
-    """Whether nodes of two programs are of a loss or a metric, of which one may be of microbatches."""
-    if training is None or first.program == own.program:
-        return False
-    names = (training.loss, *training.metrics, *training.denominators.values())
-    return any(f"{source_path(own.node)}.".startswith(f"{name}.") for name in names)
+def _is_of_loss(node: NodeProto, training: TrainingRecord | None) -> bool:
+    """Whether a node is of a loss or a metric, which count the microbatches."""
+    names = () if training is None else (training.loss, *training.metrics, *training.denominators.values())
+    return any(f"{source_path(node)}.".startswith(f"{name}.") for name in names)
+
+
+def _are_comparable(one: Origin, two: Origin, programs: set[str], subject: Subject) -> bool:
+    """Whether operands in two programs are known to be one: results of nodes that both programs have, and tensors.
+
+    A program that trains makes some values otherwise, and attention is fused where a step has no more tokens than a mask lets see.
+    """
+    if all(len(origin) == 3 and isinstance(origin[2], str) for origin in (one, two)):
+        return all(programs <= subject.known.programs.get(origin, set()) for origin in (one, two))
+    return subject.training is None or (_is_tensor(one) and _is_tensor(two))
 
 
 def _is_tensor(origin: Origin) -> bool:
