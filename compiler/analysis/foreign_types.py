@@ -10,8 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
-from partc.compiler.frontend.onnx_file import NEWEST_OPSET
-from partc.compiler.ir.graph import operand_name
+from partc.compiler.ir.graph import NEWEST_OPSET, operand_name
 
 _STANDARD = ("", "ai.onnx")
 

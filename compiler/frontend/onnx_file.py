@@ -23,14 +23,13 @@ from partc.compiler.frontend.older_forms import OLDER, has_older_forms, modern
 from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.structure import missing_attributes, structure_problems
 from partc.compiler.frontend.torch.torch_file import restored
-from partc.compiler.ir.graph import OWN_NAME, graphs_of, is_inside, nodes_of
+from partc.compiler.ir.graph import NEWEST_OPSET, OWN_NAME, graphs_of, is_inside, nodes_of
 from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
 from partc.runtime.errors import breaks_lines, one_line
 from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
 from partc.runtime.garbage_collection import uncollected
 
-OLDEST_OPSET, NEWEST_OPSET = 7, 26
 _KNOWN_OPSET = 21
 """Every onnxruntime that partc runs on knows the ops of this opset."""
 _TABULAR, _MAPS = "ai.onnx.ml", ("CastMap", "DictVectorizer", "ZipMap")

@@ -13,7 +13,7 @@ from partc.compiler.ops.notation import rule
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
 
-grid_sample = op("GridSample", factors="nc_,nhw.->nchw", linear="each", partial=(0,))
+grid_sample = op("GridSample", factors="nc_,nhw.->nchw", linear="each", partial=(0,), rounds="sums")
 
 
 @grid_sample.sharding
@@ -26,7 +26,12 @@ def _(node: ir.Node) -> Rule | None:
 
 
 roi_align = op(
-    "RoiAlign", factors=".c..,r.,r->rc..", linear="each", partial=(0,), remarks="linear only where regions are averaged"
+    "RoiAlign",
+    factors=".c..,r.,r->rc..",
+    linear="each",
+    partial=(0,),
+    remarks="linear only where regions are averaged",
+    rounds="sums",
 )
 
 

@@ -53,6 +53,7 @@ dropout = op(
     remarks="replicated in training mode, which draws random numbers; linear only where no mask is made",
     precision="follow",
     host=(1, 2),
+    rounds="exact",
 )
 
 
