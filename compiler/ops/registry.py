@@ -27,6 +27,7 @@ from partc.compiler.ir.graph import STOPS_GRADIENT
 from partc.compiler.ops.notation import replicated_rule, rule
 from partc.compiler.ops.rule import OWN, Local, Rule, RuleOf
 from partc.compiler.ops.work import Kernel, Work
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -117,8 +118,8 @@ class Entry:
     """What the compiler knows of one op.
 
     `draws`: whether a node may give other numbers each time it runs. `stops_gradient`: the outputs do not follow small changes of the
-    inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `host`: the inputs that kernels read
-    on the host, whichever device computes: a shape, axes, a condition. `rounds`: how it rounds, where its kernel does not say it.
+    inputs, as in a comparison. `precision`: in which type it computes where a plan asks for 16 bits. `rounds`: how it rounds, where its
+    kernel does not say it. `rising`: a larger operand never makes a smaller result.
 
     `sharding`: the rule of one node, where `notation` alone does not say it. `local`: the node of one rank, for rules that name none.
     """
@@ -129,8 +130,8 @@ class Entry:
     draws: bool = False
     stops_gradient: bool = False
     precision: Precision = "high"
-    host: tuple[int, ...] = ()
     rounds: Rounding | None = None
+    rising: bool = False
     work: Work = field(default_factory=Work)
     sharding: RuleOf | None = None
     local: LocalForm | None = None
@@ -155,6 +156,11 @@ class Entry:
     def moves(self) -> bool:
         """Whether an output's elements are some of the first input's, in other places; not so where it has the input's dims as numbers."""
         return self.work.kernel in _MOVING and self.notation.factors != "" and self.notation.keeps_dims
+
+    @property
+    def rises(self) -> bool:
+        """Whether the largest of several results is the result of the largest operands, element by element."""
+        return self.rising or self.moves
 
     @property
     def rounding(self) -> Rounding:
@@ -191,14 +197,14 @@ class Entry:
         return found if found.local is not None else replace(found, local=self.local)
 
     def __str__(self) -> str:
-        own = self.notation
+        own, on_host = self.notation, host_inputs(self.domain, self.op_type)
         words = [
             own.factors or "replicated",
             *([f"contracted: {own.reductions}"] if own.contracted else []),
             *([f"replicated: {own.replicated}"] if own.replicated else []),
             *([f"linear {own.linearity}"] if own.linear else []),
             *([f"16 bits: {self.precision}"] if self.precision != "high" else []),
-            *([f"on the host: {', '.join(map(str, self.host))}"] if self.host else []),
+            *([f"on the host: {', '.join(map(str, on_host))}"] if on_host else []),
             *([f"kernel: {self.work.kernel}"] if self.work.kernel != "elementwise" else []),
             *([own.why or own.remarks] if own.why or own.remarks else []),
         ]
@@ -282,8 +288,8 @@ def op(
     stops_gradient: bool = False,
     gradient_outputs: int = 0,
     precision: Precision = "high",
-    host: Sequence[int] = (),
     rounds: Rounding | None = None,
+    rising: bool = False,
     kernel: Kernel = "elementwise",
     columns_of_input: bool = False,
 ) -> Declared:
@@ -303,8 +309,8 @@ def op(
             draws=draws,
             stops_gradient=stops_gradient,
             precision=precision,
-            host=tuple(host),
             rounds=rounds,
+            rising=rising,
             work=Work(kernel, columns_of_input=columns_of_input),
             gradients=Gradients(outputs=gradient_outputs),
         )
@@ -383,12 +389,6 @@ def stops_gradient(node: ir.Node) -> bool:
     """Whether the outputs of a node are known not to follow small changes of its inputs."""
     entry = entry_of(node)
     return entry is not None and (entry.stops_gradient or STOPS_GRADIENT in node.metadata_props)
-
-
-def host_inputs(node: ir.Node) -> tuple[int, ...]:
-    """The inputs of a node that its kernel reads on the host, whichever device computes."""
-    entry = entry_of(node)
-    return entry.host if entry is not None else ()
 
 
 def draws(node: ir.Node) -> bool:

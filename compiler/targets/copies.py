@@ -19,13 +19,13 @@ from partc.compiler.ir.program import Complete, Scheduled
 from partc.compiler.ir.programs import Body, Call, Comm, Compute, Copy, Op, RankProgram, TaskKind, Value, exchanged
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Shape, ValueInfo, bytes_text
-from partc.compiler.ops.registry import host_inputs
 from partc.compiler.targets.constants import with_constants
 from partc.compiler.targets.needed import without_unread
 from partc.compiler.targets.of_ops import ANYWHERE, Placed, Scope, is_of_shape, placed
 from partc.compiler.targets.order import in_runs
 from partc.compiler.targets.shapes import with_shapes_of_inputs
 from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 
 def copy_between_targets(program: Scheduled) -> Complete:
@@ -276,7 +276,7 @@ class _Writer:
 
     def _on_target(self, step: Compute) -> Compute:
         """An op with its target, over what its operands are there; what its kernel reads on the host is the host's."""
-        scope, host = self.there.scope, host_inputs(step.node)
+        scope, host = self.there.scope, host_inputs(step.node.domain, step.node.op_type)
         target = scope.targets[step]
         if is_of_shape(step):
             target = self._without_copy(step.reads[0]) or target

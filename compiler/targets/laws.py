@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from partc.compiler.ir.program import Complete
 from partc.compiler.ir.programs import Body, Call, Comm, Compute, Copy, Op, RankProgram, Value
-from partc.compiler.ops.registry import host_inputs
 from partc.compiler.targets.of_ops import is_of_shape
 from partc.runtime.artifact.format import CPU
+from partc.runtime.artifact.graph.kernels import host_inputs
 
 
 def target_faults(program: Complete) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _op_faults(step: Compute, lying: dict[Value, str]) -> Iterator[str]:
     title = f"{step.node.op_type} '{step.label}'"
     if not step.target:
         yield f"{title} has no target"
-    host = host_inputs(step.node)
+    host = host_inputs(step.node.domain, step.node.op_type)
     operands = [(value, k in host) for k, value in enumerate(step.inputs) if value is not None]
     for value, on_host in (*operands, *((value, False) for value in step.captured.values())):
         wanted = CPU if on_host else step.target
