@@ -82,7 +82,8 @@ class RankModels:
 
     def __post_init__(self) -> None:
         self._factors = NodeFactors(self.program.model.graph.opset_imports)
-        self._shards = any(choice.cut for choice in self.program.choices.values())
+        sharded = any(choice.cut for choice in self.program.choices.values())
+        self._says_factors = sharded or self.program.generation is not None
 
     def of(self, part: RankProgram) -> bytes:
         """The rank file of a rank's program as bytes: its nodes, in order, with functions, types and weights.
@@ -258,7 +259,7 @@ class RankModels:
                     _rename_captured(body, {name: names[value] for name, value in step.captured.items()})
         placed = program.placement.get(step.source)
         cut = "; ".join(cut_text(program, step.source)) if placed else ""
-        factors = self._factors.of(step) if self._shards else ""
+        factors = self._factors.of(step) if self._says_factors else ""
         said = {fmt.RULE: placed.rule if placed else "", fmt.CUT: cut, fmt.FACTORS: factors}
         _add_metadata(proto, {fmt.PATH: path, **{key: text for key, text in said.items() if text}})
         if step.again:

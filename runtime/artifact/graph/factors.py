@@ -9,10 +9,13 @@ an operand that is absent or no tensor. `sum`, `max`, `min`: letters of inputs t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from partc.runtime.artifact.format import REDUCTIONS, SUM
+from onnx import NodeProto
+from partc.runtime.artifact.format import FACTORS, REDUCTIONS, SUM
+from partc.runtime.artifact.graph.onnx_graph import metadata_of
 
 WHOLE = "."
 _ABSENT, _LINEAR, _RISES = "-", "linear", "rises"
@@ -64,6 +67,20 @@ def read_factors(text: str) -> Factors:
         else:
             raise ValueError(text)
     return Factors(_operands(left), _operands(right), reductions, linear, joint, rises)
+
+
+def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Factors | None:
+    """The letters of a node's operands; None where the file says none. ValueError where they are not those of these operands."""
+    if not (text := metadata_of(node, FACTORS)):
+        letters = string.ascii_letters[: len(sizes.get(node.input[0]) or ())] if node.op_type == "Identity" else None
+        return None if letters is None else Factors((letters,), (letters,), {}, (0,), rises=True)
+    factors = read_factors(text)
+    if len(factors.inputs) < len(node.input) or len(factors.outputs) < len(node.output):
+        raise ValueError(text)
+    sides = (*zip(node.input, factors.inputs, strict=False), *zip(node.output, factors.outputs, strict=False))
+    if any(name in sizes and one is not None and len(one) != len(sizes[name]) for name, one in sides):
+        raise ValueError(text)
+    return factors
 
 
 def _operands(text: str) -> tuple[str | None, ...]:

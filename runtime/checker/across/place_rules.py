@@ -8,22 +8,19 @@ A value's places are by dim where the shards of some ranks begin in it, None alo
 
 from __future__ import annotations
 
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from onnx import NodeProto
-from partc.runtime.artifact.format import FACTORS, MAX, MIN, SUM
-from partc.runtime.artifact.graph.factors import WHOLE, Factors, partial_of, read_factors
-from partc.runtime.artifact.graph.onnx_graph import metadata_of
+from partc.runtime.artifact.format import MAX, MIN, SUM
+from partc.runtime.artifact.graph.factors import WHOLE, Factors, partial_of
 
 Begins: TypeAlias = tuple[int, ...]
 """By rank, in the order of the ranks of a file, the element at which a shard begins along a dim."""
 Places: TypeAlias = "Sequence[Begins | None] | None"
 Sizes: TypeAlias = "Sequence[int | None]"
 
-_LETTERS = string.ascii_letters
 PARTIAL = {SUM: "a partial sum", MAX: "the largest of a shard", MIN: "the least of a shard"}
 """What a value is that a reduction of several ranks makes whole, in words."""
 
@@ -44,20 +41,6 @@ class Ruled:
     made: list[Places]
     meetings: list[tuple[Met, Met, int]]
     reduced: list[tuple[str, Begins]]
-
-
-def factors_of(node: NodeProto, sizes: Mapping[str, Sizes]) -> Factors | None:
-    """The letters of a node's operands; None where the file says none. ValueError where they are not those of these operands."""
-    if not (text := metadata_of(node, FACTORS)):
-        letters = _LETTERS[: len(sizes.get(node.input[0]) or ())] if node.op_type == "Identity" else None
-        return None if letters is None else Factors((letters,), (letters,), {}, (0,), rises=True)
-    factors = read_factors(text)
-    if len(factors.inputs) < len(node.input) or len(factors.outputs) < len(node.output):
-        raise ValueError(text)
-    sides = (*zip(node.input, factors.inputs, strict=False), *zip(node.output, factors.outputs, strict=False))
-    if any(name in sizes and one is not None and len(one) != len(sizes[name]) for name, one in sides):
-        raise ValueError(text)
-    return factors
 
 
 def apply(node: NodeProto, factors: Factors, places: Mapping[str, Places], sizes: Mapping[str, Sizes]) -> Ruled:

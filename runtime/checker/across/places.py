@@ -35,7 +35,7 @@ from partc.runtime.artifact.format import (
     Collective,
     Manifest,
 )
-from partc.runtime.artifact.graph.factors import Factors
+from partc.runtime.artifact.graph.factors import Factors, factors_of
 from partc.runtime.artifact.graph.onnx_graph import integer_of, metadata_of, node_title, path_of
 from partc.runtime.checker.across import place_rules
 from partc.runtime.checker.across.place_rules import PARTIAL, Begins, Places, Sizes
@@ -137,7 +137,7 @@ class _Places:
 
     def _read_factors(self, file: _File, node: NodeProto) -> None:
         try:
-            if (factors := place_rules.factors_of(node, file.sizes)) is not None:
+            if (factors := factors_of(node, file.sizes)) is not None:
                 file.factors[_key(node)] = factors
         except ValueError as error:
             fact = f"its factors '{one_line(str(error))}' are not those of its operands"
