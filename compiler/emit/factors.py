@@ -146,7 +146,13 @@ def local_rule(node: ir.Node, source: ir.Node) -> Rule:
     pairs = zip(rule.inputs, shapes, strict=True)
     dims = [(letter, dim) for one, shape in pairs for letter, dim in zip(one or "", shape, strict=False)]
     count = Counter([letter for letter, _ in dims])
-    return _without(rule, {letter for letter, dim in dims if dim == 1 and count[letter] > 1})
+    unsure = {letter for letter, dim in dims if dim == 1 and count[letter] > 1}
+    entry = entry_of(node)
+    if entry is not None and entry.work.kernel == "lookup":
+        unsure |= (
+            rule.reduce.keys()
+        )  # rows of a rank, by ids that count from its first one: a term only where the others are masked
+    return _without(rule, unsure)
 
 
 def _reshaped(old: Sequence[object], new: Sequence[object]) -> tuple[str, str]:
@@ -185,4 +191,6 @@ def _text(entry: Entry, rule: Rule) -> str:
     sides = (*rule.inputs, *rule.outputs)
     rule = _without(rule, {letter for one in sides if one for letter in one} - known - {WHOLE})
     linear = tuple([k for row in rule.partial_inputs for k in row])
-    return str(Factors(rule.inputs, rule.outputs, rule.reduce, linear, rule.linear == "joint", entry.rises))
+    return str(
+        Factors(rule.inputs, rule.outputs, rule.reduce, linear, rule.linear == "joint", entry.rising, entry.moves)
+    )

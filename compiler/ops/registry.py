@@ -158,11 +158,6 @@ class Entry:
         return self.work.kernel in _MOVING and self.notation.factors != "" and self.notation.keeps_dims
 
     @property
-    def rises(self) -> bool:
-        """Whether the largest of several results is the result of the largest operands, element by element."""
-        return self.rising or self.moves
-
-    @property
     def rounding(self) -> Rounding:
         """How the op rounds, by its kernel where the entry does not say it."""
         if self.rounds is not None:

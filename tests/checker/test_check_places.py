@@ -10,9 +10,10 @@ import onnx
 import pytest
 from check_places_case import without
 from equivalence import compiled
-from mutated import change_manifest, correct, texts
+from mutated import change_file, change_manifest, correct, texts
 from mutation_kinds import KINDS, build
 from onnx import ModelProto
+from partc.runtime.artifact.format import FACTORS
 from partc.runtime.checker.check import check_artifact
 from small_training import compiled as trained
 
@@ -166,3 +167,14 @@ def test_a_sharded_node_that_is_another_one_on_a_rank_is_told(blocks: Path) -> N
     path.write_bytes(model.SerializeToString(deterministic=True))
     correct(blocks)
     assert "it is Sigmoid in rank_0000.onnx" in texts(blocks)
+
+
+@pytest.mark.parametrize("text", ["mkx,kn->mn", "m->m", "anything"])
+def test_factors_that_are_not_those_of_the_operands_are_told(blocks: Path, text: str) -> None:
+    def change(model: ModelProto) -> None:
+        node = next(one for one in model.graph.node if one.name == "down")
+        next(entry for entry in node.metadata_props if entry.key == FACTORS).value = text
+
+    for path in sorted(blocks.glob("rank_*.onnx")):
+        change_file(blocks, path.name, change)
+    assert f"MatMul 'down' (down): its factors '{text}' are not those of its operands" in texts(blocks)

@@ -69,3 +69,25 @@ def test_how_an_op_rounds_follows_from_its_kernel() -> None:
     }
     places = {name: [*by_name[name].rounded(3)] for name in ("Gemm", "Pow", "ScatterND", "Add", "Sum", "Softmax")}
     assert places == {"Gemm": [0, 1, 2], "Pow": [0], "ScatterND": [2], "Add": [], "Sum": [0, 1, 2], "Softmax": [0]}
+
+
+def test_what_rises_makes_the_largest_of_the_largest() -> None:
+    """In any one of its floating-point operands, the others being the same."""
+    tried, wrong = set(), []
+    for this in CASES:
+        entry = entry_of_op(this.domain, this.op_type)
+        if entry is None or not (entry.rising or entry.moves):
+            continue
+        first = feeds_of(this)
+        for name, one in first.items():
+            if one.dtype.kind != "f" or not one.ndim or int(name[1:]) in this.constants:
+                continue
+            second = {**first, name: one[::-1].copy()}
+            largest = {**first, name: np.maximum(one, second[name])}
+            node = node_of(this, feeds=first)
+            ones, others, wanted = (run([node], feeds, {}, this) for feeds in (first, second, largest))
+            pairs = zip(ones, others, wanted, strict=True)
+            wrong += [] if all(np.allclose(np.maximum(a, b), c, equal_nan=True) for a, b, c in pairs) else [str(this)]
+            tried.add(this.op_type)
+    assert not wrong
+    assert {"Add", "Cast", "Exp", "Gather", "Max", "Sqrt", "Transpose"} <= tried

@@ -1,7 +1,7 @@
 """`partc.factors`: how the dims of a node's operands correspond, what it sums over, and what a partial value becomes in it.
 
     mk,kn->mn; sum k; linear 0, 1        a product: k is summed; either operand may be a term of a sum, and the result is one then
-    ab,ab->ab; linear 0 + 1; rises       a sum: both operands must be terms; of largest values it makes a largest one
+    ab,ab->ab; linear 0 + 1; rises       a sum: both operands must be terms; of a largest value it makes a largest one
 
 Each letter stands for one dim, and equal letters for dims of which ranks have the same shards. `.` is a dim that corresponds to none, `-`
 an operand that is absent or no tensor. `sum`, `max`, `min`: letters of inputs that the outputs lack. What is not said is not known.
@@ -18,7 +18,7 @@ from partc.runtime.artifact.format import FACTORS, REDUCTIONS, SUM
 from partc.runtime.artifact.graph.onnx_graph import metadata_of
 
 WHOLE = "."
-_ABSENT, _LINEAR, _RISES = "-", "linear", "rises"
+_ABSENT, _LINEAR, _RISES, _MOVES = "-", "linear", "rises", "moves"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Factors:
     """The letters of a node's operands.
 
     `reductions`: by letter that no output has the reduction over it. `linear`: the inputs that may be terms of a sum, all of them together
-    where it is `joint`, else one. `rises`: the largest of several results is the result of the largest operands.
+    where it is `joint`, else one. `rises`: the largest of several results is the result of the largest of one operand. `moves`: elements
+    are only moved, so that this is true of all operands together.
     """
 
     inputs: tuple[str | None, ...]
@@ -35,6 +36,7 @@ class Factors:
     linear: tuple[int, ...] = ()
     joint: bool = False
     rises: bool = False
+    moves: bool = False
 
     def __str__(self) -> str:
         sides = [",".join([_ABSENT if one is None else one for one in side]) for side in (self.inputs, self.outputs)]
@@ -44,7 +46,7 @@ class Factors:
                 words.append(f"{reduction} {letters}")
         if self.linear:
             words.append(f"{_LINEAR} {(' + ' if self.joint else ', ').join(map(str, self.linear))}")
-        return "; ".join([*words, _RISES] if self.rises else words)
+        return "; ".join([*words, *([_MOVES] if self.moves else [_RISES] if self.rises else [])])
 
 
 def read_factors(text: str) -> Factors:
@@ -54,7 +56,7 @@ def read_factors(text: str) -> Factors:
     if not arrow:
         raise ValueError(text)
     linear: tuple[int, ...] = ()
-    joint = rises = False
+    joint = rises = moves = False
     for word in words:
         what, _, said = word.partition(" ")
         if what in REDUCTIONS:
@@ -62,18 +64,18 @@ def read_factors(text: str) -> Factors:
         elif what == _LINEAR:
             joint = "+" in said
             linear = tuple(int(number) for number in said.replace("+", ",").split(","))
-        elif word == _RISES:
-            rises = True
+        elif word in (_RISES, _MOVES):
+            rises, moves = word == _RISES, word == _MOVES
         else:
             raise ValueError(text)
-    return Factors(_operands(left), _operands(right), reductions, linear, joint, rises)
+    return Factors(_operands(left), _operands(right), reductions, linear, joint, rises, moves)
 
 
 def factors_of(node: NodeProto, sizes: Mapping[str, Sequence[int | None]]) -> Factors | None:
     """The letters of a node's operands; None where the file says none. ValueError where they are not those of these operands."""
     if not (text := metadata_of(node, FACTORS)):
         letters = string.ascii_letters[: len(sizes.get(node.input[0]) or ())] if node.op_type == "Identity" else None
-        return None if letters is None else Factors((letters,), (letters,), {}, (0,), rises=True)
+        return None if letters is None else Factors((letters,), (letters,), {}, (0,), moves=True)
     factors = read_factors(text)
     if len(factors.inputs) < len(node.input) or len(factors.outputs) < len(node.output):
         raise ValueError(text)
@@ -97,6 +99,7 @@ def partial_of(factors: Factors, terms: Mapping[int, str]) -> str:
         return ""
     (kind,) = kinds
     if kind != SUM:
-        return kind if factors.rises or kind in factors.reductions.values() else ""
+        rises = factors.moves or (factors.rises and len(terms) == 1)
+        return kind if rises or kind in factors.reductions.values() else ""
     fits = terms.keys() <= {*factors.linear} and (factors.joint or len(terms) == 1)
     return kind if fits else ""
